@@ -25,6 +25,7 @@ from unstale.builders import build_old_logps, build_scorer, build_trainer
 from unstale.cluster.ranks_worker import PublishedPart, Rank
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import (
+    SHIPPED_POLICY,
     AuditConfig,
     ClusterConfig,
     ConfigError,
@@ -246,6 +247,25 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
         for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
             assert one.metrics[-1][name] == other.metrics[-1][name]
     assert one.metrics[-1]["trainer/microbatches"] > 3
+
+
+def score_by_the_shipped_policy(peers: Peers) -> Tensor:
+    """Return log-probabilities by a model with 2 key heads: one for each of 2 ranks."""
+    policy = Policy.load(SHIPPED_POLICY, dtype="float32", device="cpu", peers=peers)
+    batch = batch_of(0)
+    scored = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=512)
+    return scored.logp
+
+
+def score_in_context_groups(peers: Peers) -> Tensor:
+    return score_by_the_shipped_policy(peers.in_context_groups(2))
+
+
+def test_ranks_with_one_key_head_each_score_as_one_process() -> None:
+    """The exchange of one head is a view of values that may not have arrived."""
+    alone = score_by_the_shipped_policy(ALONE)
+    for found in run_ranks(2, score_in_context_groups):
+        assert torch.allclose(found, alone, rtol=0, atol=1e-5) and len(found)
 
 
 CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
