@@ -124,7 +124,7 @@ def test_own_rewards_may_be_named_async_or_wrong(
     assert play_with("later") == {"reward": 2.0}
     with pytest.raises(
         EnvError,
-        match=r"^the reward function text: rewards must be a finite number or .*, got 'good'",
+        match=r"^the reward function text .*line 3.: rewards must be a finite .*, got 'good'",
     ):
         play_with("text")
     with pytest.raises(ConfigError, match=r"own_reward:one' cannot be used: too many positional"):

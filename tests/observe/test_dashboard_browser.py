@@ -7,7 +7,7 @@
 - A page follows a growing run, and an address of a token leads to the token.
 - Controls have names, text has enough contrast, and axe-core finds nothing serious.
 
-The long tests of the pages are in `test_dashboard_long.py` (`make test-dashboard`).
+The long tests of the pages are in `test_dashboard_long.py` (`pytest -m slow tests/observe`).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is promised of the dashboard's pages, tried at length (minutes, `make test-dashboard`).
+"""What is promised of the dashboard's pages, tried at length (minutes, `-m slow`).
 
 - axe-core finds nothing serious on any page, in light, dark and narrow windows.
 - Names, texts, numbers and links of a malicious run folder run no script, become no element and

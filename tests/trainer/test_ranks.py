@@ -428,7 +428,7 @@ def pending(scored: ScoredTrajectory) -> list[PendingPiece]:
     ],
 )
 def test_every_route_keeps_its_contract_on_two_ranks(names: list[str], tmp_path: Path) -> None:
-    """`make ranks` tests the others, too."""
+    """`pytest tests/trainer/test_ranks.py` tests the others, too."""
     assert set(ROUTES) >= SECOND_OF_KIND
     tiny_policy().save(tmp_path)
     run_ranks(2, check_each, tmp_path, names)

@@ -36,7 +36,8 @@ from unstale.recipes import make_recipe, recipe_names
 SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
 _COMMON = """
-policy chat_template tools_in_prompt runs name seed steps minutes trackers techniques
+policy policy_download chat_template tools_in_prompt
+runs name seed steps minutes trackers techniques
 task.env task.isolate task.reward task.prompt_column task.system task.held_out_file
 rollout.max_turns rollout.timeout_s
 engine.backend engine.urls engine.max_running engine.max_context engine.temperature
@@ -231,6 +232,7 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
             if "all" in words
             or each.name in COMMON
             or usual is None
+            or each.owner is not cls
             or not usual.applies(each.field)
         ]
         num_left_out += len(used) - len(described)

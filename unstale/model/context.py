@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_to_all_single_autograd,
+)
 
 from unstale.config import ConfigError
 
