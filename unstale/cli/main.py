@@ -97,6 +97,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         refuse_unknown(unknown[0], verb.option_strings if verb else ())
     chosen.given = list(arguments)
+    chosen.make_parser = make_parser
     chosen.values = values
     if verb is not None and verb.get_default("takes_options") and "recipe" in chosen:
         take_file(chosen)

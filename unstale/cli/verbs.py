@@ -476,7 +476,7 @@ def _lint(chosen: argparse.Namespace) -> int:
 def _completion(chosen: argparse.Namespace) -> int:
     from unstale.cli.completion import completion
 
-    sys.stdout.write(completion(chosen.shell) + "\n")
+    sys.stdout.write(completion(chosen.shell, chosen.make_parser) + "\n")
     return 0
 
 
