@@ -181,7 +181,9 @@ def test_the_reference_is_the_base_also_when_a_run_goes_on() -> None:
     assert after.scoring.reference_policy is not None and torch.equal(
         plain_logps(again, TOKENS), plain_logps(policy, TOKENS)
     )
-    assert torch.equal(plain_logps(after.scoring.reference_policy, TOKENS), plain_logps(tiny_policy(), TOKENS))
+    assert torch.equal(
+        plain_logps(after.scoring.reference_policy, TOKENS), plain_logps(tiny_policy(), TOKENS)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -52,7 +52,6 @@ from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.indexer import POLL_S, Indexer
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.dashboard.tokens import NotYet, UnknownEpisode
-from unstale.observe.report.markup import read_asset
 from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer
 
 HOST = "127.0.0.1"
@@ -447,7 +446,6 @@ def _read_pages() -> Mapping[str, tuple[bytes, str]]:
             kind = KINDS.get(Path(file.name).suffix)
             if file.is_file() and kind:
                 found[prefix + file.name] = file.read_bytes(), kind
-    found["report.css"] = read_asset("report.css").encode(), KINDS[".css"]
     found[""] = found["index.html"]
     return found
 

@@ -23,12 +23,10 @@ from unstale.observe.report.compare_page import (
     points_with_interval,
     provenance,
     spread,
-    tenths,
     write_comparison,
 )
-from unstale.observe.report.markup import figure, render, table
-from unstale.observe.report.page import document
-from unstale.observe.report.plots import HALF, Axis, Series, line_plot
+from unstale.observe.report.markup import document, figure, render, table
+from unstale.observe.report.plots import PlotOptions, Series, line_plot
 from unstale.observe.report.study import (
     ALPHA,
     MEASURES,
@@ -327,23 +325,14 @@ def _over_dial(
             points=[(index, mean.mean) for index, mean in means],
             intervals=intervals([mean for _, mean in means]),
             dots=True,
-            show=tenths,
         )
         for arm, means in lines.items()
     ]
     positions = [setting.positions[dial] for setting in settings]
-    x = Axis(
-        label=dial,
-        low=0,
-        high=len(positions) - 1,
-        show=lambda index: positions[round(index)],
-        whole=True,
-    )
     title = f"{quantity} over {dial}, {rest}"
-    y = Axis(label="", low=0, high=1, show=lambda share: f"{100 * share:.0f}%")
-    plot = line_plot(series, x, y, label=title, width=HALF)
-    keys = [(colours[arm], arm) for arm in lines]
-    return figure(title, "Mean over seeds, with its 95% interval if they differ.", plot, keys=keys)
+    options = PlotOptions(title=title, label=dial, unit="share", scale="share", names=positions)
+    about = "Mean over seeds, with its 95% interval if they differ."
+    return figure(title, about, line_plot(series, options))
 
 
 def _json(study: StudyResults) -> Mapping[str, Any]:
