@@ -168,7 +168,7 @@ def test_text_of_a_run_is_text(page: Page, client: Client) -> None:
     page.resize(1280, 900)
     for path in PAGES:
         go(page, client, path)
-        assert page.run("document.scripts.length") == 1, path
+        assert page.run("document.scripts.length") == 2, path
         assert (
             page.run("document.querySelectorAll('main img, main iframe, main script').length") == 0
         )

@@ -27,6 +27,7 @@ from unstale.durability.run_folder import (
     write_whole,
 )
 from unstale.observe.dashboard import audits, details, limits, summary, timeline, tokens
+from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.factors import Brush, TokenCache, TokenChoice, answer
 from unstale.observe.dashboard.index import RunIndex
@@ -90,7 +91,7 @@ def _sentences(run: Row) -> list[str]:
     return [
         each
         for each in (
-            _end(run),
+            run["end"] or "State: not finished: still running, or killed.",
             f"{' to '.join(share for share, _ in found['shares'])}: {found['note']}."
             if found
             else "",
@@ -104,18 +105,6 @@ def _sentences(run: Row) -> list[str]:
         )
         if each
     ]
-
-
-def _end(run: Row) -> str:
-    """Return how the run ended, as a sentence."""
-    if run["state"] == "failed":
-        return f"The run failed: {run['detail'] or run['error'].rpartition(chr(10))[2]}"
-    if run["state"] == "silent":
-        return "State: not finished: still running, or killed."
-    reason = run["reason"]
-    return (
-        f"Ended by {reason}; {run['detail']}" if reason == "Ctrl-C" else f"Ended: {run['detail']}"
-    )
 
 
 def freeze(folder: Path) -> Row:
@@ -165,9 +154,9 @@ def _answers(index: RunIndex) -> Row:
         "factors": _factors(index.folder),
         "spans": _spans(database),
         "episodes": {
-            str(number): found
+            str(number): read
             for number in dict.fromkeys(each["episode"] for each in found["examples"])
-            if (found := _episode(index, number))
+            if (read := _episode(index, number))
         },
         **_series(index),
     }
@@ -191,8 +180,9 @@ def _run(index: RunIndex, name: str) -> Row:
 
 def _series(index: RunIndex) -> Row:
     """Return the values of all metrics as `[place in steps, values]`, and the lists of `steps`."""
-    main, other = ["time_s"], []
-    for section in summary.sections(index.names):
+    main: list[str] = ["time_s"]
+    other: list[str] = []
+    for section in sections(index.names):
         names = [line["metric"] for chart in section["charts"] for line in chart["lines"]]
         (other if section["name"].startswith("other-") else main).extend(names)
     places: dict[tuple[int, ...], int] = {}

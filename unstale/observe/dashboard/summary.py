@@ -151,10 +151,13 @@ def overview(name: str, index: RunIndex) -> Row:
     failed = failures(database)
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
+    error = folder.error()[-20_000:]
     changed = changed_options(config)
+    described = describe(name, index)
     started = {} if not (begun := _events(database, "started")) else begun[-1]
     return {
-        **describe(name, index),
+        **described,
+        "end": _end(described, error),
         "exact": exact,
         "exact_routes": list(exact_routes()),
         "factors": list(factor_names(route, exact=exact)),
@@ -169,7 +172,7 @@ def overview(name: str, index: RunIndex) -> Row:
         "tiles": tiles(figures, failed["count"]),
         "checks": _checks(index),
         "failures": failed,
-        "error": folder.error()[-20_000:],
+        "error": error,
         **_command(name, index.folder, started, config),
         "started": [
             [key, written(value)[:2000]]
@@ -183,6 +186,15 @@ def overview(name: str, index: RunIndex) -> Row:
         "gaps": [*gaps, *folder.gaps],
         "index": progress(index),
     }
+
+
+def _end(described: Row, error: str) -> str:
+    """Return how a run ended, as a sentence. Empty if that is not recorded."""
+    reason, detail = described["reason"], described["detail"]
+    if described["state"] == "failed" or (error and not reason):
+        return f"The run failed: {detail or error.rpartition(chr(10))[2]}"
+    ended = f"Ended by {reason}; {detail}" if reason == "Ctrl-C" else f"Ended: {detail or reason}"
+    return ended if reason else ""
 
 
 def _command(name: str, folder: Path, started: Row, config: Row) -> Row:

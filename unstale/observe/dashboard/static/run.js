@@ -274,7 +274,8 @@ export function run(content, { run: name }) {
     const to = (page, text) => h("a", { class: "go", href: `${toRun(name)}/${page}` }, text);
     const links = h("p", { class: "bar" }, FROZEN ? null : [to("episodes", `${whole(found.index.started)} episodes`), to("factors", "D against S")], to("audit", "Audit of old_logp"), h("span", { class: "quiet" }, facts));
     replace(top, h("div", { class: "bar" }, h("h1", {}, name), badge(found)), links, outcome(found),
-      found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : found.detail ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.detail) : null,
+      found.end ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.end) : null,
+      found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : null,
       [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found), found.live ? h("p", { class: "quiet" }, "All episodes and tokens: ", h("code", {}, found.live)) : null);
     replace(places, details.places(found.survivors));
     const now = JSON.stringify(found.sections);
