@@ -333,7 +333,7 @@ def test_plots_of_one_run_are_compared_and_series_are_asked_for_together(
 def test_marks_of_an_axis_are_not_rounded_to_equal_ones(page: Page) -> None:
     def marks(unit: str, *values: float) -> object:
         return page.run(
-            "import(new URL('chart.js', document.querySelector('script[src]').src)).then("
+            "import(new URL('chart.js', document.querySelector('script[type=module]').src)).then("
             f"({{ Plot }}) => Plot.prototype.marks.call({{ unit: '{unit}' }}, {list(values)}))"
         )
 

@@ -326,20 +326,16 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
     `held_out` is the number of episodes of evaluations that failed, which are not among them.
     """
     # CASE, because SQLite may evaluate the operands of AND in any order
-    condition = (
+    final = (
         "kind = 'episode_failed' AND CASE WHEN json_valid(fields) "
-        "THEN coalesce(json_extract(fields, '$.final'), 1) "
-        "AND NOT coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
+        "THEN coalesce(json_extract(fields, '$.final'), 1) AND {} "
+        "coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
     )
-    ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {condition}")
-    ((held_out,),) = database.rows(
-        "SELECT count(*) FROM events WHERE kind = 'episode_failed' AND CASE WHEN "
-        "json_valid(fields) THEN coalesce(json_extract(fields, '$.final'), 1) "
-        "AND coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
-    )
+    training, of_evaluations = final.format("NOT"), final.format("")
+    ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {training}")
+    ((held_out,),) = database.rows(f"SELECT count(*) FROM events WHERE {of_evaluations}")
     rows = database.rows(
-        f"SELECT fields FROM events WHERE {condition} ORDER BY id DESC LIMIT ?",
-        (limit,),
+        f"SELECT fields FROM events WHERE {training} ORDER BY id DESC LIMIT ?", (limit,)
     )
     names = ("time", "episode", "task", "stage", "error")
     found = [_load(fields) for (fields,) in rows]

@@ -414,9 +414,15 @@ def colours_of(arms: Iterable[str]) -> dict[str, str]:
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
     """Return a table as HTML, with the colour of each arm before its name."""
-    colours = arm_colours(comparison)
+    return coloured(arm_colours(comparison), shown)
+
+
+def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Markup:
+    """Return a table as HTML, with the colour of each arm before its name in a column."""
     swatch = Markup('<i class="swatch {}"></i>{}')
-    rows = [(swatch.format(colours[name], name), *rest) for name, *rest in shown.rows]
+    rows = [list[str](row) for row in shown.rows]
+    for row in rows:
+        row[column] = swatch.format(colours[row[column]], row[column])
     return table(shown.head, rows, "results")
 
 
