@@ -110,7 +110,11 @@ def _base_words(base: str, origin: dict[str, str]) -> str:
 def _steps(rows: Sequence[Row], options: Row, log: Sequence[Row]) -> str:
     steps = step_of(rows[-1]) if rows else 0
     is_whole = last_stop(log).get("reason") == "finished"
-    return f"{steps}" if is_whole else f"{steps} of {options.get('steps', '?')}: the run did not finish"
+    return (
+        f"{steps}"
+        if is_whole
+        else f"{steps} of {options.get('steps', '?')}: the run did not finish"
+    )
 
 
 def _figures(rows: Sequence[Row], log: Sequence[Row]) -> dict[str, object]:

@@ -28,7 +28,8 @@ export function tokenPlane(run) {
       const found = await ask("factors", { run });
       const shown = found.points.log_d.length;
       const sample = shown < found.placed ? `; points show ${whole(shown)} of them` : "";
-      replace(note, found.placed ? `${whole(found.placed)} of ${whole(found.total)} tokens have a log D and a log S${sample}. ${found.sentences.join(" ")}` : NO_VALUES);
+      const limits = [...new Set(found.lines.map((line) => line.text))].join(" ");
+      replace(note, found.placed ? `${whole(found.placed)} of ${whole(found.total)} tokens have a log D and a log S${sample}. ${limits}` : NO_VALUES, found.problem ? problem(found.problem) : null);
       scatter.element.hidden = !found.placed;
       if (found.placed) scatter.set(found, {});
     } catch (error) {
