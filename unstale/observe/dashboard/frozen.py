@@ -45,7 +45,11 @@ POINTS, OTHER_POINTS = 240, 60
 MAX_OTHERS = 200
 """Metrics without a described plot that are in the file."""
 
-LAG_PARTS, SPANS, TOKEN_POINTS = 120, 800, 800
+LAG_PARTS, SPANS = 120, 800
+
+TOKEN_POINTS = 800
+"""Points of the plane of D and S, as in plane.js."""
+
 LAST_STEPS = 8
 """Steps at the end whose activities are in the file one by one."""
 

@@ -349,7 +349,8 @@ class _Api:
         choice, brush = parameters.token_choice(request), parameters.brush(request)
         with self._reading_tokens:
             found = self._cache.read(folder, choice)
-            return answer(found, brush, limits.of_run(folder, lag_max=found.lag_max))
+            drawn = limits.of_run(folder, lag_max=found.lag_max)
+            return answer(found, brush, drawn, parameters.whole(request, "points", 0))
 
     def limits(self, request: Request) -> Any:
         folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder

@@ -8,6 +8,7 @@ import { problem, toRun } from "./parts.js";
 import { Scatter } from "./scatter.js";
 import { whileInView } from "./view.js";
 
+const POINTS = 800;
 const PAUSE_MS = 10_000;
 const REST = 60;
 const NO_VALUES = "The journal has no values of trained tokens (journal.token_share, --journal.token_share 1 keeps all).";
@@ -25,7 +26,7 @@ export function tokenPlane(run) {
 
   async function load() {
     try {
-      const found = await ask("factors", { run });
+      const found = await ask("factors", { run, points: POINTS });
       const shown = found.points.log_d.length;
       const sample = shown < found.placed ? `; points show ${whole(shown)} of them` : "";
       const limits = [...new Set(found.lines.map((line) => line.text))].join(" ");
