@@ -20,6 +20,7 @@ from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
 from tests.support.fake_comparison import launched
 from tests.support.fake_run import fake_run
 from unstale.durability.run_folder import RunLog
+from unstale.observe.dashboard import frozen
 from unstale.observe.dashboard.frozen import write_report
 from unstale.observe.report.compare_page import write_comparison
 
@@ -82,6 +83,19 @@ def test_an_episode_is_read_token_by_token(page: Page, report: Path) -> None:
     page.run("history.back()")
     page.wait("document.querySelector('.outcome')")
     assert page.run(REQUESTS) == [] and page.errors == []
+
+
+def test_a_long_episode_says_how_much_of_it_is_shown(
+    page: Page, report: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "EPISODE_TOKENS", 60)
+    file = write_report(report.parent)
+    number, found = next(iter(frozen.freeze(report.parent)["episodes"].items()))
+    show(page, file, anchor=f"#/run/run/episode/{number}/token/100")
+    page.wait("document.querySelectorAll('.tokens .t').length === 60")
+    text = page.run("document.querySelector('main').textContent")
+    assert f"The first 60 of {found['num_tokens']} tokens are in this report." in text
+    assert "Token 100 is not among those shown." in text and page.errors == []
 
 
 def test_a_page_that_is_not_in_the_report_names_the_command(page: Page, report: Path) -> None:

@@ -40,10 +40,10 @@ READ_S = 60.0
 """Seconds after which the episodes of a long run are no longer read."""
 
 POINTS, OTHER_POINTS = 240, 60
-"""Points of a metric with a described plot, and of any other one."""
+"""Points of a metric with a described plot, and of any other one. Each of many has fewer."""
 
-MAX_OTHERS = 200
-"""Metrics without a described plot that are in the file."""
+VALUES, OTHER_VALUES = 40_000, 12_000
+"""Points of all metrics with a described plot, and of all others."""
 
 LAG_PARTS, SPANS = 120, 800
 
@@ -202,7 +202,8 @@ def _series(index: RunIndex) -> Row:
                 found[name] = [places.setdefault(tuple(steps), len(places)), _short(values, 4)]
         return found
 
-    series = read(other[:MAX_OTHERS], OTHER_POINTS) | read(main, POINTS)
+    series = read(other, min(OTHER_POINTS, max(8, OTHER_VALUES // max(1, len(other)))))
+    series |= read(main, min(POINTS, max(8, VALUES // len(main))))
     means = read([SUCCESS], POINTS, MEAN_STEPS)
     return {"series": series, "means": means, "steps": [list(steps) for steps in places]}
 

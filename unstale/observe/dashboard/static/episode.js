@@ -45,7 +45,8 @@ export function episode(content, at, query) {
     const token = tokens.find((each) => each.at === place);
     elements.get(selected)?.classList.remove("selected");
     if (!token) {
-      replace(numbers, problem(`There is no token ${place}: the episode has the tokens 0 to ${found.num_tokens - 1}.`));
+      const isAway = place >= 0 && place < found.num_tokens;
+      replace(numbers, problem(isAway ? `Token ${place} is not among those shown.` : `There is no token ${place}: the episode has the tokens 0 to ${found.num_tokens - 1}.`));
       return;
     }
     selected = place;
@@ -109,6 +110,7 @@ export function episode(content, at, query) {
   }
 
   function pager() {
+    if (FROZEN) return found.end < found.num_tokens ? h("p", { class: "quiet" }, `The first ${whole(found.end)} of ${whole(found.num_tokens)} tokens are in this report.`) : null;
     if (found.num_tokens <= PART) return null;
     const go = (text, label, to) => h("button", { type: "button", "aria-label": label, disabled: to < 0 || to >= found.num_tokens, onclick: () => load(to) }, text);
     return h("nav", { class: "bar pager", "aria-label": "Parts of the episode" }, go("◂", "Part before", start - PART), h("span", { class: "quiet" }, `tokens ${whole(start)} to ${whole(found.end)} of ${whole(found.num_tokens)}`), go("▸", "Next part", start + PART));
