@@ -341,6 +341,10 @@ def test_the_size_does_not_grow_with_the_run(tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
         with (folder / "events.jsonl").open("a") as file:
             for step in range(1, steps):
+                evaluated = {"step": step, "success": 0.5, "tasks": 9}
+                failed = {"episode": step, "task": "t", "stage": "step", "error": "e" * 200}
+                for kind, fields in (("eval", evaluated), ("episode_failed", failed)):
+                    file.write(json.dumps({"kind": kind, "time": 6.0 * step, **fields}) + "\n")
                 for lane in ("trainer", "publish", "wait", "old_logps"):
                     span = {"lane": lane, "start": 6.0 * step, "end": 6.0 * step + 1, "label": "x"}
                     file.write(json.dumps({"kind": "span", **span}) + "\n")

@@ -45,7 +45,9 @@ POINTS, OTHER_POINTS = 240, 60
 VALUES, OTHER_VALUES = 40_000, 12_000
 """Points of all metrics with a described plot, and of all others."""
 
-LAG_PARTS, SPANS = 120, 800
+LAG_PARTS, SPANS, EVALUATIONS = 120, 800, 300
+FAILURES_LISTED, EVENTS_LISTED = 20, 100
+"""Newest failed episodes and events that are in the file."""
 
 TOKEN_POINTS = 800
 """Points of the plane of D and S, as in plane.js."""
@@ -153,7 +155,7 @@ def _answers(index: RunIndex) -> Row:
         "elsewhere": f"A report has a part of a run. The whole run: {live}",
         "details": _short(found),
         "lags": summary.lags(database, LAG_PARTS),
-        "log": {"events": summary.log(database)},
+        "log": {"events": summary.log(database, limit=EVENTS_LISTED)},
         "audit": _short(audits.audit(index)),
         "factors": _factors(index.folder),
         "spans": _spans(database),
@@ -179,7 +181,14 @@ def _run(index: RunIndex, name: str) -> Row:
     ]
     if not index.is_complete and not read:
         read.append(f"The run is long, so not all of it is here: {index.coverage}.")
-    return run | {"age_s": None, "written_at": 0, "problems": [*missing, *read]}
+    held = run["evaluations"]
+    return run | {
+        "age_s": None,
+        "written_at": 0,
+        "problems": [*missing, *read],
+        "evaluations": [*held[: -1 : max(1, -(-len(held) // EVALUATIONS))], *held[-1:]],
+        "failures": run["failures"] | {"rows": run["failures"]["rows"][:FAILURES_LISTED]},
+    }
 
 
 def _series(index: RunIndex) -> Row:
