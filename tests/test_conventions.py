@@ -140,7 +140,7 @@ def test_public_names_are_sorted_and_importable() -> None:
     ("modules", "heavy"),
     [
         (
-            "unstale.cli.main, unstale.observe.report.page, unstale.recipes",
+            "unstale.cli.main, unstale.observe.report.compare_page, unstale.recipes",
             {"torch", "transformers", "ray", "vllm"},
         ),
         # The engine's process, which every run starts.

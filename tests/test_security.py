@@ -353,8 +353,9 @@ def test_code_that_a_model_folder_brings_along_is_not_run(
 
 
 WATCH = """
-import json, os, sys
+import json, os, sys, tempfile
 
+tempfile.gettempdir()  # finds the folder by writing a file into it
 sys.path.insert(0, "")  # as `python -m` has it
 from unstale.cli import main
 

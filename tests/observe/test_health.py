@@ -4,8 +4,8 @@
   do. A run that learns has no finding.
 - Signs that a small batch may show by chance count after three steps in a row.
 - A finding is an event and a line in the display, once, also across a resume.
-- The report lists all checks. A run with a finding, or without better held-out success, is not
-  green.
+- The report lists all checks, each with its finding. Held-out success that did not rise is not
+  called better.
 """
 
 import random
@@ -17,9 +17,9 @@ import pytest
 
 from tests.support.fake_run import NoDisplay, fake_metrics, fake_run
 from unstale.durability.run_folder import RunFolder, RunLog, dumps
+from unstale.observe.dashboard.frozen import freeze
 from unstale.observe.health import CHECKS, examine
 from unstale.observe.recorder import Outputs, Recorder
-from unstale.observe.report.page import write_report
 from unstale.observe.trackers import RunOutcome
 
 HEALTHY = {
@@ -117,43 +117,20 @@ def test_a_finding_is_an_event_and_a_line_once_also_after_a_resume(tmp_path: Pat
 
 def test_the_report_lists_the_checks(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=20)
-    page = write_report(folder).read_text()
-    section = page.split('id="health"')[1].split("</section>")[0]
-    assert "No sign was found" in section
-    assert "Checked and found sound" in section
-    assert all(check.title in section for check in CHECKS)
-    assert "badge good" in page and "outcome better" in page
+    found = freeze(folder)["run"]
+    assert [check["title"] for check in found["checks"]] == [check.title for check in CHECKS]
+    assert not any(check["text"] for check in found["checks"]) and found["outcome"]["better"]
     (folder / "metrics.jsonl").write_text(
         "".join(dumps(row) + "\n" for row in rows({}, *[SIGNS["all_truncated"][0]] * 5))
     )
-    page = write_report(folder).read_text()
-    section = page.split('id="health"')[1].split("</section>")[0]
-    assert "5 of 6 steps, first step 2:" in section
-    assert "a limit ended every episode" in section
-    assert "No sign was found" not in section and "badge good" not in page
+    (wrong,) = (check for check in freeze(folder)["run"]["checks"] if check["text"])
+    assert (wrong["name"], wrong["step"], wrong["steps"]) == ("all_truncated", 2, 5)
+    assert "a limit ended every episode" in wrong["text"]
 
 
-def test_success_that_did_not_rise_is_not_green(tmp_path: Path) -> None:
+def test_success_that_did_not_rise_is_not_better(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=6)
     events = [row for row in RunFolder(folder).rows("events.jsonl") if row["kind"] != "eval"]
     events += [{"kind": "eval", "step": step, "success": 0.0, "tasks": 9} for step in (0, 6)]
     (folder / "events.jsonl").write_text("".join(dumps(row) + "\n" for row in events))
-    page = write_report(folder).read_text()
-    assert "badge good" not in page and "outcome better" not in page
-    assert "line good" not in page
-
-
-def test_the_reason_of_the_end_is_in_the_report(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", steps=6)
-    with RunLog(folder) as log:
-        log.event("stopped", reason="finished", detail="all 6 steps are done")
-    assert "Ended: all 6 steps are done" in write_report(folder).read_text()
-    with RunLog(folder) as log:
-        log.event("stopped", reason="Ctrl-C", detail="to continue: unstale train --resume x")
-    assert "Ended by Ctrl-C; to continue: unstale train" in write_report(folder).read_text()
-    with RunLog(folder) as log:
-        log.failed("Traceback: no disk")
-        log.event("stopped", reason="failed", detail="OSError: no disk")
-    page = write_report(folder).read_text()
-    assert '<p class="end bad">The run failed: OSError: no disk</p>' in page
-    assert "<pre>Traceback: no disk</pre>" in page
+    assert not freeze(folder)["run"]["outcome"]["better"]

@@ -379,7 +379,7 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
             log.event("stopped", reason=reason, detail=detail)
             log.close()
         write_survivors(log.path)
-        from unstale.observe.report.page import write_report  # takes long: not at the start
+        from unstale.observe.dashboard.frozen import write_report  # takes long: not at the start
 
         report = write_report(log.path)
         console.print(f"run folder {log.path}\nreport     {report}", highlight=False)

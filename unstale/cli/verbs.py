@@ -573,7 +573,7 @@ def _replay(chosen: argparse.Namespace) -> int:
 @verb("report", "write the report of a run", RUN, JSON)
 def _report(chosen: argparse.Namespace) -> int:
     from unstale.cli.survivors import write_survivors
-    from unstale.observe.report.page import write_and_summarize
+    from unstale.observe.dashboard.frozen import write_and_summarize
 
     write_survivors(chosen.run)
     text = write_and_summarize(chosen.run)

@@ -386,6 +386,15 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
     )
 
 
+def meanings(route: str, *, exact: bool) -> tuple[str, str]:
+    """Return in a few words what discrepancy D and staleness ratio S contain under a route."""
+    if exact:
+        return "discrepancy", "staleness"
+    if route == "rollout":
+        return "0 by construction", "discrepancy and staleness"
+    return "mixed", "remaining staleness"
+
+
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
     """Return explanations of a run's settings, as (heading, sentence).
 
