@@ -59,7 +59,7 @@ test: setup
 
 # Only the core: algorithms, old log-probabilities, trainer, model, loop (less than 90 s).
 test-core: setup
-	$(PYTEST) --quick tests/algorithms tests/old_logps tests/trainer tests/contracts tests/records tests/test_loop.py tests/test_records.py
+	$(PYTEST) --quick tests/algorithms tests/old_logps tests/trainer tests/contracts tests/test_loop.py tests/test_records.py
 
 test-all: setup
 	$(PYTEST)
