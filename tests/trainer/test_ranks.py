@@ -59,6 +59,7 @@ from unstale.records import (
     walk,
 )
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.codec import advance
 
@@ -468,9 +469,7 @@ def save(peers: RankGroup, folder: Path, run: Path, config: RunConfig) -> tuple[
         for part in (trainer.old, parts["auditor"]):
             part.on_published(range(step + 1))
         if step < 2:
-            for minibatch in trainer.prepare(batch_of(step)):
-                trainer.backward(minibatch)
-                trainer.step()
+            train_on(trainer, batch_of(step))
     checkpoints = Checkpoints(run, parts, peers=peers)
     name = checkpoints.save(Progress(2, {"x": 1.5}), trainer.policy)
     return name, numbers(trainer)
@@ -662,9 +661,7 @@ def save_without_manifest(peers: RankGroup, folder: Path, run: Path) -> None:
     checkpoints.restore(checkpoints.load(name))
     with ThreadPoolExecutor(1) as files:  # over the parts that are left
         writing = files.submit(checkpoints.write, snapshot)
-        for minibatch in trainer.prepare(batch_of(0)):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, batch_of(0))
     checkpoints.restore(checkpoints.load(writing.result()))
     assert all(torch.equal(saved[name], tensor) for name, tensor in masters(trainer).items())
 
