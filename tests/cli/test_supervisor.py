@@ -17,7 +17,9 @@ import pytest
 
 from tests.support.forked import Forked
 from tests.support.waits import LIMIT_S
+from unstale import stop_signals
 from unstale.durability.run_folder import RunLog, read_jsonl
+from unstale.envs.guard import Watchdog
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -164,3 +166,14 @@ def test_a_reward_that_leaves_python_ends_the_run_with_its_line(tmp_path: Path) 
     assert process.returncode == 1
     assert "os._exit(0) was called: leaving.py, line 8, in leaves: os._exit(0)" in errors
     assert last_event(tmp_path / "runs")[1] == "failed"
+
+
+def test_the_watch_begins_before_the_first_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code may hold the lock from its first call on, so that no thread sends a sign of life."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    monkeypatch.setattr(stop_signals, "_supervisor", (os.getpid(), writing))
+    with Watchdog():
+        assert os.read(reading, 10) == b"\n"
+    os.close(reading)
+    os.close(writing)

@@ -611,6 +611,7 @@ class Watchdog:
             self._previous = signal.signal(signal.SIGURG, self._interrupt)
         OCCUPANCY.canceller = ""
         OCCUPANCY.num_interrupted = 0
+        beat()  # before any code of others, which may hold the lock that this thread needs
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
