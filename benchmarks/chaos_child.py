@@ -135,7 +135,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
         Place(EmbeddedEngine, "sample", 200, 0.1),
         Place(EmbeddedEngine, "interrupt", 5, 0.05),
     ),
-    "scoring": (Place(SnapshotOld, "logps", 4, 0.2), Place(SnapshotOld, "published", 4, 0.02)),
+    "scoring": (Place(SnapshotOld, "logps", 4, 0.2), Place(SnapshotOld, "on_published", 4, 0.02)),
     "optimizer step": (
         Place(LocalTrainer, "backward", 4, 0.3),
         Place(LocalTrainer, "step", 4, 0.03),

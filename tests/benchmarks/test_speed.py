@@ -125,11 +125,11 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
         return work
 
     methods = {
-        "publishing": 1.0,
-        "published": 2.0,
+        "before_publish": 1.0,
+        "on_published": 2.0,
         "trained": 4.0,
-        "closing": 8.0,
-        "idle": 16.0,
+        "before_update": 8.0,
+        "score_while_idle": 16.0,
         "costs": 0.0,
     }
     old = SimpleNamespace(**{name: lasting(seconds) for name, seconds in methods.items()})
