@@ -951,3 +951,7 @@ def test_ticks_of_shares_are_written_exactly(tmp_path: Path, largest: float) -> 
 def test_the_made_up_run_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     a, b = (fake_run(tmp_path / name, steps=3) for name in "ab")
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in FILES)
+
+
+def test_an_axis_from_one_end_of_the_floats_to_the_other_has_a_tick() -> None:
+    assert Axis(label="reward", low=-1e308, high=1e308).ticks(5) == [-1e308]

@@ -42,7 +42,7 @@ class Axis:
         [0.0, 20.0, 40.0, 60.0, 80.0]
         """
         span = self.high - self.low
-        if not span > 0:
+        if not 0 < span < math.inf:
             return [self.low]
         raw = span / max(count - 1, 1)
         size = 10.0 ** math.floor(math.log10(raw))
