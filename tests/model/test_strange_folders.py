@@ -153,5 +153,5 @@ def test_a_pipe_for_a_configuration_is_not_opened(folder: Path) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert policy_files.positions(folder) is None
-    with pytest.raises(ConfigError, match="it has no config.json"):
+    with pytest.raises(ConfigError, match="it has no config"):
         require_model(folder)
