@@ -20,9 +20,18 @@ _MAX_TEXT = 1200
 _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
+def is_generated(file: str, function: str) -> bool:
+    """Return True for a function that a library has generated, as `__init__` of a dataclass."""
+    return file == "<string>" and function.startswith("__")
+
+
+def _is_user(file: str, function: str) -> bool:
+    return not (file.startswith(_NOT_USER) or is_generated(file, function))
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame outside this package and installed libraries, if there is one."""
-    while frame and frame.f_code.co_filename.startswith(_NOT_USER):
+    while frame and not _is_user(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame
 
@@ -56,7 +65,7 @@ def lines_of_dump(dump: str) -> list[str]:
     lines = []
     for thread in dump.split("(most recent call first):\n")[1:]:
         for file, line, function in _DUMPED.findall(thread):
-            if not file.startswith(_NOT_USER):
+            if _is_user(file, function):
                 lines.append(show_line(file, int(line), function))
                 break
     return list(dict.fromkeys(lines))

@@ -99,21 +99,27 @@ def _is_option(word: str) -> bool:
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
-def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
+def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
+    """Raise `ConfigError` for all unknown options among words, with the names that may be meant."""
+    wrong = [word for word in words if word.startswith("-")]
+    if not wrong:
+        raise ConfigError(f"{words[0]!r} is not expected here: options begin with --")
+    known = known or [f"--{each}" for each in option_names()]
+    raise ConfigError(" ".join(dict.fromkeys(_unknown(word, known) for word in wrong)))
+
+
+def _unknown(word: str, known: Sequence[str]) -> str:
+    """Return an error message about an unknown option: its new name, or similar names."""
     name = word.partition("=")[0]
-    if not word.startswith("-"):
-        raise ConfigError(f"{word!r} is not expected here: options begin with --")
     former = name.removeprefix("--").replace("-", "_")
     if former in RENAMED:
-        raise ConfigError(f"command line: {former} is now {RENAMED[former]}")
-    known = known or [f"--{each}" for each in option_names()]
+        return f"command line: {former} is now {RENAMED[former]}."
     hint = option_hint(name, known)
     if not hint:
         hint = "; --help lists the arguments"
         if len(known) > MANY:
             hint += ", and docs/other-trainers.md has the names of other trainers"
-    raise ConfigError(f"unknown argument {word}{hint}")
+    return f"unknown argument {word}{hint}" + "." * (not hint.endswith("?"))
 
 
 def take_file(chosen: argparse.Namespace) -> None:

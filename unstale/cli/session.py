@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from unstale import loop
 from unstale.builders import Components, build, build_components
@@ -22,6 +23,7 @@ from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
 from unstale.config.gguf import origin_of
+from unstale.config.options import unknown_option
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.console import Console
@@ -62,6 +64,9 @@ from unstale.stop_signals import begin_run, stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 FAILURES = (
     *(ExceptionGroup, JournalError, CheckpointError),
     *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
@@ -100,6 +105,24 @@ class Run:
         return Policy.load(self.folder / POLICY)
 
 
+def _refuse_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function of a configuration raise `ConfigError` for an option in place of it."""
+
+    @wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
+        wrong = [name for name in named if name not in signature(function).parameters]
+        if wrong:
+            hints = " ".join(map(unknown_option, wrong))
+            raise ConfigError(
+                f"{function.__name__}() has no argument {', '.join(wrong)}: give options to a "
+                f"recipe, such as unstale.recipes.llm(policy=...). {hints}"
+            )
+        return function(*arguments, **named)
+
+    return call
+
+
+@_refuse_options
 @end_after()
 def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
     """Run `config` to its end, with progress on the terminal.

@@ -19,11 +19,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from reprlib import repr as short_repr
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from unstale.envs import EnvError, Taskset, Turn, implements, task_identity
-from unstale.frames import INSTALLED, PACKAGE, PYTHON, one_line, show_frame, show_line, user_frame
+from unstale.frames import (
+    INSTALLED,
+    PACKAGE,
+    PYTHON,
+    is_generated,
+    one_line,
+    show_frame,
+    show_line,
+    user_frame,
+)
 from unstale.records import Task
 from unstale.stop_signals import beat, end_process
 from unstale.threads import in_thread
@@ -470,8 +479,18 @@ class EnvCaller:
             return turn
         with time_limit(f"the result of {method.__name__}() of {self.name}"):
             if not isinstance(turn, Turn):
-                raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
+                name = f"{type(self.env).__name__}.{method.__name__}()"
+                place = _defined_at(method)
+                raise EnvError(f"{name} must return a Turn, got {short_repr(turn)}{place}")
             return Turn(*(getattr(turn, each.name) for each in fields(Turn)))
+
+
+def _defined_at(function: Any) -> str:
+    """Return the line at which a function begins, in brackets. "" if it has no source."""
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f" ({show_line(code.co_filename, code.co_firstlineno, code.co_name)})"
 
 
 def describe(error: BaseException) -> str:
@@ -489,7 +508,7 @@ def describe(error: BaseException) -> str:
     escaped = one_line(text)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
-    return f"{type(error).__name__}: {escaped}{_user_line(error)}"
+    return f"{type(error).__name__}: {escaped}{user_line(error)}"
 
 
 def error_text(error: BaseException) -> str:
@@ -545,18 +564,18 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
         thread.interrupt()
 
 
-class _Line(str):
+class Line(str):
     """A line of user code at which another thread stands, as `show_line` writes it."""
 
     __slots__ = ()
 
 
-def _standing_at(frame: FrameType | None) -> _Line:
+def _standing_at(frame: FrameType | None) -> Line:
     """Return the innermost line outside Python's and installed libraries. "" if there is none."""
-    return _Line(show_frame(frame))
+    return Line(show_frame(frame))
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """Return the line of user code that raised an error, or caused it, in brackets.
 
     It is the last line outside Python's and installed libraries, or else outside Python's. It is ""
@@ -568,12 +587,13 @@ def _user_line(error: BaseException) -> str:
     for _ in range(_MAX_CAUSES):
         if cause is None:
             break
-        if cause.args and isinstance(cause.args[0], _Line):
+        if cause.args and isinstance(cause.args[0], Line):
             return f" ({cause.args[0]})"
         frames = [
             (frame.f_code, line)
             for frame, line in traceback.walk_tb(cause.__traceback__)
             if not frame.f_code.co_filename.startswith((PACKAGE, "<frozen "))
+            and not is_generated(frame.f_code.co_filename, frame.f_code.co_name)
         ]
         for libraries in (INSTALLED, PYTHON):
             for code, line in reversed(frames):
