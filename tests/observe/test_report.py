@@ -37,7 +37,8 @@ from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.bundle import script
 from unstale.observe.report.compare import ended
-from unstale.observe.report.words import is_exact, route_about, waiting
+from unstale.observe.report.held_out import HeldOut
+from unstale.observe.report.words import Waiting, is_exact, route_about, waiting
 from unstale.records import Failure, Task
 
 FILES = ("config.json", "metrics.jsonl", "events.jsonl")
@@ -531,6 +532,23 @@ def audit_it(folder: Path) -> Path:
     }
     (folder / "audit.json").write_text(json.dumps(found | {"points": exact["points"]}))
     return folder
+
+
+def test_no_bound_of_a_share_is_a_negative_zero() -> None:
+    for tasks in range(1, 300):
+        none, all_of_them = HeldOut(0, 0.0, tasks), HeldOut(0, 1.0, tasks)
+        assert ", 0% to" in none.counts and "95% interval 0.0%" in none.about
+        assert all_of_them.counts.endswith(" to 100%")
+
+
+def test_the_bottleneck_names_another_activity_that_takes_much_of_the_time() -> None:
+    wait = Waiting(0.005, 0.6, {"Training": 0.39, "Evaluation": 0.36, "Publishing": 0.1})
+    assert wait.sentence == (
+        "Training is the bottleneck: it took 39% of the trainer's time, evaluation 36%, the "
+        "trainer waited for episodes 0.5% of the time, the engine was idle 60%."
+    )
+    assert "not measured 60%" in replace(wait, work={"Training": 0.395}).sentence
+    assert "evaluation" not in replace(wait, work={"Training": 0.8, "Evaluation": 0.15}).sentence
 
 
 def test_failed_episodes_of_evaluations_are_counted_apart(tmp_path: Path) -> None:

@@ -402,10 +402,12 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
             log.event("stopped", reason=reason, detail=detail)
             log.close()
         write_survivors(log.path)
-        from unstale.observe.dashboard.frozen import write_report  # takes long: not at the start
+        from unstale.observe.dashboard.frozen import write_and_warn  # takes long: not at the start
 
-        report = write_report(log.path)
+        report, warnings = write_and_warn(log.path)
         console.print(f"run folder {log.path}\nreport     {report}", highlight=False)
+        for warning in warnings:
+            console.print(f"[yellow]{literal(warning)}[/]", highlight=False)
         if reason != "failed":  # the caller prints the error of a failed run at the very end
             console.print(literal(f"{reason}: {detail}"), highlight=False)
 

@@ -39,9 +39,23 @@ class Check:
     """A function that returns True if the metrics of a step show the sign. Its second argument is
     `first_entropy`.
     """
+    reads: Mapping[str, float]
+    """The metrics that the function reads. A step shows whether there is the sign only if each is
+    above the number given here, which NaN is not.
+    """
     text: str
     """What was found and what to do, as text. `_fill` inserts metrics."""
     in_a_row: int = IN_A_ROW
+    least: int = 1
+    """Number of steps with all metrics without which the check cannot be called passed."""
+    from_start: bool = False
+    """True if the sign also counts while every step so far shows it, be there fewer than
+    `in_a_row`. The finding goes away if a step without the sign follows before that.
+    """
+
+    def tells(self, row: Row) -> bool:
+        """Return True if the metrics of a step show whether there is the sign."""
+        return all(_value(row, name) > limit for name, limit in self.reads.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +81,17 @@ CHECKS = (
         "no_advantage",
         "batches have an advantage",
         lambda row, _: _value(row, "trainer/tokens_with_gradient") == 0,
+        {"trainer/tokens_with_gradient": -math.inf},
         "no token had an advantage, so nothing was learned: the rewards of every group were equal. "
         "Use tasks that the policy sometimes solves, a finer reward or a larger "
         "schedule.group_size.",
+        from_start=True,
     ),
     Check(
         "constant_rewards",
         "rewards differ",
         lambda row, _: _value(row, "reward/std") == 0,
+        {"reward/std": -math.inf},
         "every reward was {reward/mean}. Check the reward function on a good and on a bad answer, "
         "and that the task is neither too hard nor too easy.",
     ),
@@ -82,6 +99,7 @@ CHECKS = (
         "missing_rewards",
         "every finished episode has a reward",
         lambda row, _: _value(row, "reward/missing_share") > 0,
+        {"reward/missing_share": -math.inf},
         "{reward/missing_share} of the episodes ended without a reward, which counts as 0. The "
         "last Turn of an episode (done) must have rewards.",
         in_a_row=1,
@@ -89,10 +107,8 @@ CHECKS = (
     Check(
         "faint_gradient",
         "gradients are large enough to change weights",
-        lambda row, _: (
-            _value(row, "trainer/tokens_with_gradient") > 0
-            and _value(row, "trainer/grad_norm") < FAINT
-        ),
+        lambda row, _: _value(row, "trainer/grad_norm") < FAINT,
+        {"trainer/tokens_with_gradient": 0.0, "trainer/grad_norm": -math.inf},
         "the gradient had a norm of {trainer/grad_norm}, which the optimizer's epsilon outweighs. "
         "Scale the rewards so that good and bad answers differ by about 1.",
     ),
@@ -100,10 +116,10 @@ CHECKS = (
         "lost_updates",
         "small updates change weights",
         lambda row, _: (
-            _value(row, "trainer/due_weight_share") > LEAST_DUE
-            and _value(row, "trainer/moved_weight_share")
+            _value(row, "trainer/moved_weight_share")
             < LOST * _value(row, "trainer/due_weight_share")
         ),
+        {"trainer/due_weight_share": LEAST_DUE, "trainer/moved_weight_share": -math.inf},
         "{trainer/moved_weight_share} of the weights changed, and {trainer/due_weight_share} "
         "should have: rounding loses updates that are smaller than the distance of two numbers of "
         "trainer.dtype. Set trainer.rounding stochastic, or trainer.dtype float32.",
@@ -112,14 +128,17 @@ CHECKS = (
         "entropy_collapse",
         "the policy keeps its entropy",
         lambda row, first: _value(row, "policy/entropy_mean") < max(NO_ENTROPY, COLLAPSED * first),
+        {"policy/entropy_mean": -math.inf},
         "the entropy fell to {policy/entropy_mean} nats per token: replies hardly vary, so groups "
         "have no differences to learn from. Lower trainer.lr, or set objective.entropy_coef or "
         "objective.kl_coef.",
+        least=2 * IN_A_ROW,  # the first ones give `first_entropy`
     ),
     Check(
         "kept_share",
         "the correction keeps most tokens",
         lambda row, _: _value(row, "correction/kept_share") < 0.5,
+        {"correction/kept_share": -math.inf},
         "the correction kept {correction/kept_share} of the tokens. Engine and trainer disagree: "
         "compare engine.dtype with trainer.dtype, lower schedule.max_staleness or widen the band "
         "(correction.low, correction.high).",
@@ -129,6 +148,7 @@ CHECKS = (
         "all_truncated",
         "episodes reach their end",
         lambda row, _: _value(row, "completion/truncated_share") == 1,
+        {"completion/truncated_share": -math.inf},
         "a limit ended every episode or cut its last reply, so only rewards for unfinished work "
         "count. Raise engine.max_completion_tokens, engine.max_context or rollout.max_turns, or "
         "the max_tokens of the agent's calls.",
@@ -138,6 +158,7 @@ CHECKS = (
         "invalid_formats",
         "replies have the requested format",
         lambda row, _: _value(row, "completion/invalid_format_share") > 0.5,
+        {"completion/invalid_format_share": -math.inf},
         "{completion/invalid_format_share} of the episodes ended because no reply had the "
         "response_format that the agent asked for, so they got no reward. Raise "
         "endpoint.format_retries, show an example of the format in the prompt, or ask for a "
@@ -156,6 +177,15 @@ class TrainingHealth:
     """Mean entropy of the first steps in nats. NaN until they are known."""
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
+    _told: dict[str, int] = field(default_factory=dict)
+    """Number of steps that showed whether there is the sign, by check."""
+
+    def passed(self, check: Check) -> bool | None:
+        """Return whether a check holds. None if too few steps had the metrics that it needs."""
+        if check.name in self.findings:
+            return False
+        enough = self._told.get(check.name, 0) >= max(check.least, check.in_a_row)
+        return True if enough else None
 
     def update(self, row: Row) -> list[Finding]:
         """Add the metrics of a step. Return the checks that fail now for the first time."""
@@ -164,11 +194,16 @@ class TrainingHealth:
             return []
         new = []
         for check in CHECKS:
-            holds = check.holds(row, self.first_entropy)
+            tells = check.tells(row)
+            holds = tells and check.holds(row, self.first_entropy)
+            told = self._told[check.name] = self._told.get(check.name, 0) + tells
             streak = self._streaks[check.name] = holds * (self._streaks.get(check.name, 0) + 1)
-            if found := self.findings.get(check.name):
+            found = self.findings.get(check.name)
+            if found and (holds or found.steps >= check.in_a_row):
                 self.findings[check.name] = replace(found, steps=found.steps + holds)
-            elif streak == check.in_a_row:
+            elif found and tells:
+                del self.findings[check.name]  # it was chance
+            elif streak == check.in_a_row or (check.from_start and streak == told == 1):
                 first = step - streak + 1
                 found = Finding(check.name, _fill(check.text, row), first, streak)
                 self.findings[check.name] = found

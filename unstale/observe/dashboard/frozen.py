@@ -70,6 +70,12 @@ def write_report(run_folder: Path) -> Path:
     return _write(run_folder, freeze(run_folder))
 
 
+def write_and_warn(run_folder: Path) -> tuple[Path, list[str]]:
+    """Write the report. Return its path and the warnings in it, as sentences."""
+    answers = freeze(run_folder)
+    return _write(run_folder, answers), _warnings(answers["run"])
+
+
 def write_and_summarize(run_folder: Path) -> str:
     """Write the report. Return its path and the most important sentences of it, a line each.
 
@@ -101,16 +107,22 @@ def _sentences(run: Row) -> list[str]:
             f"{' to '.join(share for share, _ in found['shares'])}: {found['note']}."
             if found
             else "",
-            *(
-                f"Warning, in {check['steps']} of {run['step']} steps: {check['text']}"
-                for check in run["checks"]
-                if check["text"]
-            ),
+            *_warnings(run),
             run["pace"]["sentence"],
             run["pace"]["advice"],
         )
         if each
     ]
+
+
+def _warnings(run: Row) -> list[str]:
+    failed = run["failures"]["text"]
+    checks = (
+        f"Warning, in {check['steps']} of {run['step']} steps: {check['text']}"
+        for check in run["checks"]
+        if check["text"]
+    )
+    return [*checks, *([f"Warning: {failed}"] if failed else [])]
 
 
 def freeze(folder: Path) -> Row:

@@ -324,6 +324,7 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
     """Return the newest training episodes that failed for good, and the number of all.
 
     `held_out` is the number of episodes of evaluations that failed, which are not among them.
+    `text` is a sentence with the number of all, that of their tasks, and the most frequent error.
     """
     # CASE, because SQLite may evaluate the operands of AND in any order
     final = (
@@ -337,13 +338,28 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
     rows = database.rows(
         f"SELECT fields FROM events WHERE {training} ORDER BY id DESC LIMIT ?", (limit,)
     )
+    ((tasks,),) = database.rows(
+        "SELECT count(DISTINCT json_extract(fields, '$.task')) FROM events WHERE " + training
+    )
+    errors = database.rows(
+        f"SELECT json_extract(fields, '$.error') AS error FROM events WHERE {training} "
+        "GROUP BY substr(error, 1, instr(error || char(10), char(10)) - 1) "
+        "ORDER BY count(*) DESC, min(id) LIMIT 1"
+    )
     names = ("time", "episode", "task", "stage", "error")
     found = [_load(fields) for (fields,) in rows]
     return {
         "count": count,
         "held_out": held_out,
+        "text": _of_failures(count, tasks, _text(errors[0][0])) if count else "",
         "rows": [{name: _text(event.get(name))[:300] for name in names} for event in found],
     }
+
+
+def _of_failures(episodes: int, tasks: int, error: str) -> str:
+    first = (error.strip().splitlines() or ["no message"])[0][:300]
+    counted = f"{episodes} episode{'s' * (episodes > 1)} of {tasks} task{'s' * (tasks > 1)}"
+    return f"{counted} failed, {'most often ' * (episodes > 1)}with: {first}"
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
@@ -376,6 +392,8 @@ def _event_text(fields: str) -> str:
 def _checks(index: RunIndex) -> list[Row]:
     """Return the checks of training health, each with the finding that failed it, if any.
 
+    `passed` is None if too few steps had the metrics that a check needs.
+
     Without a recorded step there are none, because nothing was checked.
     """
     if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
@@ -388,6 +406,7 @@ def _checks(index: RunIndex) -> list[Row]:
             {
                 "name": check.name,
                 "title": check.title,
+                "passed": index.health.passed(check),
                 "text": found.text if found else "",
                 "step": found.step if found else None,
                 "steps": found.steps if found else 0,

@@ -74,7 +74,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _places(value: float | None) -> str:
-    return NONE if value is None else f"{value:.3f}".replace("-0.000", "0.000")
+    return NONE if value is None else f"{value:z.3f}"
 
 
 def _agreement(row: Mapping[str, Any], name: str) -> str:

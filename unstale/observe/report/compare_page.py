@@ -83,7 +83,7 @@ def points(share: float) -> str:
     >>> points(-0.0312)
     '-3.1'
     """
-    return f"{100 * share:+.1f}"
+    return f"{100 * share:+z.1f}"
 
 
 def points_with_interval(paired: PairedDifference, alpha: float) -> str:

@@ -120,10 +120,15 @@ const tiles = (run) => h("dl", { class: "tiles" }, run.tiles.map((each) => tile(
 
 function health(run) {
   const wrong = run.checks.filter((check) => check.text);
-  const right = run.checks.filter((check) => !check.text).map((check) => check.title);
+  const titles = (passed) => run.checks.filter((check) => check.passed === passed).map((check) => check.title).join("; ");
+  const [right, open] = [titles(true), titles(null)];
+  const sound = right && !open && !wrong.length && !run.failures.text ? "No sign was found that the run could not learn. " : "";
   return [
     wrong.map((check) => h("p", { class: "warning" }, h("b", {}, `${whole(check.steps)} of ${whole(run.step)} steps, first step ${whole(check.step)}: `), check.text)),
-    h("p", { class: "quiet" }, right.length ? `${wrong.length ? "" : "No sign was found that the run could not learn. "}Checks that hold: ${right.join("; ")}.` : "No step was recorded."),
+    run.failures.text ? h("p", { class: "warning" }, run.failures.text) : null,
+    right ? h("p", { class: "quiet" }, `${sound}Checks that hold: ${right}.`) : null,
+    open ? h("p", { class: "quiet" }, `Too few steps to tell: ${open}.`) : null,
+    run.checks.length ? null : h("p", { class: "quiet" }, "No step was recorded."),
   ];
 }
 
