@@ -182,7 +182,7 @@ class TrainingHealth:
             return []
         new = []
         for check in CHECKS:
-            shown = None
+            shown: bool | None = None
             with suppress(KeyError):
                 shown = check.holds(row, self.first_entropy)
             holds = shown is True

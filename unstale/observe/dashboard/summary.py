@@ -396,7 +396,7 @@ def _checks(index: RunIndex) -> list[Row]:
     if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
     findings = index.health.findings
-    missing = {"text": "", "step": None, "steps": 0}
+    missing: Row = {"text": "", "step": None, "steps": 0}
     return [
         (asdict(findings[check.name]) if check.name in findings else missing)
         | {"name": check.name, "title": check.title, "passed": index.health.passed(check)}
