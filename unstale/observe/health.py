@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,13 +36,9 @@ class Check:
     name: str
     title: str
     """What is right about the run if the sign is absent, as a heading."""
-    holds: Callable[[Row, float], bool]
-    """A function that returns True if the metrics of a step show the sign. Its second argument is
-    `first_entropy`.
-    """
-    reads: Mapping[str, float]
-    """The metrics that the function reads. A step shows whether there is the sign only if each is
-    above the number given here, which NaN is not.
+    holds: Callable[[Row, float], bool | None]
+    """A function that returns True if the metrics of a step show the sign, and None if they cannot.
+    Raises KeyError if one is missing. Its second argument is `first_entropy`.
     """
     text: str
     """What was found and what to do, as text. `_fill` inserts metrics."""
@@ -49,13 +46,7 @@ class Check:
     least: int = 1
     """Number of steps with all metrics without which the check cannot be called passed."""
     from_start: bool = False
-    """True if the sign also counts while every step so far shows it, be there fewer than
-    `in_a_row`. The finding goes away if a step without the sign follows before that.
-    """
-
-    def tells(self, row: Row) -> bool:
-        """Return True if the metrics of a step show whether there is the sign."""
-        return all(_value(row, name) > limit for name, limit in self.reads.items())
+    """True if the sign also counts, for now, while every step so far shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +62,10 @@ class Finding:
 
 
 def _value(row: Row, name: str) -> float:
-    """Return a metric as a number, or NaN if it is missing. All comparisons with NaN are false."""
-    value = number(row.get(name))
-    return math.nan if value is None else value
+    """Return a metric as a number. Raises KeyError if it is missing or NaN."""
+    if (value := number(row.get(name))) is None:
+        raise KeyError(name)
+    return value
 
 
 CHECKS = (
@@ -81,7 +73,6 @@ CHECKS = (
         "no_advantage",
         "batches have an advantage",
         lambda row, _: _value(row, "trainer/tokens_with_gradient") == 0,
-        {"trainer/tokens_with_gradient": -math.inf},
         "no token had an advantage, so nothing was learned: the rewards of every group were equal. "
         "Use tasks that the policy sometimes solves, a finer reward or a larger "
         "schedule.group_size.",
@@ -91,7 +82,6 @@ CHECKS = (
         "constant_rewards",
         "rewards differ",
         lambda row, _: _value(row, "reward/std") == 0,
-        {"reward/std": -math.inf},
         "every reward was {reward/mean}. Check the reward function on a good and on a bad answer, "
         "and that the task is neither too hard nor too easy.",
     ),
@@ -99,7 +89,6 @@ CHECKS = (
         "missing_rewards",
         "every finished episode has a reward",
         lambda row, _: _value(row, "reward/missing_share") > 0,
-        {"reward/missing_share": -math.inf},
         "{reward/missing_share} of the episodes ended without a reward, which counts as 0. The "
         "last Turn of an episode (done) must have rewards.",
         in_a_row=1,
@@ -107,8 +96,11 @@ CHECKS = (
     Check(
         "faint_gradient",
         "gradients are large enough to change weights",
-        lambda row, _: _value(row, "trainer/grad_norm") < FAINT,
-        {"trainer/tokens_with_gradient": 0.0, "trainer/grad_norm": -math.inf},
+        lambda row, _: (
+            _value(row, "trainer/grad_norm") < FAINT
+            if _value(row, "trainer/tokens_with_gradient") > 0
+            else None
+        ),
         "the gradient had a norm of {trainer/grad_norm}, which the optimizer's epsilon outweighs. "
         "Scale the rewards so that good and bad answers differ by about 1.",
     ),
@@ -116,10 +108,10 @@ CHECKS = (
         "lost_updates",
         "small updates change weights",
         lambda row, _: (
-            _value(row, "trainer/moved_weight_share")
-            < LOST * _value(row, "trainer/due_weight_share")
+            _value(row, "trainer/moved_weight_share") < LOST * due
+            if (due := _value(row, "trainer/due_weight_share")) > LEAST_DUE
+            else None
         ),
-        {"trainer/due_weight_share": LEAST_DUE, "trainer/moved_weight_share": -math.inf},
         "{trainer/moved_weight_share} of the weights changed, and {trainer/due_weight_share} "
         "should have: rounding loses updates that are smaller than the distance of two numbers of "
         "trainer.dtype. Set trainer.rounding stochastic, or trainer.dtype float32.",
@@ -128,7 +120,6 @@ CHECKS = (
         "entropy_collapse",
         "the policy keeps its entropy",
         lambda row, first: _value(row, "policy/entropy_mean") < max(NO_ENTROPY, COLLAPSED * first),
-        {"policy/entropy_mean": -math.inf},
         "the entropy fell to {policy/entropy_mean} nats per token: replies hardly vary, so groups "
         "have no differences to learn from. Lower trainer.lr, or set objective.entropy_coef or "
         "objective.kl_coef.",
@@ -138,7 +129,6 @@ CHECKS = (
         "kept_share",
         "the correction keeps most tokens",
         lambda row, _: _value(row, "correction/kept_share") < 0.5,
-        {"correction/kept_share": -math.inf},
         "the correction kept {correction/kept_share} of the tokens. Engine and trainer disagree: "
         "compare engine.dtype with trainer.dtype, lower schedule.max_staleness or widen the band "
         "(correction.low, correction.high).",
@@ -148,7 +138,6 @@ CHECKS = (
         "all_truncated",
         "episodes reach their end",
         lambda row, _: _value(row, "completion/truncated_share") == 1,
-        {"completion/truncated_share": -math.inf},
         "a limit ended every episode or cut its last reply, so only rewards for unfinished work "
         "count. Raise engine.max_completion_tokens, engine.max_context or rollout.max_turns, or "
         "the max_tokens of the agent's calls.",
@@ -158,7 +147,6 @@ CHECKS = (
         "invalid_formats",
         "replies have the requested format",
         lambda row, _: _value(row, "completion/invalid_format_share") > 0.5,
-        {"completion/invalid_format_share": -math.inf},
         "{completion/invalid_format_share} of the episodes ended because no reply had the "
         "response_format that the agent asked for, so they got no reward. Raise "
         "endpoint.format_retries, show an example of the format in the prompt, or ask for a "
@@ -194,25 +182,27 @@ class TrainingHealth:
             return []
         new = []
         for check in CHECKS:
-            tells = check.tells(row)
-            holds = tells and check.holds(row, self.first_entropy)
-            told = self._told[check.name] = self._told.get(check.name, 0) + tells
+            shown: bool | None = None
+            with suppress(KeyError):
+                shown = check.holds(row, self.first_entropy)
+            holds = shown is True
+            told = self._told[check.name] = self._told.get(check.name, 0) + (shown is not None)
             streak = self._streaks[check.name] = holds * (self._streaks.get(check.name, 0) + 1)
             found = self.findings.get(check.name)
             if found and (holds or found.steps >= check.in_a_row):
                 self.findings[check.name] = replace(found, steps=found.steps + holds)
-            elif found and tells:
+            elif found and shown is False:
                 del self.findings[check.name]  # it was chance
             elif streak == check.in_a_row or (check.from_start and streak == told == 1):
                 first = step - streak + 1
                 found = Finding(check.name, _fill(check.text, row), first, streak)
                 self.findings[check.name] = found
                 new.append(found)
-        self._add_entropy(_value(row, "policy/entropy_mean"))
+        self._add_entropy(number(row.get("policy/entropy_mean")))
         return new
 
-    def _add_entropy(self, entropy: float) -> None:
-        if len(self._entropies) < IN_A_ROW and math.isfinite(entropy):
+    def _add_entropy(self, entropy: float | None) -> None:
+        if len(self._entropies) < IN_A_ROW and entropy is not None:
             self._entropies.append(entropy)
             if len(self._entropies) == IN_A_ROW:
                 self.first_entropy = sum(self._entropies) / IN_A_ROW

@@ -333,13 +333,11 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
         "coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
     )
     training, of_evaluations = final.format("NOT"), final.format("")
-    ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {training}")
+    tasks_of = "count(DISTINCT json_extract(fields, '$.task'))"
+    ((count, tasks),) = database.rows(f"SELECT count(*), {tasks_of} FROM events WHERE {training}")
     ((held_out,),) = database.rows(f"SELECT count(*) FROM events WHERE {of_evaluations}")
     rows = database.rows(
         f"SELECT fields FROM events WHERE {training} ORDER BY id DESC LIMIT ?", (limit,)
-    )
-    ((tasks,),) = database.rows(
-        "SELECT count(DISTINCT json_extract(fields, '$.task')) FROM events WHERE " + training
     )
     errors = database.rows(
         f"SELECT json_extract(fields, '$.error') AS error FROM events WHERE {training} "
@@ -357,9 +355,8 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
 
 
 def _of_failures(episodes: int, tasks: int, error: str) -> str:
-    first = (error.strip().splitlines() or ["no message"])[0][:300]
     counted = f"{episodes} episode{'s' * (episodes > 1)} of {tasks} task{'s' * (tasks > 1)}"
-    return f"{counted} failed, {'most often ' * (episodes > 1)}with: {first}"
+    return f"{counted} failed, most often with: {error.partition(chr(10))[0][:300]}"
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
@@ -399,20 +396,12 @@ def _checks(index: RunIndex) -> list[Row]:
     if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
     findings = index.health.findings
-    rows = []
-    for check in CHECKS:
-        found = findings.get(check.name)
-        rows.append(
-            {
-                "name": check.name,
-                "title": check.title,
-                "passed": index.health.passed(check),
-                "text": found.text if found else "",
-                "step": found.step if found else None,
-                "steps": found.steps if found else 0,
-            }
-        )
-    return rows
+    missing: Row = {"text": "", "step": None, "steps": 0}
+    return [
+        (asdict(findings[check.name]) if check.name in findings else missing)
+        | {"name": check.name, "title": check.title, "passed": index.health.passed(check)}
+        for check in CHECKS
+    ]
 
 
 def _figures(database: Database, setting: Callable[..., Any]) -> Row:

@@ -199,11 +199,9 @@ class Waiting:
     def _other(self, name: str) -> str:
         """Return the largest other share of the trainer's time. Empty if it is not large."""
         unknown = 1 - (self.trainer or 0.0) - sum(self.work.values())
-        others = {**self.work, "what was not measured": unknown}
-        del others[name]
-        largest = max(others, key=lambda each: others[each])
-        said = f"{largest[0].lower()}{largest[1:]} {percent(others[largest])}, "
-        return said if others[largest] > OTHER else ""
+        others = {**self.work, name: 0.0, "what was not measured": unknown}
+        share, largest = max((share, each) for each, share in others.items())
+        return f"{largest[0].lower()}{largest[1:]} {percent(share)}, " if share > OTHER else ""
 
     @property
     def advice(self) -> str:
