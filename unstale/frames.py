@@ -14,19 +14,19 @@ INSTALLED = (
     *PYTHON,
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib")),
 )
-_NOT_USER = (PACKAGE, *INSTALLED, "<frozen ")
 _MAX_SOURCE = 120
 _MAX_TEXT = 1200
 _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
-def is_generated(file: str, function: str) -> bool:
-    """Return True for a function that a library has generated, as `__init__` of a dataclass."""
-    return file == "<string>" and function.startswith("__")
+def is_hidden(file: str, function: str) -> bool:
+    """Return True for code of this package, and generated code as `__init__` of a dataclass."""
+    generated = file == "<string>" and function.startswith("__")
+    return generated or file.startswith((PACKAGE, "<frozen "))
 
 
 def _is_user(file: str, function: str) -> bool:
-    return not (file.startswith(_NOT_USER) or is_generated(file, function))
+    return not (file.startswith(INSTALLED) or is_hidden(file, function))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

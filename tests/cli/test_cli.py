@@ -136,7 +136,10 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("lint", "llm", "--per_device_train_batch_size", "8"),
             "--schedule.groups_per_step or --trainer.max_tokens_per_microbatch (the first counts",
         ),
-        (("train", "bugs.tml"), "bugs.tml is no recipe and no such file: their names end with"),
+        (
+            ("train", "bugs.tml"),
+            "bugs.tml is no recipe, and no such file exists: a file of options ends",
+        ),
         (("lint", "llm", "--max_completion_length=8"), "did you mean --engine.max_completion_tok"),
         (
             ("lint", "llm", "--no_such_name", "8"),

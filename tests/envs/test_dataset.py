@@ -193,8 +193,8 @@ def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Pat
             '{"prompt": "a"}\n{"prompt": "b"\n',
             r"line 2: .* JSON: Expecting ',' delimiter, column 15$",
         ),
-        ('{"prompt": "a"}\n', r"1 rows with 1 different prompts, and none for"),
-        ('{"prompt": "a"}\n' * 60, r"60 rows with 1 .* equal prompts are all trained on or all"),
+        ('{"prompt": "a"}\n', r"1 rows with 1 different prompts, none for"),
+        ('{"prompt": "a"}\n' * 60, r"60 rows with 1 .* Equal prompts are in one split"),
         ("", r"bad.jsonl has no rows$"),
     ],
 )

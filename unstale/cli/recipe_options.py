@@ -101,8 +101,7 @@ def _is_option(word: str) -> bool:
 
 def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
     """Raise `ConfigError` for all unknown options among words, with the names that may be meant."""
-    wrong = [word for word in words if word.startswith("-")]
-    if not wrong:
+    if not (wrong := [word for word in words if word.startswith("-")]):
         raise ConfigError(f"{words[0]!r} is not expected here: options begin with --")
     known = known or [f"--{each}" for each in option_names()]
     raise ConfigError(" ".join(dict.fromkeys(_unknown(word, known) for word in wrong)))

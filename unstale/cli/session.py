@@ -2,13 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import signature
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from unstale import loop
 from unstale.builders import Components, build, build_components
@@ -64,9 +63,6 @@ from unstale.stop_signals import begin_run, stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 FAILURES = (
     *(ExceptionGroup, JournalError, CheckpointError),
     *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
@@ -105,26 +101,14 @@ class Run:
         return Policy.load(self.folder / POLICY)
 
 
-def _refuse_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function of a configuration raise `ConfigError` for an option in place of it."""
-
-    @wraps(function)
-    def call(*arguments: P.args, **named: P.kwargs) -> T:
-        wrong = [name for name in named if name not in signature(function).parameters]
-        if wrong:
-            hints = " ".join(map(unknown_option, wrong))
-            raise ConfigError(
-                f"{function.__name__}() has no argument {', '.join(wrong)}: give options to a "
-                f"recipe, such as unstale.recipes.llm(policy=...). {hints}"
-            )
-        return function(*arguments, **named)
-
-    return call
-
-
-@_refuse_options
 @end_after()
-def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
+def train(
+    config: RunConfig | None = None,
+    *,
+    console: Console | None = None,
+    command: str = "",
+    **wrong: Any,
+) -> Run:
     """Run `config` to its end, with progress on the terminal.
 
     Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a
@@ -134,7 +118,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     Whatever ended the run, `unstale train --resume FOLDER` continues it from its last checkpoint.
     """
     console = console or Console(soft_wrap=True)
-    require_config(config)
+    config = require_config(config, wrong)
     folder = new_folder(config)
     _check(config, console)
     make_start(config, console)
@@ -203,13 +187,19 @@ def resume(folder: Path | str, config: RunConfig, *, console: Console | None = N
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
-def require_config(config: object) -> None:
-    """Raise `ConfigError` if a program gives anything else than a configuration."""
+def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
+    """Return the configuration. Raises `ConfigError` for another object, and `wrong` arguments."""
+    if wrong:
+        raise ConfigError(
+            f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
+            f"unstale.recipes.llm(policy=...). {' '.join(map(unknown_option, wrong))}"
+        )
     if not isinstance(config, RunConfig):
         raise ConfigError(
             "config must be a RunConfig, such as unstale.recipes.llm(policy=...), got "
             f"{config!r:.60}"
         )
+    return config
 
 
 def _build_first(config: RunConfig, console: Console) -> Components:

@@ -150,10 +150,8 @@ VALUES = {
         **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
         **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
-        "dr_grpo": (
-            "ppo_clip; with advantage.estimator = dr_grpo, objective.loss_aggregation = constant "
-            "and objective.constant = the largest length of a reply"
-        ),
+        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo, objective.loss_aggregation = "
+        "constant and objective.constant = the largest length of a reply",
         "sequence": "gspo",
         "reinforce": "none",
     },
@@ -161,8 +159,7 @@ VALUES = {
         **dict.fromkeys(("token-mean", "dapo", "bnpo"), "action_tokens"),
         **dict.fromkeys(("seq-mean-token-mean", "grpo"), "sequence_mean"),
         **dict.fromkeys(
-            ("seq-mean-token-sum-norm", "dr_grpo"),
-            "constant; with objective.constant = the largest length of a reply",
+            ("seq-mean-token-sum-norm", "dr_grpo"), "constant; with objective.constant = its length"
         ),
     },
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},

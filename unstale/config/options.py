@@ -212,10 +212,8 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
     if wrong:
         problems = " ".join(dict.fromkeys(map(unknown_option, wrong)))
         raise ConfigError(f"{source}: {problems}" if source else problems)
-    return {
-        name: known[name].read(value, f"{source}, {name}" if source else name)
-        for name, value in leaves
-    }
+    place = f"{source}, " if source else ""
+    return {name: known[name].read(value, f"{place}{name}") for name, value in leaves}
 
 
 def _innermost(name: str, value: Any) -> list[str]:

@@ -159,9 +159,8 @@ class DatasetTasks(ListedTasks):
             if not chosen and (split == "train" or options.held_out_share):
                 raise ConfigError(
                     f"{options.env} has {len(rows)} rows with {len(set(map(_share_of, openings)))} "
-                    f"different prompts, and none for {split.replace('_', '-')} tasks; rows with "
-                    "equal prompts are all trained on or all held out: change "
-                    f"task.held_out_share ({options.held_out_share:g})"
+                    f"different prompts, none for {split.replace('_', '-')} tasks. Equal prompts "
+                    f"are in one split: change task.held_out_share ({options.held_out_share:g})"
                 )
         self.data = data
 

@@ -23,16 +23,7 @@ from types import CodeType, FrameType
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from unstale.envs import EnvError, Taskset, Turn, implements, task_identity
-from unstale.frames import (
-    INSTALLED,
-    PACKAGE,
-    PYTHON,
-    is_generated,
-    one_line,
-    show_frame,
-    show_line,
-    user_frame,
-)
+from unstale.frames import INSTALLED, PYTHON, is_hidden, one_line, show_frame, show_line, user_frame
 from unstale.records import Task
 from unstale.stop_signals import beat, end_process
 from unstale.threads import in_thread
@@ -479,9 +470,8 @@ class EnvCaller:
             return turn
         with time_limit(f"the result of {method.__name__}() of {self.name}"):
             if not isinstance(turn, Turn):
-                name = f"{type(self.env).__name__}.{method.__name__}()"
-                place = _defined_at(method)
-                raise EnvError(f"{name} must return a Turn, got {short_repr(turn)}{place}")
+                name, got = f"{type(self.env).__name__}.{method.__name__}()", short_repr(turn)
+                raise EnvError(f"{name} must return a Turn, got {got}{_defined_at(method)}")
             return Turn(*(getattr(turn, each.name) for each in fields(Turn)))
 
 
@@ -592,8 +582,7 @@ def user_line(error: BaseException) -> str:
         frames = [
             (frame.f_code, line)
             for frame, line in traceback.walk_tb(cause.__traceback__)
-            if not frame.f_code.co_filename.startswith((PACKAGE, "<frozen "))
-            and not is_generated(frame.f_code.co_filename, frame.f_code.co_name)
+            if not is_hidden(frame.f_code.co_filename, frame.f_code.co_name)
         ]
         for libraries in (INSTALLED, PYTHON):
             for code, line in reversed(frames):

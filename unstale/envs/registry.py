@@ -52,10 +52,8 @@ def build_taskset(config: TaskConfig) -> Taskset:
         taskset: Taskset = factory()
         missing = [each for each in members(Taskset) if getattr(taskset, each, None) is None]
     if missing:
-        raise ConfigError(
-            f"{problem}: {type(taskset).__name__} has no {', '.join(missing)}; a task set needs "
-            f"{', '.join(members(Taskset))} (unstale.envs.Taskset says what each is)"
-        )
+        lacks = f"{type(taskset).__name__} has no {', '.join(missing)}"
+        raise ConfigError(f"{problem}: {lacks}; unstale.envs.Taskset says what each is")
     return taskset
 
 

@@ -160,10 +160,7 @@ class Worker:
             raise
 
     async def _cancel(self, number: int) -> str:
-        """Cancel a call. Return the line of user code at which it stood, or "" if it is not known.
-
-        The worker has `_line_s` seconds to answer.
-        """
+        """Cancel a call. Return the line of user code at which it stood, if the worker says it."""
         answer: asyncio.Future[Row] = self._loop.create_future()
         self._calls[number] = self._calls[number]._replace(answer=answer)
         try:
@@ -172,8 +169,8 @@ class Worker:
                 await asyncio.wait((answer,), timeout=self._line_s)
         finally:
             self._calls.pop(number, None)
-        with suppress(ValueError, EnvError):
-            return read_line(answer.result(), "line") if answer.done() else ""
+        with suppress(*_WRONG, WorkerEnded):
+            return read_line(answer.result(), "line")
         return ""
 
     def release(self) -> None:

@@ -274,8 +274,7 @@ class Server:
                 await asyncio.wait((previous,))
             answer |= await self._perform(episode, row)
         except BaseException as error:  # noqa: BLE001 - the run gets it
-            if isinstance(error, asyncio.CancelledError):
-                answer["line"] = user_line(error)[2:-1]
+            answer["line"] = user_line(error)[2:-1]
             answer["error"] = _describe(error, episode)
         answer |= {
             "code": _code_name(episode.caller.env),

@@ -45,10 +45,8 @@ def make_recipe(name: str) -> RunConfig:
     problem = f"the recipe {name!r} cannot be used"
     recipe = import_user_code(name, problem) if ":" in name else ADDED.load(name)
     if recipe is None and Path(name).suffix:
-        exists = (
-            "is no file of options" if Path(name).is_file() else "is no recipe and no such file"
-        )
-        raise ConfigError(f"{name} {exists}: their names end with .toml or .json")
+        problem = "is no recipe" if Path(name).exists() else "is no recipe, and no such file exists"
+        raise ConfigError(f"{name} {problem}: a file of options ends with .toml or .json")
     if recipe is None:
         raise ConfigError(f"unknown recipe {name!r}{nearest(name, recipe_names())}")
     with user_code(problem):
