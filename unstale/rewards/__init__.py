@@ -165,7 +165,9 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
     named = last_number(reply)
     if named is None:
         return -1.0
-    if not (_are_whole(named) and 0 <= named <= steps) or (named == 0) != (actual == 0):
+    if not (Fraction(named).denominator == 1 and 0 <= named <= steps) or (named == 0) != (
+        actual == 0
+    ):
         return -1.0
     return 1.0 - abs(float(named) - actual) / steps if actual else 1.0
 
