@@ -184,13 +184,14 @@ def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
     A value that the user chose stays: `named` has the options of the command and its file. It is
     refused later.
     """
-    number = positions(local_folder(config))
+    folder = local_folder(config)
+    number = positions(folder)
     too_long = number is not None and config.engine.max_context > number
     if not number or not too_long or "engine.max_context" in named:
         return config
     _note(
         f"note: engine.max_context is {number} instead of {config.engine.max_context}, because the "
-        "policy has no more positions"
+        f"policy in {folder} has no more positions"
     )
     return replace(config, engine=replace(config.engine, max_context=number))
 
