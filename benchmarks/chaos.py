@@ -7,7 +7,7 @@ There are three series. A deterministic run is killed with SIGKILL at random cal
 killed at the same calls and at random times; the rows of its journal must survive unchanged. The
 engine process of an ordinary run is killed or stopped repeatedly while the run continues.
 
-Exits with 1 if anything was lost. Writes a dated table under benchmarks/results/.
+Exits with 1 if anything was lost. Writes the table benchmarks/results/chaos.md.
 """
 
 import argparse
@@ -467,7 +467,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run that is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"chaos-{date.today()}")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-chaos.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "chaos.md")
     chosen = parser.parse_args()
     ordinary = chosen.kills // 2 if chosen.ordinary is None else chosen.ordinary
     engine = chosen.kills // 2 if chosen.engine is None else chosen.engine

@@ -494,7 +494,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"cluster-chaos-{date.today()}")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-cluster-chaos.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cluster-chaos.md")
     chosen = parser.parse_args()
     adopt_orphans()
     runs, began = chosen.runs.resolve(), time.monotonic()

@@ -9,7 +9,7 @@ With `--small` FOLDER is one of a small policy that sees no policy document
 (`benchmarks.tau2_policy`). The customer is scripted. Of the scripted policies, `reference solution`
 makes the calls that tau2 records for the task, and `only talk` makes none. Finished episodes are
 kept in the folder of `--saved`: if the command is killed, repeat it. It needs tau2-bench
-(docs/libraries.md). The table is written to `results/<date>-tau2.md`.
+(docs/libraries.md). The table is written to `results/tau2.md`.
 """
 
 import argparse
@@ -198,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> None:
     CONSOLE.print(text, markup=False)
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = "tau2-policy" if chosen.small else "tau2"
-    (RESULTS / f"{date.today()}-{name}.md").write_text(text)
+    (RESULTS / f"{name}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -338,7 +338,7 @@ def test_the_benchmark_resumes_and_scores_the_reference_solutions_100(
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
     words = ["--tasks", "3", "--attempts", "2", "--saved", str(tmp_path / "saved")]
     benchmark.main(words)
-    (file,) = tmp_path.glob("*-tau2.md")
+    (file,) = tmp_path.glob("tau2.md")
     table = file.read_text()
     solved = [line for line in table.splitlines() if line.startswith("| reference solution")]
     assert len(solved) == 4 and all(line.count("| 100.0%") == 3 for line in solved)

@@ -150,8 +150,8 @@ def test_an_unknown_architecture_is_not_guessed_at(tmp_path: Path) -> None:
 
 
 def table_of_routes() -> dict[str, list[str]]:
-    """Return the rows of the last table in benchmarks/results/2026-11-21-routes.md."""
-    text = (ROOT / "benchmarks/results/2026-11-21-routes.md").read_text().split("## Every route")[1]
+    """Return the rows of the last table in benchmarks/results/routes-planner.md."""
+    text = (ROOT / "benchmarks/results/routes-planner.md").read_text().split("## Every route")[1]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")]
         for line in text.splitlines()

@@ -42,7 +42,7 @@ us.
 TRANSFER_S = 0.034 / 40_387_200
 """Processor seconds per byte of weights copied to another process through main memory. Measured:
 with the route `old_logit_model`, 40 MB took 3.4% of a step of 1.00 s
-(benchmarks/results/2026-11-21-routes.md).
+(benchmarks/results/routes-planner.md).
 """
 PASS_TOKENS = 4096
 """Number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A longer

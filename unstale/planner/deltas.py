@@ -2,7 +2,7 @@
 
 A delta has the positions of the weights that an optimizer step changed, and the XOR of their old
 and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under AdamW on one
-core, rounded to nearest: see benchmarks/results/2026-11-21-routes.md.
+core, rounded to nearest: see benchmarks/results/routes-planner.md.
 """
 
 import math

@@ -21,7 +21,7 @@ from unstale.planner.models import WORD
 
 PROCESS_BYTES = 0.7e9
 """Bytes of a trainer or engine process without a model: Python, torch and transformers. Measured in
-benchmarks/results/2026-11-22-footprint.md. The activations of a microbatch and cached contexts are
+benchmarks/results/footprint.md. The activations of a microbatch and cached contexts are
 not included, because they depend on the lengths of episodes.
 """
 FLOAT32_DELTA = 1.7
