@@ -110,8 +110,8 @@ def envs() -> Mapping[str, EnvSpec]:
 
 def libraries() -> dict[str, str]:
     """Return the module of each adapter, by the name of its library."""
-    package = "unstale.envs.adapters"
-    return {name.replace("_", "-"): f"{package}.{name}" for name in modules(package)}
+    found = modules("unstale.envs.adapters")
+    return {name.replace("_", "-"): module for name, module in found.items()}
 
 
 def find_spec(env: str) -> EnvSpec | None:
