@@ -42,11 +42,17 @@ def test_core_trains_and_evaluates_without_annexes(core: Path) -> None:
     assert json.loads(done[EVAL]["out"])["result"]["attempts"] == 1
 
 
-def test_commands_of_missing_annexes_name_the_package(core: Path) -> None:
-    done = run_commands([core], ["dashboard runs", "report runs/x"])
-    for row in done.values():
-        assert row["code"] == 2
-        assert "unstale.analysis" in row["err"] and "not installed" in row["err"]
+def test_names_of_missing_annexes_are_refused_with_the_package(core: Path) -> None:
+    unknown = [
+        "dashboard runs",
+        "lint airline",
+        "lint retail --task.env airline",
+        "lint retail --techniques ess_lr",
+    ]
+    for command, row in run_commands([core], unknown).items():
+        assert row["code"] == 2, command
+        absent = "It may be of unstale.analysis or unstale.research, not installed here"
+        assert row["err"].endswith(f"{absent}\n"), command
 
 
 def test_every_package_of_the_table_has_modules() -> None:

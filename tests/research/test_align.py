@@ -13,12 +13,6 @@ import torch
 from rich.console import Console
 
 from tests.support.tiny_runs import EvenEnv, EvenTasks, save_tiny, tiny_run
-from unstale.algorithms.alignment import (
-    cosine,
-    forward_kl_direction,
-    reverse_kl_direction,
-    success_direction,
-)
 from unstale.cli import session
 from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, TaskConfig
@@ -28,6 +22,12 @@ from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
 from unstale.records import Failure, Sampled, Task, Trajectory
 from unstale.research.align import AlignOptions, Mean, align, choose_candidates, choose_prefixes
+from unstale.research.alignment import (
+    cosine,
+    forward_kl_direction,
+    reverse_kl_direction,
+    success_direction,
+)
 from unstale.rollout.episode import Rollout
 from unstale.testing import tiny_policy
 

@@ -61,9 +61,8 @@ def verb_names() -> list[str]:
 
 def unknown_verb(name: str) -> ConfigError:
     """Return an error about a command that does not exist."""
-    missing = missing_annexes()
-    absent = f". It may be of {' or '.join(missing)}, not installed here" if missing else ""
-    return ConfigError(f"unknown command {name!r}{nearest(name, verb_names())}{absent}")
+    hint = nearest(name, verb_names()) + missing_annexes()
+    return ConfigError(f"unknown command {name!r}{hint}")
 
 
 def add_verb(name: str, verbs: Any, *, listed: bool) -> None:

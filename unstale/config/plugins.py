@@ -21,11 +21,15 @@ from typing import Any
 from unstale.config.checks import ConfigError
 
 ANNEXES: Mapping[str, Sequence[str]] = {
-    "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
+    "unstale.adapters": ("unstale.research.adapters",),
+    "unstale.envs": ("unstale.research.envs",),
     "unstale.listeners": ("unstale.analysis.listeners",),
+    "unstale.recipes": ("unstale.research.recipes",),
+    "unstale.techniques": ("unstale.research.techniques",),
+    "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
 """Packages of the annexes, by the package of the core whose modules theirs join. The core has no
-modules of the first two: commands, and listeners to the end of a run.
+modules of three: adapters of libraries, listeners to the end of a run, and commands.
 """
 ROOT = Path(__file__).parents[1]
 
@@ -123,10 +127,14 @@ def modules(package: str) -> dict[str, str]:
     )
 
 
-def missing_annexes() -> list[str]:
-    """Return the names of the annexes that are not installed."""
+def missing_annexes() -> str:
+    """Return the end of an error about an unknown name: which annexes are not installed.
+
+    Empty if all are installed.
+    """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
-    return sorted(name for name in names if not (_folder(name) / "__init__.py").exists())
+    missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())
+    return f". It may be of {' or '.join(missing)}, not installed here" if missing else ""
 
 
 def _folder(package: str) -> Path:

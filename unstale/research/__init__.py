@@ -1,4 +1,4 @@
-"""An annex for experiments: comparisons of runs, studies, and the probe of distillation.
+"""An annex for experiments: techniques, environments, and comparisons of runs.
 
 The core never imports it. `unstale.config.plugins` finds what it adds.
 """

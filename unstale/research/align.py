@@ -18,12 +18,6 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from unstale.algorithms.alignment import (
-    cosine,
-    forward_kl_direction,
-    reverse_kl_direction,
-    success_direction,
-)
 from unstale.builders import build_rollout, build_sampler, ends_freely, load_policy
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.process import limit_threads
@@ -34,6 +28,12 @@ from unstale.durability.journal import Journal, JournalReader
 from unstale.envs import Taskset
 from unstale.observe.live import LiveDisplay
 from unstale.records import EpisodeRecord, Failure, Piece, Sampled, Task, Trajectory
+from unstale.research.alignment import (
+    cosine,
+    forward_kl_direction,
+    reverse_kl_direction,
+    success_direction,
+)
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed

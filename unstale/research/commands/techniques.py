@@ -13,7 +13,7 @@ from unstale.config import ConfigError
 from unstale.config.techniques import chosen as find
 from unstale.config.techniques import techniques
 from unstale.durability.console import Console
-from unstale.techniques.catalogue import ROWS
+from unstale.research.techniques.catalogue import ROWS
 
 _STYLES = {"works": "bold green", "transfer": "green", "not yet": "dim"}
 

@@ -37,9 +37,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import Group, ScoredTrajectory, Trajectory
+from unstale.research.techniques.probe import (
+    Probe,
+    ProbedBatch,
+    means_of_others,
+    select,
+    without_replies,
+)
+from unstale.research.techniques.success import SuccessTracker, VisitOptions
 from unstale.techniques import CreditContext, HiddenStates, Outcome, StatesQuery
-from unstale.techniques.probe import Probe, ProbedBatch, means_of_others, select, without_replies
-from unstale.techniques.success import SuccessTracker, VisitOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.algorithms.alignment import (
+from unstale.research.alignment import (
     cosine,
     forward_kl_direction,
     reverse_kl_direction,

@@ -7,8 +7,8 @@ from unstale.config import ConfigError
 from unstale.config.checks import PositiveInt
 from unstale.config.tasks import EnvSpec
 from unstale.envs import Taskset
-from unstale.envs.orchestrated import SimulatedUserConfig, check_url
 from unstale.envs.registry import make_with_library
+from unstale.research.envs.orchestrated import SimulatedUserConfig, check_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, require_sequences
-from unstale.techniques import GroupSoFar, Outcome
-from unstale.techniques.baseline import BaselineConfig
-from unstale.techniques.budget import (
+from unstale.research.techniques.baseline import BaselineConfig
+from unstale.research.techniques.budget import (
     Segment,
     dars_further,
     find_price,
@@ -40,7 +39,8 @@ from unstale.techniques.budget import (
     segments,
     v0_utility,
 )
-from unstale.techniques.success import RateOptions, SuccessShare, SuccessTracker
+from unstale.research.techniques.success import RateOptions, SuccessShare, SuccessTracker
+from unstale.techniques import GroupSoFar, Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

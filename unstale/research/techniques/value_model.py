@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unstale.techniques.forecast import DIMENSIONS, Array, logit, sigmoid
+from unstale.research.techniques.forecast import DIMENSIONS, Array, logit, sigmoid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 from unstale.config import ConfigError
 from unstale.config.tasks import EnvSpec
 from unstale.envs import Taskset
-from unstale.envs.orchestrated import USER_TIMEOUT_S, SimulatedUserConfig, api_key
 from unstale.envs.registry import make_with_library
+from unstale.research.envs.orchestrated import USER_TIMEOUT_S, SimulatedUserConfig, api_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

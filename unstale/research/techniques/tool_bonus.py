@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from unstale.config.checks import ConfigError, NonNegative, Positive, Section
 from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
+from unstale.research.techniques.facts import RequiredFact
+from unstale.research.techniques.rewards import add_reward
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import RequiredFact
-from unstale.techniques.rewards import add_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from statistics import fmean
 from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry
 from unstale.records import ENDED_BY_ENVIRONMENT, ROUNDED, Group, Trajectory
+from unstale.research.techniques.facts import Seen
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import Seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

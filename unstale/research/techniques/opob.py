@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from unstale.config.checks import ConfigError, NonNegative, Section
 from unstale.config.techniques import Entry, chosen
+from unstale.records import group_of
+from unstale.research.techniques.sequences import mean_of, sum_of
 from unstale.techniques import GradientPart, Shaped, Signals
-from unstale.techniques.sequences import group_of, mean_of, sum_of
 
 if TYPE_CHECKING:
     from torch import Tensor

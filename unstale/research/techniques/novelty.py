@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from unstale.config.checks import NonNegative, Section
 from unstale.config.techniques import Entry
+from unstale.records import group_of
+from unstale.research.techniques.sequences import mean_of
+from unstale.research.techniques.success import SuccessThreshold
 from unstale.techniques import Shaped, Signals
-from unstale.techniques.sequences import group_of, mean_of
-from unstale.techniques.success import SuccessThreshold
 
 if TYPE_CHECKING:
     from torch import Tensor

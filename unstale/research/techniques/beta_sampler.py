@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from unstale.config.checks import NonNegative, Section
 from unstale.config.techniques import Entry
+from unstale.research.techniques.success import SuccessShare, SuccessTracker, VisitOptions
 from unstale.techniques import Draw, DrawContext, Outcome
-from unstale.techniques.success import SuccessShare, SuccessTracker, VisitOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from unstale.config.checks import ConfigError, Range, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.records import Group, ScoredTrajectory, Trajectory
+from unstale.research.techniques.facts import RequiredFact
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import RequiredFact
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

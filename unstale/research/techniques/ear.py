@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from unstale.config.checks import Range, Section
 from unstale.config.techniques import Entry
+from unstale.records import group_of
+from unstale.research.techniques.sequences import mean_of
 from unstale.techniques import Shaped, Signals
-from unstale.techniques.sequences import group_of, mean_of
 
 if TYPE_CHECKING:
     from torch import Tensor

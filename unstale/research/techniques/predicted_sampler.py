@@ -37,10 +37,16 @@ import numpy as np
 
 from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Section, Share
 from unstale.config.techniques import Entry
+from unstale.research.techniques.forecast import (
+    Array,
+    calibrated,
+    embed,
+    fit_calibration,
+    weighted_rates,
+)
+from unstale.research.techniques.success import SuccessShare, successes
+from unstale.research.techniques.value_model import LearnedForecast, Results
 from unstale.techniques import Draw, DrawContext, Outcome
-from unstale.techniques.forecast import Array, calibrated, embed, fit_calibration, weighted_rates
-from unstale.techniques.success import SuccessShare, successes
-from unstale.techniques.value_model import LearnedForecast, Results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

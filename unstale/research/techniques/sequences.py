@@ -23,16 +23,3 @@ def mean_of(values: Tensor, batch: Batch) -> Tensor:
     """
     rows = batch.sequence[batch.sampled]
     return sum_of(values, batch) / rows.bincount(minlength=batch.num_sequences).clamp(min=1)
-
-
-def group_of(batch: Batch) -> Tensor:
-    """Return the group of each sequence as a number 0, 1, ..., `[n]`.
-
-    Raises ValueError if the groups of the batch are unknown.
-    """
-    import torch
-
-    numbers = torch.tensor(batch.group or (-1,))
-    if (numbers < 0).any():
-        raise ValueError("this batch does not say which sequences are of one group")
-    return numbers.unique(return_inverse=True)[1]

@@ -16,9 +16,10 @@ from typing import Any
 
 from unstale.config import ConfigError
 from unstale.envs import ListedTasks, Taskset, Turn
-from unstale.envs.adapters import _tau2_layouts as tau2
 from unstale.envs.mixed import MixedTasks
-from unstale.envs.orchestrated import (
+from unstale.records import Task
+from unstale.research.adapters import _tau2_layouts as tau2
+from unstale.research.envs.orchestrated import (
     USER_TIMEOUT_S,
     Conversation,
     LiveConversation,
@@ -26,7 +27,6 @@ from unstale.envs.orchestrated import (
     PolicyAgent,
     check_domain,
 )
-from unstale.records import Task
 
 DOMAINS = ("airline", "retail", "telecom")
 ALL = "all"

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from unstale.config.checks import ConfigError, JsonObject, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import ENDED_BY_ENVIRONMENT, Group, ScoredTrajectory, Trajectory
+from unstale.research.techniques.facts import Seen
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,8 @@ from typing import Any
 from unstale.config import ConfigError
 from unstale.envs import EnvError, ListedTasks, Taskset, Turn
 from unstale.envs.mixed import MixedTasks
-from unstale.envs.orchestrated import (
+from unstale.records import Task
+from unstale.research.envs.orchestrated import (
     USER_TIMEOUT_S,
     Conversation,
     LiveConversation,
@@ -27,8 +28,7 @@ from unstale.envs.orchestrated import (
     api_key,
     check_domain,
 )
-from unstale.envs.vita import VitaConfig
-from unstale.records import Task
+from unstale.research.envs.vita import VitaConfig
 
 try:
     from loguru import logger

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, require_value
 from unstale.objectives.clips import ClippedObjective
+from unstale.research.techniques.sequences import mean_of
 from unstale.techniques import Shaped, Signals
-from unstale.techniques.sequences import mean_of
 
 if TYPE_CHECKING:
     from torch import Tensor
