@@ -160,6 +160,6 @@ docs: setup .venv-docs/.ready
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/docs.txt
 	touch $@
 
-# Print the sizes of the package: lines, files, functions, parameters.
+# Print the sizes of the package: lines, files, functions, parameters, folders, core and annexes.
 sizes: setup
 	$(BIN)/python -m tools.sizes

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import tables
-from unstale.cli.audit import audit
+from unstale.analysis.audit import audit
 from unstale.durability.run_folder import AUDIT
 
 KNOBS = {

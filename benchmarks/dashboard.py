@@ -37,10 +37,10 @@ from urllib.parse import urlencode
 import numpy as np
 
 from benchmarks.tables import CONSOLE, ROOT, columns, row, spread, write
+from unstale.analysis.dashboard.database import COLUMNS
+from unstale.analysis.dashboard.summary import MAX_METRICS
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, TOKENIZER
-from unstale.observe.dashboard.database import COLUMNS
-from unstale.observe.dashboard.summary import MAX_METRICS
 from unstale.records import Group, GroupRequest, Piece, Sampled, Trajectory
 from unstale.token_values import TokenValues
 

@@ -32,6 +32,11 @@ from benchmarks.gpu import PROMPT, REPLY, Big, collect
 from benchmarks.gpu_engines import Finding
 from benchmarks.routes import MIXED, episodes, scored, settle
 from benchmarks.tables import CONSOLE, columns, row, write
+from unstale.analysis.planner.analytic import PASS_TOKENS, TrainingSetup
+from unstale.analysis.planner.hardware import DEVICES, Shares
+from unstale.analysis.planner.models import PRESETS, Model
+from unstale.analysis.planner.route_costs import route_cost
+from unstale.analysis.planner.workload import EpisodeStats
 from unstale.builders import build_rank
 from unstale.cluster.ranks import Ranks
 from unstale.cluster.ranks_worker import Rank
@@ -48,11 +53,6 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.model.peers import RankGroup
 from unstale.model.sharding import local
-from unstale.planner.analytic import PASS_TOKENS, TrainingSetup
-from unstale.planner.hardware import DEVICES, Shares
-from unstale.planner.models import PRESETS, Model
-from unstale.planner.route_costs import route_cost
-from unstale.planner.workload import EpisodeStats
 from unstale.records import (
     Batch,
     ContextPiece,

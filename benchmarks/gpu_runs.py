@@ -38,18 +38,18 @@ from benchmarks.cluster_chaos import (
     title,
 )
 from benchmarks.gpu_engines import MEMORY_SHARE, Finding, stand_in, uses_vllm
+from unstale.analysis.planner.analytic import AnalyticCosts, Placement, TrainingSetup
+from unstale.analysis.planner.candidates import Candidate, PlanRequest
+from unstale.analysis.planner.hardware import DEVICES, Device, Shares
+from unstale.analysis.planner.measured import recorded_workload
+from unstale.analysis.planner.models import Model
+from unstale.analysis.planner.recorded import recorded_groups
+from unstale.analysis.planner.route_costs import route_cost
+from unstale.analysis.planner.workload import EpisodeStats
 from unstale.cluster.gpus import engine_gpus
 from unstale.config import RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.run_folder import RunFolder
-from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
-from unstale.planner.candidates import Candidate, PlanRequest
-from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.measured import recorded_workload
-from unstale.planner.models import Model
-from unstale.planner.recorded import recorded_groups
-from unstale.planner.route_costs import route_cost
-from unstale.planner.workload import EpisodeStats
 
 if TYPE_CHECKING:
     from benchmarks.gpu_check import Check

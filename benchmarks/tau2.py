@@ -30,9 +30,9 @@ from unstale.config.options import override
 from unstale.durability.machine import commit, machine
 from unstale.envs import Message, ToolCall
 from unstale.envs.registry import build_taskset
-from unstale.envs.tau2 import Tau2Config
 from unstale.recipes import make_recipe
 from unstale.records import Task, Trajectory
+from unstale.research.envs.tau2 import Tau2Config
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 

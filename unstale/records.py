@@ -645,6 +645,19 @@ def _nothing_stored(batch: Batch) -> StoredLogps:
     return StoredLogps(torch.zeros_like(batch.behavior_logp), torch.zeros_like(batch.sampled))
 
 
+def group_of(batch: Batch) -> "Tensor":
+    """Return the group of each sequence as a number 0, 1, ..., `[n]`.
+
+    Raises ValueError if the groups of the batch are unknown.
+    """
+    import torch
+
+    numbers = torch.tensor(batch.group or (-1,))
+    if (numbers < 0).any():
+        raise ValueError("this batch does not say which sequences are of one group")
+    return numbers.unique(return_inverse=True)[1]
+
+
 def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
     """Return how many tokens of `where` (`[T]` bool) each sequence of packed tokens has.
 

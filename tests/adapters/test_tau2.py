@@ -171,7 +171,7 @@ def test_the_user_does_what_is_named_and_the_policy_does_not_see_how() -> None:
 
 def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """All episodes can wait for the user model at once without using the run's other threads."""
-    from unstale.envs.adapters.tau2 import THREADS, Tau2Env
+    from unstale.research.adapters.tau2 import THREADS, Tau2Env
 
     together = threading.Barrier(THREADS)
 

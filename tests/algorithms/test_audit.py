@@ -21,10 +21,10 @@ from torch import Tensor
 
 from unstale.algorithms import audit
 from unstale.algorithms.audit import Tokens
+from unstale.analysis.audit import audit as audit_run
+from unstale.analysis.audit import segments
 from unstale.builders import build_old_logps
 from unstale.cli import session
-from unstale.cli.audit import audit as audit_run
-from unstale.cli.audit import segments
 from unstale.cli.main import main
 from unstale.config import (
     AuditConfig,
@@ -552,7 +552,7 @@ def test_a_replayed_route_hears_what_it_would_have_heard(
         route.scorer = scorer
         return route
 
-    monkeypatch.setattr("unstale.cli.audit.build_old_logps", build)
+    monkeypatch.setattr("unstale.analysis.audit.build_old_logps", build)
     audit_run(recorded_run, routes=["rollout"], console=Console(file=StringIO()))
     batches = [recorded.batch(step) for step in recorded.steps]
     pieces = [piece for trained in batches for piece in segments(trained.batch)]
@@ -593,7 +593,7 @@ def test_a_route_that_cannot_be_built_is_named(
     def refuse(*_: object, **__: object) -> OldLogps:
         raise ConfigError("not enough memory")
 
-    monkeypatch.setattr("unstale.cli.audit.build_old_logps", refuse)
+    monkeypatch.setattr("unstale.analysis.audit.build_old_logps", refuse)
     found = audit_run(recorded_run, routes=["rollout"], console=Console(file=StringIO()))
     assert found["not_built"] == {"rollout": "not enough memory"} and found["routes"] == []
     assert "not enough memory" in (recorded_run / "report.html").read_text()

@@ -9,15 +9,15 @@ import pytest
 
 from tests.cli.test_run import small
 from tools.options_page import objective_rows
+from unstale.analysis.advice.samples import Lengths, Thresholds
+from unstale.analysis.dashboard.bounds import bounds
+from unstale.analysis.report.words import semantics
 from unstale.cli import session
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, CorrectionConfig, EvalConfig, ObjectiveConfig, RunConfig
 from unstale.config.objectives import objectives
 from unstale.lint import check
-from unstale.observe.advice.samples import Lengths, Thresholds
-from unstale.observe.dashboard.bounds import bounds
-from unstale.observe.report.words import semantics
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 

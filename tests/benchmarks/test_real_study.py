@@ -10,10 +10,11 @@ from benchmarks.power import pilot_spreads, table
 from benchmarks.sums import HELD_OUT, LARGEST, Sums
 from tests.support.fake_comparison import comparison, study_plan
 from tests.support.tiny_runs import save_tiny
-from unstale.cli import main, study
-from unstale.cli.compare import Planned
+from unstale.cli import main
 from unstale.cli.session import train
 from unstale.config.options import override
+from unstale.research import study
+from unstale.research.compare import Planned
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "studies" / "real.toml"
 SMALL: dict[str, Any] = {

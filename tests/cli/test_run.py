@@ -286,7 +286,7 @@ def test_the_end_of_a_failed_run_is_recorded_without_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that failed for lack of memory or open files may not be able to import modules."""
-    monkeypatch.setitem(sys.modules, "unstale.observe.dashboard.frozen", None)
+    monkeypatch.setitem(sys.modules, "unstale.analysis.dashboard.frozen", None)
     config = small(tmp_path, task=TaskConfig(env="tests.support.toy:BrokenTasks"), steps=200)
     with pytest.raises(unstale.RunFailed, match="episodes of a batch failed"):
         session.train(replace(config, eval=EvalConfig(tasks=0)), console=quiet())

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from tests.support.ranked_runs import config, train
-from unstale.cli.audit import audit
+from unstale.analysis.audit import audit
 from unstale.cli.evaluate import evaluate
 from unstale.cli.failures import RunFailed
 from unstale.cli.replay import replay

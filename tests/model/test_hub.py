@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 
 from tests.support.tiny_runs import save_tiny
+from unstale.analysis.planner.models import Model
 from unstale.cli import session
 from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, TrainerConfig, hub
 from unstale.config.hub import cached_folder
 from unstale.lint import check
 from unstale.model.policy import Policy
-from unstale.planner.models import Model
 from unstale.testing import tiny_policy
 
 COMMIT = "a" * 40

@@ -30,12 +30,13 @@ from tests.old_logps.test_exact_routes import BATCH, play, truth
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.trainer.test_trainer import WIDE, a_batch, learn, make
+from unstale.analysis import audit
 from unstale.builders import (
     build_old_logps,
     load_policy,
     shares_deltas,
 )
-from unstale.cli import audit, session
+from unstale.cli import session
 from unstale.cli.resume import config_changes
 from unstale.config import (
     SHIPPED_POLICY,

@@ -18,9 +18,9 @@ from unstale.envs import ListedTasks, task_identity
 from unstale.envs.mixed import MixedTasks
 from unstale.lint import check
 from unstale.recipes import RECIPES
+from unstale.research.techniques.catalogue import ROWS
+from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
 from unstale.techniques import Techniques
-from unstale.techniques.catalogue import ROWS
-from unstale.techniques.ess_lr import EssLr, EssLrConfig
 
 NONE = RunConfig(recipe="mine")
 

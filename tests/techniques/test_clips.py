@@ -10,9 +10,9 @@ from tests.support.lagged_bandit import clip, learn, ratio
 from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import override
-from unstale.techniques.echo import Echo, EchoConfig, confidence
-from unstale.techniques.m2po import M2po, M2poConfig, under_limit
-from unstale.techniques.preserve_clip import PreserveClip, PreserveClipConfig
+from unstale.research.techniques.echo import Echo, EchoConfig, confidence
+from unstale.research.techniques.m2po import M2po, M2poConfig, under_limit
+from unstale.research.techniques.preserve_clip import PreserveClip, PreserveClipConfig
 
 NONE = RunConfig(recipe="mine")
 

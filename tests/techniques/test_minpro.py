@@ -12,7 +12,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Batch, ScoredTrajectory, collate
-from unstale.techniques.minpro import Minpro, MinproConfig
+from unstale.research.techniques.minpro import Minpro, MinproConfig
 from unstale.testing import episode
 
 NONE = RunConfig(recipe="mine")

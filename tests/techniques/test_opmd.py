@@ -11,7 +11,7 @@ from tests.support.signals import at_sampled, packed
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
-from unstale.techniques.opmd import Opmd, OpmdConfig
+from unstale.research.techniques.opmd import Opmd, OpmdConfig
 
 NONE = RunConfig(recipe="mine")
 FITTING = {"techniques": "opmd", "objective.kind": "none"}

@@ -29,9 +29,10 @@ from unstale.durability.journal import Journal, check
 from unstale.durability.run_folder import RunFolder
 from unstale.envs import Message, Turn
 from unstale.lint import check as lint
-from unstale.recipes import retail, systems
-from unstale.recipes import techniques as combined
+from unstale.recipes import retail
 from unstale.records import Task
+from unstale.research.recipes import systems
+from unstale.research.recipes import techniques as combined
 from unstale.techniques import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {

@@ -10,8 +10,8 @@ import pytest
 from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.lint import check
+from unstale.research.techniques.stages import Stages, StagesConfig
 from unstale.techniques import Draw, DrawContext, Outcome
-from unstale.techniques.stages import Stages, StagesConfig
 
 SEEDS, TASKS, GROUPS = 20, 64, 8
 NAMES = [f"{i:02}" for i in range(20)]

@@ -15,9 +15,9 @@ from unstale.config.checks import require_empty_folder
 from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
 from unstale.durability.run_folder import EVENTS, Row, RunFolder
-from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
-from unstale.observe.report.held_out import held_out
-from unstale.observe.report.words import number
+from unstale.observe.held_out import held_out
+from unstale.observe.run_rows import flatten, last_stop, refuse_old, step_of
+from unstale.observe.words import number
 
 CARD = "README.md"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from unstale import loop
 from unstale.builders import Components, build, build_components
+from unstale.builders.footprint import predict_footprint, require_disk_to_resume
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.preflight import new_folder
 from unstale.cli.process import limit_threads, rare_garbage_collection
@@ -23,6 +24,7 @@ from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
 from unstale.config.gguf import origin_of
 from unstale.config.options import unknown_option
+from unstale.config.plugins import declared
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.console import Console
@@ -57,7 +59,6 @@ from unstale.observe import RunRecorder
 from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
-from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
 from unstale.stop_signals import begin_run, stop_signals
 from unstale.trainer.records import NOT_FINITE
@@ -89,6 +90,7 @@ class Run:
 
     folder: Path
     report: Path
+    """The report. It is not written if `unstale.analysis` is not installed."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -382,7 +384,7 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
-    """Send the outcome of a run to trackers and run folder, and write the report."""
+    """Send the outcome of a run to trackers, run folder and listeners, such as the report's."""
     log = session.log
     quiet = suppress(OSError, JournalError, ConfigError, ImportError, MemoryError)
     with quiet if reason == "failed" else nullcontext():
@@ -392,12 +394,12 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
             log.event("stopped", reason=reason, detail=detail)
             log.close()
         write_survivors(log.path)
-        from unstale.observe.dashboard.frozen import write_and_warn  # takes long: not at the start
-
-        report, warnings = write_and_warn(log.path)
-        console.print(f"run folder {log.path}\nreport     {report}", highlight=False)
-        for warning in warnings:
-            console.print(f"[yellow]{literal(warning)}[/]", highlight=False)
+        console.print(f"run folder {log.path}", highlight=False)
+        for run_ended in declared("unstale.listeners", "run_ended"):  # imported only now: slow
+            line, warnings = run_ended(log.path)
+            console.print(line, highlight=False)
+            for warning in warnings:
+                console.print(f"[yellow]{literal(warning)}[/]", highlight=False)
         if reason != "failed":  # the caller prints the error of a failed run at the very end
             console.print(literal(f"{reason}: {detail}"), highlight=False)
 

@@ -18,8 +18,8 @@ from rich.text import Text
 from unstale.config import RunConfig
 from unstale.durability.console import Console, escaped_prints
 from unstale.durability.run_folder import show_controls
-from unstale.observe.report.held_out import HeldOut, improved
-from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
+from unstale.observe.held_out import HeldOut, improved
+from unstale.observe.words import NONE, amount, duration, number, percent, waiting
 
 HISTORY = 400
 RECENT = 5

@@ -1,7 +1,7 @@
 """Techniques: changes to one part of training, chosen by name in the option `techniques`.
 
-Each module of this package that declares an `ENTRY` is one technique, and can be imported without
-torch. A technique is an object with the methods of its slot:
+Each module of this package or of `unstale.research.techniques` that declares an `ENTRY` is one
+technique, and can be imported without torch. A technique is an object with the methods of its slot:
 
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
