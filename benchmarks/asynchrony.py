@@ -107,7 +107,7 @@ class Workload:
             ),
             trainer=replace(base.trainer, threads=threads),
             audit=AuditConfig(),
-            checkpoint=CheckpointConfig(every=steps + 1),
+            checkpoint=CheckpointConfig(interval=steps + 1),
             eval=EvalConfig(tasks=0),
         )
 

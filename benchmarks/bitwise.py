@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     chosen = parser.parse_args()
-    folder = RunConfig(recipe="", policy=chosen.policy).policy_folder
+    folder = RunConfig(recipe="", model=chosen.policy).policy_folder
     name = Path(chosen.policy).name.replace("_", "-")
     if chosen.part == "bits":
         lines = bits(chosen.policy, chosen.steps)

@@ -167,10 +167,10 @@ def rank_config(size: Big, count: int, steps: int) -> RunConfig:
     """Return the configuration of trainer ranks. It has no correction: no token is dropped."""
     return RunConfig(
         recipe="",
-        policy=str(size.folder),
-        steps=steps,
-        correction=CorrectionConfig(control="none", token_veto_threshold=0.0),
-        objective=ObjectiveConfig(kind="none"),
+        model=str(size.folder),
+        max_steps=steps,
+        correction=CorrectionConfig(mode="none", token_veto_threshold=0.0),
+        objective=ObjectiveConfig(loss_type="none"),
         trainer=TrainerConfig(dtype="bfloat16", lr=RATE, warmup_steps=0, **size.options),
         cluster=ClusterConfig(trainers=count),
     )

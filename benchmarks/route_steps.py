@@ -133,7 +133,7 @@ def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfi
         ),
         audit=AuditConfig(share=0.0),
         eval=EvalConfig(tasks=0),
-        checkpoint=CheckpointConfig(every=1000),
+        checkpoint=CheckpointConfig(interval=1000),
     )
 
 

@@ -84,7 +84,7 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
         schedule=arm.schedule,
         trainer=TrainerConfig(lr=1e-7, threads=1),  # as fast with every schedule
         audit=AuditConfig(),
-        checkpoint=CheckpointConfig(every=steps + 1),
+        checkpoint=CheckpointConfig(interval=steps + 1),
         eval=EvalConfig(tasks=0),
     )
 

@@ -40,7 +40,7 @@ ENGINE = EngineConfig(
 )
 ROLLOUT = {
     "old_logps": OldLogpsConfig(route="rollout", baseline=True),
-    "correction": CorrectionConfig(control="none"),
+    "correction": CorrectionConfig(mode="none"),
 }
 
 

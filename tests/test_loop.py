@@ -183,7 +183,7 @@ def configure(
 ) -> RunConfig:
     return RunConfig(
         recipe="numbers",
-        steps=steps,
+        max_steps=steps,
         deterministic=deterministic,
         task=TaskConfig(env="tests:numbers"),
         schedule=ScheduleConfig(
@@ -191,7 +191,7 @@ def configure(
         ),
         engine=EngineConfig(max_completion_tokens=REPLY, max_context=64, restarts=0),
         rollout=RolloutConfig(retries=0),
-        checkpoint=CheckpointConfig(every=every),
+        checkpoint=CheckpointConfig(interval=every),
         eval=EvalConfig(tasks=0),
     )
 

@@ -74,7 +74,7 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
         tmp_path,
         steps=5,
         old_logps=OldLogpsConfig(route=route),
-        checkpoint=CheckpointConfig(every=3),
+        checkpoint=CheckpointConfig(interval=3),
     )
     rows = session.train(config, console=quiet()).metrics
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
@@ -87,7 +87,7 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
 def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Return the configuration of a run of 6 steps that was stopped after 4."""
     folder = tmp_path_factory.mktemp("stopped")
-    config = configure(model, folder, steps=4, checkpoint=CheckpointConfig(every=2))
+    config = configure(model, folder, steps=4, checkpoint=CheckpointConfig(interval=2))
     session.train(config, console=quiet())
     return replace(config, steps=6)
 

@@ -430,7 +430,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe="toy",
         runs=tmp_path_factory.mktemp("runs"),
         name="run",
-        steps=4,
+        max_steps=4,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=4),
         engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=16),
@@ -617,7 +617,7 @@ def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() 
     as 0."""
     batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
     exact = batch.behavior_logp + 0.01 * batch.sampled
-    correction = CorrectionConfig(control="mask", low=0.9, high=1.1, unit="sequence")
+    correction = CorrectionConfig(mode="mask", low=0.9, high=1.1, unit="sequence")
     rules = LossSpec(correction, ObjectiveConfig())
     truth = torch.where(batch.clean & batch.sampled, exact, 0.0)
     audited = Truth(batch, 1, truth, exact).compare(exact, rules)

@@ -76,7 +76,7 @@ def test_a_registered_objective_is_known_everywhere(
     with pytest.raises(ConfigError, match=r"objective.ceiling is an option of ceiling"):
         ObjectiveConfig(ceiling=2.0)
     with pytest.raises(ConfigError, match=r"objective.ceiling must be > 0, got 0"):
-        ObjectiveConfig(kind=ceiling, ceiling=0.0)
+        ObjectiveConfig(loss_type=ceiling, ceiling=0.0)
 
     words = ["train", "retail"]
     assert "--objective.ceiling" in options_help(words, {"objective.kind": ceiling})
@@ -86,7 +86,7 @@ def test_a_registered_objective_is_known_everywhere(
     told = capsys.readouterr().out
     assert "S at 0.0001" in told  # narrower than the noise
 
-    objective = ObjectiveConfig(kind=ceiling)
+    objective = ObjectiveConfig(loss_type=ceiling)
     config = RunConfig(recipe="", objective=objective)
     assert check(config).factors[1].bound.startswith("ceiling: nothing above 1.5")
     stored = {"objective.kind": ceiling, "objective.ceiling": 1.25}
@@ -98,6 +98,6 @@ def test_a_registered_objective_is_known_everywhere(
 
 
 def test_a_registered_objective_trains(ceiling: str, tmp_path: Path) -> None:
-    options = ObjectiveConfig(kind=ceiling, ceiling=1.2)
+    options = ObjectiveConfig(loss_type=ceiling, ceiling=1.2)
     config = small(tmp_path, steps=2, objective=options, eval=EvalConfig(tasks=0))
     assert session.train(config).folder.joinpath("config.json").is_file()

@@ -285,7 +285,7 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('recipe = "retail"\nsteps = 3\n[trainer]\nlr = 1\n[schedule]\ngroup_size = 4\n')
     config = parse("train", "--config", str(file), "--steps", "5")
-    assert (config.recipe, config.steps, config.trainer.lr) == ("retail", 5, 1.0)
+    assert (config.recipe, config.max_steps, config.trainer.lr) == ("retail", 5, 1.0)
     assert config.schedule.group_size == 4
     assert config.task == RECIPES["retail"]().task
 
@@ -353,7 +353,7 @@ def test_a_file_may_stand_in_the_place_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"recipe": "retail", "steps": 3, "trainer": {"lr": 1}}')
     for name in ("run.toml", "run.json"):
         config = parse("train", str(tmp_path / name), "--trainer.lr", "1e-6")
-        assert (config.recipe, config.steps, config.trainer.lr) == ("retail", 3, 1e-6)
+        assert (config.recipe, config.max_steps, config.trainer.lr) == ("retail", 3, 1e-6)
         assert config.task == RECIPES["retail"]().task
 
 
@@ -378,7 +378,7 @@ def test_the_configuration_of_a_run_can_be_given_back(tmp_path: Path, config: Ru
 def test_a_file_of_an_earlier_version_may_have_options_that_its_run_did_not_use(
     tmp_path: Path,
 ) -> None:
-    config = replace(RECIPES["llm"](), correction=CorrectionConfig(control="none"))
+    config = replace(RECIPES["llm"](), correction=CorrectionConfig(mode="none"))
     RunLog.create(tmp_path / "run", config).close()
     file = tmp_path / "run" / "config.json"
     row = json.loads(file.read_text())
@@ -431,7 +431,7 @@ def test_a_recipe_of_ones_own_is_named_by_its_module(
     (tmp_path / "recipes_of_mine.py").write_text(OWN_RECIPES)
     monkeypatch.syspath_prepend(tmp_path)
     config = parse("train", "recipes_of_mine:short", "--seed", "3")
-    assert (config.recipe, config.steps, config.seed) == ("recipes_of_mine:short", 2, 3)
+    assert (config.recipe, config.max_steps, config.seed) == ("recipes_of_mine:short", 2, 3)
     for function, says in (
         ("none", "has no attribute 'none'"),
         ("nothing", "'recipes_of_mine:nothing' returned a int, no RunConfig"),
@@ -459,7 +459,7 @@ def test_the_neutral_recipe_suits_a_model_of_ones_own() -> None:
         "bfloat16",
     )
     assert config.minutes == 0 and config.engine.max_completion_tokens >= 2048
-    assert config.policy != "base"
+    assert config.model != "base"
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

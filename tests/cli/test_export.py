@@ -51,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             folder,
             steps=3,
             trainer=TRAINERS[trainer],
-            checkpoint=CheckpointConfig(every=1, keep=2),
+            checkpoint=CheckpointConfig(interval=1, keep=2),
         )
         return session.train(config, console=quiet()).folder
 

@@ -72,7 +72,7 @@ def small(folder: Path, **changes: object) -> RunConfig:
         recipe="toy",
         runs=folder,
         name="run",
-        steps=3,
+        max_steps=3,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
         engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=8),

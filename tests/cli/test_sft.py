@@ -50,7 +50,7 @@ def options_of(policy: Path, folder: Path, **changes: object) -> RunConfig:
 def trained(config: RunConfig, data: Path, folder: Path, options: SftOptions) -> list[float]:
     """Return the mean of -log pi of each step."""
     steps = sft(config, data, folder, options, console=Console(file=StringIO()))
-    assert [each.step for each in steps] == list(range(1, config.steps + 1))
+    assert [each.step for each in steps] == list(range(1, config.max_steps + 1))
     assert all(each.grad_norm > 0 for each in steps)
     return [each.nll for each in steps]
 

@@ -147,8 +147,8 @@ def test_an_arm_may_leave_options_of_the_setting_unused(tmp_path: Path) -> None:
     )
     plan = planned(tmp_path, "--settings", "s6-*", "--seeds", "1", text=text)
     controls = {run.arm: run.config.correction for run in plan.comparisons[0].runs}
-    assert (controls["snapshot_old"].control, controls["snapshot_old"].low) == ("mask", 0.9)
-    assert (controls["rollout"].control, controls["rollout"].low) == ("none", 0.5)
+    assert (controls["snapshot_old"].mode, controls["snapshot_old"].low) == ("mask", 0.9)
+    assert (controls["rollout"].mode, controls["rollout"].low) == ("none", 0.5)
     given = {run.arm: "correction.low" in run.values for run in plan.comparisons[0].runs}
     assert given == {"snapshot_old": True, "rollout": False}
 

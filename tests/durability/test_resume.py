@@ -985,7 +985,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
 
 
 def test_checkpoints_are_also_made_by_the_clock(toy: Toy, tmp_path: Path) -> None:
-    made = replace(config(), checkpoint=CheckpointConfig(every=100, minutes=1e-9))
+    made = replace(config(), checkpoint=CheckpointConfig(interval=100, minutes=1e-9))
     toy.begin(tmp_path / "run", made)
     with Journal.read(tmp_path / "run") as reader:
         assert [row.step for row in reader.checkpoints()] == list(range(STEPS + 1))

@@ -118,7 +118,7 @@ def endless() -> Iterator[str]:
     "make, message",
     [
         (lambda: TrainerConfig(lr="1e-4"), r"trainer\.lr must be a number, got '1e-4'"),  # type: ignore[arg-type]
-        (lambda: RunConfig(recipe="x", steps="5"), "steps must be a whole number, got '5'"),  # type: ignore[arg-type]
+        (lambda: RunConfig(recipe="x", max_steps="5"), "steps must be a whole number, got '5'"),  # type: ignore[arg-type]
         (lambda: unstale.recipes.llm(steps=True), "steps must be a whole number, got True"),
         (
             lambda: RunConfig(recipe="x", engine={"max_context": 64}),  # type: ignore[arg-type]

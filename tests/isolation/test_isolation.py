@@ -290,7 +290,7 @@ def mixed(folder: Path, isolation: str) -> Any:
         deterministic=True,
         task=TaskConfig(env=MIXED, isolate=isolation),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=3),
-        checkpoint=CheckpointConfig(every=2),
+        checkpoint=CheckpointConfig(interval=2),
     )
 
 

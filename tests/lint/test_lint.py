@@ -484,7 +484,7 @@ def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
             config.trainer,
             config.audit,
             config.eval,
-            config.steps,
+            config.max_steps,
             config.minutes,
         )
         for config in made.values()

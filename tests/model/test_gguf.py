@@ -201,7 +201,7 @@ def test_the_folder_and_the_path_name_the_same_file(file: Path) -> None:
     words = ["eval", str(file.parent), "llm", "--policy-gguf", file.name]
     config = configure_trained(parse(words))  # converts it
     assert config.with_policy(file.parent).policy_folder == converted_folder(file)
-    assert config.with_policy("models/mine").policy_gguf == ""
+    assert config.with_policy("models/mine").model_gguf == ""
 
 
 def test_a_context_of_the_recipe_fits_the_policy_and_one_of_the_user_is_refused(

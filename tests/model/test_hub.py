@@ -116,7 +116,7 @@ def served(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def folder_of(policy: str, *, download: bool = False) -> Path:
-    return RunConfig(recipe="x", policy=policy, policy_download=download).policy_folder
+    return RunConfig(recipe="x", model=policy, model_download=download).policy_folder
 
 
 @pytest.mark.parametrize("name", ["lab/tiny", "lab/tiny@main", f"lab/tiny@{COMMIT}"])
@@ -265,8 +265,8 @@ def test_the_learning_rate_is_judged_by_the_size_of_the_downloaded_model(
     shutil.rmtree(cache / REPOSITORY)
     config = RunConfig(
         recipe="calculator",
-        policy="lab/tiny",
-        policy_download=True,
+        model="lab/tiny",
+        model_download=True,
         runs=tmp_path,
         trainer=TrainerConfig(lr=1e-2),
     )

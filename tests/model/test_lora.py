@@ -69,7 +69,7 @@ from unstale.weights.store import VersionStore
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 LORA = Lora(rank=4, seed=5)
-WITH_KL = RunConfig(recipe="", steps=2, correction=WIDE, objective=ObjectiveConfig(kl_coef=0.1))
+WITH_KL = RunConfig(recipe="", max_steps=2, correction=WIDE, objective=ObjectiveConfig(kl_coef=0.1))
 TOKENS = list(range(2, 40))
 
 
@@ -381,8 +381,8 @@ def configured(base: Path | None = None, **changes: Any) -> RunConfig:
     config = RunConfig(
         recipe="toy",
         name="run",
-        policy=str(base or "base"),
-        steps=3,
+        model=str(base or "base"),
+        max_steps=3,
         deterministic=True,
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
         engine=EngineConfig(max_context=512, max_running=24),

@@ -326,11 +326,11 @@ def test_a_plan_alternates_arms_and_keeps_the_runs_comparable(tmp_path: Path) ->
         "snapshot_old-seed1",
         "rollout-seed1",
     ]
-    assert {(run.config.steps, run.config.minutes, run.config.eval.every) for run in runs} == {
+    assert {(run.config.max_steps, run.config.minutes, run.config.eval.interval) for run in runs} == {
         (20, 0.0, 2)
     }
     assert {run.config.trainer.lr for run in runs} == {0.001}
-    assert [run.config.correction.control for run in runs[:2]] == ["mask_weight", "none"]
+    assert [run.config.correction.mode for run in runs[:2]] == ["mask_weight", "none"]
     for run in runs:
         assert recipe_options.configure(main.parse(run.words)) == run.config
 
@@ -434,7 +434,7 @@ def test_the_status_counts_the_runs_that_have_ended(tmp_path: Path) -> None:
     status = launcher._Launcher(made, Console(), shares=[(0,), (1,)], lock=0)
     status._all, status._left = 4, 3
     status._going = {run.folder.name: run for run in made.runs[1:3]}
-    steps = made.runs[0].config.steps
+    steps = made.runs[0].config.max_steps
     assert status._status().plain == (
         f"1 of 4 runs have ended; two-seed0 step 0 of {steps}; one-seed1 step 0 of {steps}; "
         "time left unknown until the first run ends"

@@ -353,7 +353,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         techniques="minpro",
         journal=JournalConfig(token_share=1.0),
         correction=CorrectionConfig(
-            control="mask", low=0.99, high=1.01, unit="turn", token_veto_threshold=0.9
+            mode="mask", low=0.99, high=1.01, unit="turn", token_veto_threshold=0.9
         ),
         objective=ObjectiveConfig(clip_low=0.02, clip_high=0.02, ratio_cap=1.05),
     )
@@ -580,6 +580,6 @@ def test_the_options_of_an_approximate_route_can_be_changed(runs: Path, tmp_path
         with pytest.raises(BadQuestion):
             limits.changed_settings(own, {"objective.clip_high": value})
     off = {"correction.low": "0.7", "correction.control": "none"}  # the form hides the first field
-    assert limits.changed_settings(own, off).correction == CorrectionConfig(control="none")
+    assert limits.changed_settings(own, off).correction == CorrectionConfig(mode="none")
     free = limits.changed_settings(own, {"objective.clip_high": "inf", "correction.low": "0"})
     assert [line["label"] for line in limits.lines(free, lag_max=0)][:2] == ["D 2", "S 0.8"]

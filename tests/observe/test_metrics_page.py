@@ -108,7 +108,7 @@ def listed_names() -> dict[str, str]:
 
 def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
     config = replace(
-        small(tmp_path), audit=AuditConfig(share=1.0), checkpoint=CheckpointConfig(every=1)
+        small(tmp_path), audit=AuditConfig(share=1.0), checkpoint=CheckpointConfig(interval=1)
     )
     rows = session.train(config, console=quiet()).metrics
     logged = {name for row in rows for name in row}

@@ -337,7 +337,7 @@ def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
             tmp_path,
             trackers="tests.support.tracker:make_memory",
             deterministic=True,
-            checkpoint=CheckpointConfig(every=1),
+            checkpoint=CheckpointConfig(interval=1),
         ),
         console=quiet(),
     )

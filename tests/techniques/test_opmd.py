@@ -24,7 +24,7 @@ def gradient(log_ratio: Tensor, advantage: Tensor, tau: float) -> Tensor:
     given = at_sampled(batch, log_ratio)
     given[~batch.sampled] = torch.nan
     given.requires_grad_()
-    found = Opmd(OpmdConfig(tau=tau)).surrogate(given, batch, ObjectiveConfig(kind="none"))
+    found = Opmd(OpmdConfig(tau=tau)).surrogate(given, batch, ObjectiveConfig(loss_type="none"))
     assert not found.clipped.any()
     found.loss.sum().backward()
     assert given.grad is not None and not given.grad[~batch.sampled].any()

@@ -175,7 +175,7 @@ def small(policy: Path, folder: Path) -> RunConfig:
         name="whole",
         steps=3,
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=3),
-        checkpoint=CheckpointConfig(every=1),
+        checkpoint=CheckpointConfig(interval=1),
         audit=AuditConfig(share=0.0),
     )
 
@@ -252,10 +252,10 @@ def test_a_recipe_trains_and_ends_equal_after_a_kill(
     config = replace(
         recipe(),
         recipe=base.recipe,
-        policy=base.policy,
+        policy=base.model,
         runs=base.runs,
         name=base.name,
-        steps=base.steps,
+        steps=base.max_steps,
         minutes=base.minutes,
         deterministic=True,
         engine=base.engine,

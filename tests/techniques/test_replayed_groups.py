@@ -209,8 +209,8 @@ def a_trainer(*, route: str = "snapshot_old", replay: Replay | None = None) -> L
     policy = tiny_policy(dtype="float64")
     config = RunConfig(
         recipe="",
-        steps=10,
-        correction=CorrectionConfig(control="none" if route == "rollout" else "truncate"),
+        max_steps=10,
+        correction=CorrectionConfig(mode="none" if route == "rollout" else "truncate"),
         trainer=TrainerConfig(optimizer="SGD", lr=0.1),
     )
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))

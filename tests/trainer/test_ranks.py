@@ -68,7 +68,7 @@ LORA = Lora(4)
 SNAPSHOT = OldLogpsConfig(route="snapshot_old")
 BASE = RunConfig(
     recipe="",
-    steps=STEPS,
+    max_steps=STEPS,
     old_logps=SNAPSHOT,
     audit=AuditConfig(share=0.5),
     trainer=TrainerConfig(lr=1e-4, max_tokens_per_microbatch=96),

@@ -45,7 +45,7 @@ PLANS: Sequence[Sequence[tuple[list, float]]] = (
     (([5, (7, 1), 2, (2, 1), 3], 0.0), ([5, (4, 0)], 0.0)),
 )
 """The episodes of five groups, with advantages. The second and the last have no gradient."""
-WIDE = CorrectionConfig(control="truncate", high=1e6)
+WIDE = CorrectionConfig(mode="truncate", high=1e6)
 ORDERS: Sequence[Sequence[Sequence[int]]] = (
     ((3,), (2,), (1,), (0,)),
     ((1,), (0, 2), (3,)),
@@ -90,7 +90,7 @@ def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> t
     options = {"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9, "stream": stream}
     config = RunConfig(
         recipe="",
-        steps=10,
+        max_steps=10,
         schedule=ScheduleConfig(groups_per_step=4, group_size=3),
         trainer=TrainerConfig(
             **{
@@ -153,7 +153,7 @@ def require_equal(
             assert found[1][name] == wanted, name
 
 
-KEPT = CorrectionConfig(control="mask", low=0.05, high=3.0, unit="turn")
+KEPT = CorrectionConfig(mode="mask", low=0.05, high=3.0, unit="turn")
 CASES: Mapping[str, dict[str, Any]] = {
     **{
         how: {
@@ -167,12 +167,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "prompts apart": {"trainer": {"share_prompts": False}},
     "momentum": {"trainer": {"optimizer": "AdamW", "lr": 1e-2, "weight_decay": 0.1}},
     "gspo": {
-        "objective": ObjectiveConfig(kind="gspo", loss_aggregation="sequence_mean"),
-        "correction": CorrectionConfig(control="mask_weight", unit="sequence", low=0.1, high=5),
+        "objective": ObjectiveConfig(loss_type="gspo", loss_aggregation="sequence_mean"),
+        "correction": CorrectionConfig(mode="mask_weight", unit="sequence", low=0.1, high=5),
     },
     "veto and cap": {
-        "correction": CorrectionConfig(control="truncate", high=9.0, token_veto_threshold=2e-3),
-        "objective": ObjectiveConfig(kind="cispo", ratio_cap=1.5),
+        "correction": CorrectionConfig(mode="truncate", high=9.0, token_veto_threshold=2e-3),
+        "objective": ObjectiveConfig(loss_type="cispo", ratio_cap=1.5),
     },
     "eager": {"old_logps": OldLogpsConfig(route="eager")},
     "own": {"old_logps": OldLogpsConfig(route="snapshot_old", placement="own")},

@@ -185,7 +185,7 @@ def plan(
         )
     config = configure_recipe(recipe, values)
     folder = config.runs / (config.name or f"compare-{config.recipe.rpartition(':')[2]}")
-    every = config.eval.every or max(1, config.steps // 8)
+    every = config.eval.interval or max(1, config.max_steps // 8)
     shared = {name: value for name, value in values.items() if name != "recipe"}
     shared |= {"minutes": 0.0, "eval.every": every, "runs": folder}
     runs: list[Planned] = []

@@ -88,7 +88,7 @@ def configure_trained(chosen: argparse.Namespace) -> RunConfig:
             )
         chosen.values["policy"] = str(chosen.trained)
         config = configure(chosen)
-        _require_model(chosen.trained, download=config.policy_download, gguf=config.policy_gguf)
+        _require_model(chosen.trained, download=config.model_download, gguf=config.model_gguf)
         return fetch_policy(config, file_values(chosen))
     if chosen.recipe is None and "recipe" not in values:
         stored = load_config(chosen.trained, named=values)

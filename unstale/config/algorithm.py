@@ -54,7 +54,7 @@ class CorrectionConfig(Section):
     selector: ClassVar[str] = "control"
     refused_unread: ClassVar = ("low", "high", "normalize")
 
-    control: CorrectionControl = "mask_weight"
+    mode: CorrectionControl = "mask_weight"
     """Use of the discrepancy D: as a weight on the loss of a token, as a reason to drop a token, or
     not at all.
     """

@@ -122,7 +122,7 @@ class ObjectiveConfig(VariantSection):
     registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
     group: ClassVar[str] = "unstale.objectives"
 
-    kind: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
+    loss_type: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
     """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from
     1.
     """
@@ -174,7 +174,7 @@ class ObjectiveConfig(VariantSection):
         tokens may be anything. The function of `algorithms.objectives` with the objective's name is
         called, with the options that not every objective has. Other objectives override this.
         """
-        function = getattr(import_module("unstale.algorithms.objectives"), self.kind)
+        function = getattr(import_module("unstale.algorithms.objectives"), self.loss_type)
         common = option_types(base_of(type(self)))
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {name: value for name, value in own.items() if name not in common}
@@ -239,7 +239,7 @@ class ObjectiveConfig(VariantSection):
     @property
     def meaning(self) -> str:
         """A clause on how the loss limits S, with the name of the objective and the unit of S."""
-        return f"{self.kind}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
+        return f"{self.loss_type}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
 
     def applies(self, option: str) -> bool:
         if option == "constant":
@@ -253,7 +253,7 @@ class ObjectiveConfig(VariantSection):
         Among them are those of other objectives than the one in `values`.
         """
         base = ObjectiveConfig
-        known = cls.variants_by_name().get(values.get("kind", base.kind), base)
+        known = cls.variants_by_name().get(values.get("kind", base.loss_type), base)
         names = {option.name for option in fields(known)}
         foreign = [name for name in values if name not in names and cls.readers(name)]
         return [*foreign, *super().unread(values)]

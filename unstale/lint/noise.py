@@ -126,9 +126,9 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
     D is the discrepancy and S the staleness ratio.
     """
     d = config.correction
-    if d.control != "none" and not d_is_one(config):
+    if d.mode != "none" and not d_is_one(config):
         yield "D", math.log(d.high)
-        if d.control != "truncate" and d.low:
+        if d.mode != "truncate" and d.low:
             yield "D", -math.log(d.low)
     if not s_is_one(config):
         yield from (("S", size) for size in config.objective.thresholds())

@@ -17,7 +17,7 @@ def local_folder(config: RunConfig) -> Path:
     try:
         return config.find_policy(fetch=False)
     except ConfigError:
-        return Path(config.policy)
+        return Path(config.model)
 
 
 def num_weights(folder: Path) -> int:

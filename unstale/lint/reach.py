@@ -20,7 +20,7 @@ def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
     rule = reference.objective
     if not isinstance(rule, ClippedObjective):
         raise ConfigError(
-            f"the objective {rule.kind} of the reference has no clip; equal reach needs one, such "
+            f"the objective {rule.loss_type} of the reference has no clip; equal reach needs one, such "
             "as ppo_clip"
         )
     ends = low, high = rule.low, rule.high

@@ -46,7 +46,7 @@ def _exact_route(config: RunConfig) -> Fix:
 def _idle_clip(config: RunConfig) -> Finding | None:
     if not s_is_one(config) or not config.objective.bounds_s or config.old_logps.baseline:
         return None
-    kind = config.objective.kind
+    kind = config.objective.loss_type
     if config.old_logps.needs.inline:
         why = (
             "at this staleness and weight the proxy is the current policy; the whole ratio is in D"
@@ -60,7 +60,7 @@ def _idle_clip(config: RunConfig) -> Finding | None:
 def _idle_control(config: RunConfig) -> Finding | None:
     rule = config.correction
     idle = []
-    if rule.control == "mask":
+    if rule.mode == "mask":
         idle.append("mask")
     if rule.token_veto_threshold > 0:
         idle.append("token_veto_threshold")
@@ -73,7 +73,7 @@ def _idle_control(config: RunConfig) -> Finding | None:
 
 
 def _double_count(config: RunConfig) -> Finding | None:
-    control = config.correction.control
+    control = config.correction.mode
     if control not in ("truncate", "clamp", "mask_weight"):
         return None
     if not d_is_one(config) or config.old_logps.baseline:
@@ -84,7 +84,7 @@ def _double_count(config: RunConfig) -> Finding | None:
 
 
 def _missing_half(config: RunConfig) -> Finding | None:
-    if config.correction.control != "none" or config.old_logps.exact or d_is_one(config):
+    if config.correction.mode != "none" or config.old_logps.exact or d_is_one(config):
         return None
     if config.schedule.staleness_bound == 0 and not config.old_logps.needs.averages:
         return None
@@ -93,7 +93,7 @@ def _missing_half(config: RunConfig) -> Finding | None:
         if config.correction.token_veto_threshold
         else "is neither bounded nor weighted"
     )
-    why = f"{config.old_logps.route} leaves staleness in D, which {config.objective.kind} ignores"
+    why = f"{config.old_logps.route} leaves staleness in D, which {config.objective.loss_type} ignores"
     fixes = ({"correction.control": "mask_weight"}, _exact_route(config))
     return Finding(f"half of pi / mu is missing: D {half}", why, fixes)
 
@@ -164,9 +164,9 @@ def _idle_reset(config: RunConfig) -> Finding | None:
     rule = config.correction
     if not config.old_logps.resets or rule.token_veto_threshold:
         return None
-    if rule.control not in ("none", "truncate", "clamp"):
+    if rule.mode not in ("none", "truncate", "clamp"):
         return None
-    why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
+    why = f"correction.control {rule.mode} keeps every token, so the kept share never falls"
     fixes = ({"correction.control": "mask_weight"}, {"old_logps.reset_below": 0.0})
     return Finding("the average can never be reset", why, fixes)
 
@@ -176,10 +176,10 @@ def _other_unit(config: RunConfig) -> Finding | None:
     means = rule.unit in ("token", "sequence") and rule.aggregate == "mean"
     if not rule.per_sequence or means:
         return None
-    why = f"{rule.kind} is the clip on the mean over a sequence"
+    why = f"{rule.loss_type} is the clip on the mean over a sequence"
     fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
     of = over(rule.unit, rule.aggregate)
-    return Finding(f"{rule.kind} cannot take S as the {of}", why, fixes)
+    return Finding(f"{rule.loss_type} cannot take S as the {of}", why, fixes)
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
@@ -196,7 +196,7 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
     why = "the mean ratio of a sequence hardly ever leaves it"
     if product:
         why = "the product of a sequence's ratios leaves it at the first small changes"
-    what = f"{rule.kind} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
+    what = f"{rule.loss_type} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
     of = over("sequence", "sum" if product else "mean")
     return Finding(f"{what} on the {of}", why, (_SEQUENCE_RATIO, TOKEN_RATIO))
 
@@ -283,7 +283,7 @@ def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
     """Return True if a token of the largest lag with this pi / mu is neither clipped nor masked."""
     s = config.old_logps.s_of(ratio, config)
     rule = config.correction
-    masks = rule.control in ("mask", "mask_weight") and rule.unit == "token"
+    masks = rule.mode in ("mask", "mask_weight") and rule.unit == "token"
     return not _beyond(s, clip) and not (masks and not rule.low <= ratio / s <= rule.high)
 
 
@@ -296,10 +296,10 @@ def _bandless(config: RunConfig) -> Finding | None:
     """Warn if all staleness is in the ratio D = prox / mu, and no limit applies to D."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
-    if not stale or rule.control == "none":
+    if not stale or rule.mode == "none":
         return None
-    bounded_above = rule.control not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
-    bounded_below = rule.control != "mask" or rule.low >= 1 / WIDEST_BAND
+    bounded_above = rule.mode not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
+    bounded_below = rule.mode != "mask" or rule.low >= 1 / WIDEST_BAND
     if bounded_above and bounded_below:
         return None
     return Finding(

@@ -73,7 +73,7 @@ def far_shift_of_ace(config: RunConfig) -> Finding | None:
 
 def hard_prefix_clip(config: RunConfig) -> Finding | None:
     """Warn of a clip that drops the gradient of tokens after one small ratio."""
-    kind = config.objective.kind
+    kind = config.objective.loss_type
     if "minpro" not in config.technique_options or not config.objective.clips_tokens:
         return None
     return Finding(

@@ -46,7 +46,7 @@ class ClippedObjective(ObjectiveConfig):
             below="negative",
             above="positive",
             name="limits of S",
-            about=f"1 - objective.clip_low and 1 + clip_high ({self.kind})",
+            about=f"1 - objective.clip_low and 1 + clip_high ({self.loss_type})",
             unit=self.ratio_unit,
         )
         return (limits,)

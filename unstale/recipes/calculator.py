@@ -15,7 +15,7 @@ def calculator(**changes: Any) -> RunConfig:
     """
     config = RunConfig(
         recipe="calculator",
-        steps=5,
+        max_steps=5,
         task=TaskConfig(env="calculator"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=4, group_size=4),
         audit=AuditConfig(share=0.1),

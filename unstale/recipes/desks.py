@@ -42,7 +42,7 @@ def desks_small(**changes: Any) -> RunConfig:
         minutes=0.0,
         task=make_task("desks", level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=20, group_size=8),
-        eval=EvalConfig(tasks=320, every=50),
+        eval=EvalConfig(tasks=320, interval=50),
     )
     return with_changes(config, changes)
 

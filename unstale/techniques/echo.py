@@ -101,7 +101,7 @@ def confidence(batch: Batch, tail: int) -> Tensor:
 
 
 def _check(options: EchoConfig, config: RunConfig) -> None:
-    kind = config.objective.kind
+    kind = config.objective.loss_type
     require_value("echo", "objective.kind", kind, ["ppo_clip"], "it changes its clip")
 
 

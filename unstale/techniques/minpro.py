@@ -92,10 +92,10 @@ def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
 
 
 def _check(options: MinproConfig, config: RunConfig) -> None:
-    objective, control = config.objective, config.correction.control
+    objective, control = config.objective, config.correction.mode
     reason = "only there is the ratio a weight"
     kinds = [name for name, each in objectives().items() if each().is_token_weight]
-    require_value("minpro", "objective.kind", objective.kind, kinds, reason)
+    require_value("minpro", "objective.kind", objective.loss_type, kinds, reason)
     reason = "its ratio is that of a token and its prefix"
     require_value("minpro", "objective.unit", objective.unit, ["token"], reason)
     if options.of == "whole" and control not in ("none", "mask"):

@@ -56,7 +56,7 @@ class Opmd:
 def _check(options: OpmdConfig, config: RunConfig) -> None:
     objective = config.objective
     reason = "its loss has no ratio"
-    require_value("opmd", "objective.kind", objective.kind, ["none"], reason)
+    require_value("opmd", "objective.kind", objective.loss_type, ["none"], reason)
     require_value("opmd", "objective.unit", objective.unit, ["token"], reason)
     if ratios := [each.name for each in chosen(config.techniques) if each.slot == "ratio"]:
         raise ConfigError(

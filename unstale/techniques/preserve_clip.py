@@ -45,7 +45,7 @@ class PreserveClip:
 
 def _check(options: PreserveClipConfig, config: RunConfig) -> None:
     allowed = [name for name, each in objectives().items() if each().clips_tokens]
-    kind = config.objective.kind
+    kind = config.objective.loss_type
     require_value("preserve_clip", "objective.kind", kind, allowed, "it changes their clip")
 
 

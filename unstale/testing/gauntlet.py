@@ -173,7 +173,7 @@ def _sample_and_train(
     batcher = Batcher(runner, max_slots=8, max_context=MAX_CONTEXT)
     config = RunConfig(
         recipe="",
-        steps=STEPS,
+        max_steps=STEPS,
         trainer=TrainerConfig(lr=lr, dtype=cast(Dtype, dtype)),
         old_logps=OldLogpsConfig(route="current_recompute"),
     )

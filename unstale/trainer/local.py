@@ -74,7 +74,7 @@ class LocalTrainer:
         self.old = old
         self.audit = audit
         self.techniques = techniques
-        self.num_steps = config.steps * config.trainer.minibatches_per_batch
+        self.num_steps = config.max_steps * config.trainer.minibatches_per_batch
         self.skips_zero_advantage = not (self.rules.trains_zero_advantage or techniques.controllers)
         """True if sequences in which every advantage is 0 need no forward and backward pass. A
         controller sees all sequences.

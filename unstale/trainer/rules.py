@@ -40,7 +40,7 @@ class LossSpec:
         unit_log_d = corrections.aggregate(
             log_d, _unit_ids(config.unit, batch), sampled=batch.sampled, how=config.aggregate
         )
-        apply_control = corrections.CONTROLS[config.control]
+        apply_control = corrections.CONTROLS[config.mode]
         return apply_control(unit_log_d, control, **config.selected_options())
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:

@@ -52,7 +52,7 @@ class SettingKind:
     def of_options(cls, values: Row) -> "SettingKind | None":
         """Return the kind of a setting from the options of its reference."""
         unit = values.get("objective.unit", "token")
-        objective = ObjectiveConfig(kind=values["objective.kind"], unit=unit)
+        objective = ObjectiveConfig(loss_type=values["objective.kind"], unit=unit)
         if not objective.stops or not objective.bounds():
             return None
         is_token = objective.ratio_unit == "token"

@@ -370,7 +370,7 @@ def with_route(config: RunConfig, name: str) -> RunConfig:
         return config
     correction = config.correction
     lacks = routes()[config.old_logps.route].requires
-    if lacks.get("correction.control") == correction.control:
+    if lacks.get("correction.control") == correction.mode:
         correction = type(correction)()
     required = routes()[name].requires.get("correction.control")
     if required is not None:

@@ -52,8 +52,8 @@ def select_route(config: RunConfig, route: str) -> Fix:
     """Return the options that select a route with the correction that suits it."""
     changed = with_route(config, route).correction
     fix = use_route(config, route)
-    if changed.control != config.correction.control:
-        fix = {**fix, "correction.control": changed.control}
+    if changed.mode != config.correction.mode:
+        fix = {**fix, "correction.control": changed.mode}
     return fix
 
 

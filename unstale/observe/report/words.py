@@ -483,7 +483,7 @@ def stored_objective(setting: Any) -> ObjectiveConfig | None:
     try:
         for name in ObjectiveConfig.own_options()[kind]:  # null is infinity
             values[name] = options()[f"objective.{name}"].read(setting(f"objective.{name}"), name)
-        return ObjectiveConfig(kind=kind, **values)
+        return ObjectiveConfig(loss_type=kind, **values)
     except (ConfigError, TypeError):
         return None
 
