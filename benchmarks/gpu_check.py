@@ -517,7 +517,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="speed of TorchTitan at these sizes on as many GPUs, measured by you",
     )
     parser.add_argument("--moe", type=Path, help="folder of a trained MoE model, for goal 5")
-    parser.add_argument("--policy", type=Path, help="folder of the policy for goal 7")
+    parser.add_argument("--model", type=Path, help="folder of the policy for goal 7")
     parser.add_argument(
         "--run-options", default="", help="more options of `unstale train` for goal 7, in quotes"
     )
@@ -537,7 +537,7 @@ def main(words: Sequence[str] | None = None) -> Path:
             repeats=1 if chosen.tiny else chosen.repeats,
             torchtitan=chosen.torchtitan,
             moe=chosen.moe,
-            policy=chosen.policy,
+            policy=chosen.model,
             run_options=chosen.run_options,
         )
         rows = [judge(goal, check) for goal in GOALS if goal.name in chosen.goals]

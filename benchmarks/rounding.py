@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("policy", help="as the option --policy of a run")
+    parser.add_argument("policy", help="as the option --model of a run")
     parser.add_argument(
         "--save", type=Path, help="only write the policy in bfloat16 to this folder"
     )

@@ -127,7 +127,7 @@ def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfi
         runs=runs,
         name=name,
         seed=seed,
-        steps=setting.warm + setting.steps,
+        max_steps=setting.warm + setting.steps,
         schedule=ScheduleConfig(
             max_staleness=setting.staleness, groups_per_step=setting.groups, group_size=8
         ),

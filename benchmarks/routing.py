@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def configure(policy: Path, engine: Dtype, *, replay: bool) -> RunConfig:
-    config = retail(policy=str(policy), schedule=ScheduleConfig(group_size=8))
+    config = retail(model=str(policy), schedule=ScheduleConfig(group_size=8))
     trainer = replace(config.trainer, routing_replay=replay)
     return replace(config, trainer=trainer, engine=replace(config.engine, dtype=engine))
 

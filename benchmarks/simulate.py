@@ -78,7 +78,7 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
         seed=seed,
         runs=folder,
         name=arm.name.replace(" ", "-").replace(",", ""),
-        steps=steps,
+        max_steps=steps,
         minutes=0.0,
         task=DeskConfig(level="1", latency_s=latency_s),
         schedule=arm.schedule,

@@ -722,7 +722,7 @@ def test_a_batch_that_fails_does_not_wait_for_an_evaluation(tmp_path: Path) -> N
         return []
 
     parts.trainer.backward = backward  # type: ignore[method-assign]
-    config = replace(parts.config, eval=replace(parts.config.eval, every=1))
+    config = replace(parts.config, eval=replace(parts.config.eval, interval=1))
     with pytest.raises(ExceptionGroup) as failure:
         run(replace(parts, config=config, evaluation=evaluation))
     assert str(first_error(failure.value)) == "nan in a gradient"

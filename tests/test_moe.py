@@ -47,7 +47,7 @@ def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def rows(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
-    config = configure(model, tmp_path_factory.mktemp("runs"), steps=8)
+    config = configure(model, tmp_path_factory.mktemp("runs"), max_steps=8)
     yield session.train(config, console=quiet()).metrics
 
 
@@ -72,7 +72,7 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
     config = configure(
         model,
         tmp_path,
-        steps=5,
+        max_steps=5,
         old_logps=OldLogpsConfig(route=route),
         checkpoint=CheckpointConfig(interval=3),
     )
@@ -87,9 +87,9 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
 def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Return the configuration of a run of 6 steps that was stopped after 4."""
     folder = tmp_path_factory.mktemp("stopped")
-    config = configure(model, folder, steps=4, checkpoint=CheckpointConfig(interval=2))
+    config = configure(model, folder, max_steps=4, checkpoint=CheckpointConfig(interval=2))
     session.train(config, console=quiet())
-    return replace(config, steps=6)
+    return replace(config, max_steps=6)
 
 
 def resumed(stopped: RunConfig, folder: Path, change: Callable[[Path], None]) -> Rows:
@@ -122,7 +122,7 @@ def test_lost_routes_are_counted_and_never_exact(stopped: RunConfig, tmp_path: P
 
 
 def test_without_replay_the_run_says_nothing_of_routes(model: Path, tmp_path: Path) -> None:
-    config = configure(model, tmp_path, steps=2)
+    config = configure(model, tmp_path, max_steps=2)
     config = replace(config, trainer=replace(config.trainer, routing_replay=False))
     rows = session.train(config, console=quiet()).metrics
     assert all("routes/missing_share" not in row for row in rows)
@@ -142,7 +142,7 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
             max_context=256,
             max_completion_tokens=16,
         )
-        config = configure(model, tmp_path, steps=4, deterministic=False, engine=engine)
+        config = configure(model, tmp_path, max_steps=4, deterministic=False, engine=engine)
         rows = session.train(config, console=quiet()).metrics
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     for row in rows:

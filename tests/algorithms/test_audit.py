@@ -404,15 +404,14 @@ def test_a_stored_configuration_is_read_again() -> None:
     assert str(config.old_logps) == "ewma_prox beta=0.75"
     with pytest.raises(ConfigError, match="unknown option colour"):
         stored_config({**stored, "colour": "red"})
-    renamed = {**stored, "schedule": {"window": 4}}
-    with pytest.raises(ConfigError, match=r"schedule\.window is now schedule\.lookahead_window"):
-        stored_config(renamed)
-    with pytest.raises(ConfigError, match=r"config\.json: credit is now advantage"):
-        stored_config({**stored, "credit": {"estimator": "rloo"}})
+    earlier = {**stored, "schedule": {"window": 4}, "steps": 7}
+    del earlier["max_steps"]
+    assert stored_config(earlier).schedule.lookahead_window == 4
+    assert stored_config(earlier).max_steps == 7
     with pytest.raises(ConfigError, match=r"config\.json"):
         stored_config({})
     for knob, value in {
-        "steps": 3.0,
+        "max_steps": 3.0,
         "seed": True,
         "name": 3,
         "runs": 3,

@@ -49,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         config = tiny_run(
             folder / "model",
             folder,
-            steps=3,
+            max_steps=3,
             trainer=TRAINERS[trainer],
             checkpoint=CheckpointConfig(interval=1, keep=2),
         )

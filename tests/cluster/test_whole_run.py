@@ -29,7 +29,7 @@ from unstale.durability.run_folder import EVENTS, RunFolder
 
 def config(runs: Path, policy: Path | str = "base", **cluster: int) -> RunConfig:
     base = configured(policy, restarts=4)
-    return replace(base, runs=runs, steps=3, cluster=ClusterConfig(**cluster))
+    return replace(base, runs=runs, max_steps=3, cluster=ClusterConfig(**cluster))
 
 
 def test_two_ranks_and_a_host_that_is_killed_train_together(

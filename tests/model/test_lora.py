@@ -440,7 +440,7 @@ def test_a_recorded_run_is_audited_on_its_own_base_alone(
     exact, average = (row["logp_error_abs_mean"] for row in found["routes"])
     assert exact < 1e-5 < average
     stored = json.loads((run.folder / "config.json").read_text())
-    (run.folder / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))
+    (run.folder / "config.json").write_text(json.dumps(stored | {"model": str(folder)}))
     try:
         with pytest.raises(ConfigError, match="adapters were trained on other weights"):
             audit.audit(run.folder, routes=["snapshot_old"], console=quiet())
@@ -455,8 +455,8 @@ def test_a_run_does_not_go_on_over_another_base(run: session.Run, tmp_path: Path
     changed.save(folder)
     left = Path(shutil.copytree(run.folder, tmp_path / "run"))
     stored = json.loads((left / "config.json").read_text())
-    (left / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))
-    made = configured(folder, runs=tmp_path, steps=4, audit=AuditConfig(share=1.0, record=True))
+    (left / "config.json").write_text(json.dumps(stored | {"model": str(folder)}))
+    made = configured(folder, runs=tmp_path, max_steps=4, audit=AuditConfig(share=1.0, record=True))
     with pytest.raises(ConfigError, match="adapters were trained on other weights"):
         session.resume(left, made, console=quiet())
     assert not (left / "error.txt").exists()

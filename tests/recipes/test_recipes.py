@@ -15,7 +15,7 @@ from unstale.config import RunConfig
 
 def tiny():
     \"\"\"A tiny recipe.\"\"\"
-    return RunConfig(recipe="tiny", steps=1)
+    return RunConfig(recipe="tiny", max_steps=1)
 """
 
 

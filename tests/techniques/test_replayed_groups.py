@@ -373,7 +373,7 @@ def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -
 
 def test_the_rule_failed_needs_tasks_that_come_again() -> None:
     """A run of 3 steps takes 6 tasks: of a list of 5 one comes again, of a list of 6 none."""
-    schedule = {"schedule.groups_per_step": 2, "steps": 3, "techniques": "replay"}
+    schedule = {"schedule.groups_per_step": 2, "max_steps": 3, "techniques": "replay"}
     config = override(RunConfig(recipe="mine"), {**schedule, "replay.rule": "failed"})
     require_repeats(config, listed(5))
     require_repeats(override(config, {"selection.pool": 6}), listed(6))

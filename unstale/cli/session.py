@@ -164,11 +164,11 @@ def resume(folder: Path | str, config: RunConfig, *, console: Console | None = N
         with console.status("checking the journal"):
             checkpoints, last_step = _read_progress(folder)
         if last_step >= config.max_steps and _is_finished(folder):
-            raise ConfigError(f"the run in {folder} is finished; to continue it, raise --steps")
+            raise ConfigError(f"the run in {folder} is finished; to continue it, raise --max_steps")
         step = checkpoints[-1].step if checkpoints else 0
         if config.max_steps < step:
             raise ConfigError(
-                f"--steps is {config.max_steps}, but the run in {folder} is at step {step}"
+                f"--max_steps is {config.max_steps}, but the run in {folder} is at step {step}"
             )
         make_start(config, console)
         # A run without a checkpoint ended before its first one, so it begins again.
@@ -192,11 +192,11 @@ def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
     if wrong:
         raise ConfigError(
             f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
-            f"unstale.recipes.llm(policy=...). {' '.join(map(unknown_option, wrong))}"
+            f"unstale.recipes.llm(model=...). {' '.join(map(unknown_option, wrong))}"
         )
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            "config must be a RunConfig, such as unstale.recipes.llm(policy=...), got "
+            "config must be a RunConfig, such as unstale.recipes.llm(model=...), got "
             f"{config!r:.60}"
         )
     return config

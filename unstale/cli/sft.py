@@ -109,7 +109,7 @@ def sft(
         raise ConfigError(
             "sft needs trainer.minibatches_per_batch = 1, got "
             f"{config.trainer.minibatches_per_batch}: each batch is one of its optimizer steps. "
-            "Set --batch and --steps instead"
+            "Set --batch and --max_steps instead"
         )
     if config.trainer.stream:
         raise ConfigError(
@@ -178,7 +178,9 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
         config,
         old_logps=OldLogpsConfig(route="rollout"),
         correction=CorrectionConfig(mode="none"),
-        objective=ObjectiveConfig(loss_type="none", loss_aggregation=config.objective.loss_aggregation),
+        objective=ObjectiveConfig(
+            loss_type="none", loss_aggregation=config.objective.loss_aggregation
+        ),
         audit=AuditConfig(),
     )
     old = build_old_logps(plain.old_logps, build_scorer(plain, policy))

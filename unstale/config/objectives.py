@@ -112,10 +112,10 @@ class ObjectiveDocs:
 class ObjectiveConfig(VariantSection):
     """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss.
 
-    `ObjectiveConfig(kind="gspo", clip_low=3e-4)` returns an instance of that objective's class.
+    `ObjectiveConfig(loss_type="gspo", clip_low=3e-4)` returns an instance of its class.
     """
 
-    selector: ClassVar[str] = "kind"
+    selector: ClassVar[str] = "loss_type"
     refused_unread: ClassVar = ("constant",)
     read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
     package: ClassVar[str] = "unstale.objectives"
@@ -162,8 +162,8 @@ class ObjectiveConfig(VariantSection):
     no_limit: ClassVar[tuple[str, ...]] = ()
     """Options of this objective for which infinity means that there is no limit."""
 
-    def __new__(cls, kind: str = "", **options: Any) -> "ObjectiveConfig":
-        return object.__new__(cls.chosen_class(kind, options))
+    def __new__(cls, loss_type: str = "", **options: Any) -> "ObjectiveConfig":
+        return object.__new__(cls.chosen_class(loss_type, options))
 
     def surrogate(
         self, log_staleness: "Tensor", advantage: "Tensor", *, sampled: "Tensor | None" = None
@@ -253,7 +253,7 @@ class ObjectiveConfig(VariantSection):
         Among them are those of other objectives than the one in `values`.
         """
         base = ObjectiveConfig
-        known = cls.variants_by_name().get(values.get("kind", base.loss_type), base)
+        known = cls.variants_by_name().get(values.get("loss_type", base.loss_type), base)
         names = {option.name for option in fields(known)}
         foreign = [name for name in values if name not in names and cls.readers(name)]
         return [*foreign, *super().unread(values)]

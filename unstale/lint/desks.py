@@ -24,7 +24,7 @@ def unpractised_desk(config: RunConfig) -> Finding | None:
         return None
     desks = task.names if isinstance(task, DesksConfig) else (task.env,)
     unknown = [name for name in desks if name not in PRACTISED[policy]]
-    fix: Fix = {"policy": "base-desks"} if unknown else {}
+    fix: Fix = {"model": "base-desks"} if unknown else {}
     if task.level != LEVEL:
         fix = {**fix, "task.level": LEVEL}
     if not fix:

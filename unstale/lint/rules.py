@@ -67,7 +67,7 @@ def _idle_control(config: RunConfig) -> Finding | None:
     if not idle or not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
-    off: Fix = {"correction.control": "none", "correction.token_veto_threshold": 0.0}
+    off: Fix = {"correction.mode": "none", "correction.token_veto_threshold": 0.0}
     fixes = (off, _exact_route(config), _BASELINE)
     return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fixes)
 
@@ -79,7 +79,7 @@ def _double_count(config: RunConfig) -> Finding | None:
     if not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "S = pi / mu is the whole ratio, so with this proxy the weight D is 1"
-    fixes = ({"correction.control": "none"}, _exact_route(config), _BASELINE)
+    fixes = ({"correction.mode": "none"}, _exact_route(config), _BASELINE)
     return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fixes)
 
 
@@ -93,8 +93,9 @@ def _missing_half(config: RunConfig) -> Finding | None:
         if config.correction.token_veto_threshold
         else "is neither bounded nor weighted"
     )
-    why = f"{config.old_logps.route} leaves staleness in D, which {config.objective.loss_type} ignores"
-    fixes = ({"correction.control": "mask_weight"}, _exact_route(config))
+    route, loss = config.old_logps.route, config.objective.loss_type
+    why = f"{route} leaves staleness in D, which {loss} ignores"
+    fixes = ({"correction.mode": "mask_weight"}, _exact_route(config))
     return Finding(f"half of pi / mu is missing: D {half}", why, fixes)
 
 
@@ -166,8 +167,8 @@ def _idle_reset(config: RunConfig) -> Finding | None:
         return None
     if rule.mode not in ("none", "truncate", "clamp"):
         return None
-    why = f"correction.control {rule.mode} keeps every token, so the kept share never falls"
-    fixes = ({"correction.control": "mask_weight"}, {"old_logps.reset_below": 0.0})
+    why = f"correction.mode {rule.mode} keeps every token, so the kept share never falls"
+    fixes = ({"correction.mode": "mask_weight"}, {"old_logps.reset_below": 0.0})
     return Finding("the average can never be reset", why, fixes)
 
 
@@ -196,7 +197,9 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
     why = "the mean ratio of a sequence hardly ever leaves it"
     if product:
         why = "the product of a sequence's ratios leaves it at the first small changes"
-    what = f"{rule.loss_type} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
+    what = (
+        f"{rule.loss_type} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
+    )
     of = over("sequence", "sum" if product else "mean")
     return Finding(f"{what} on the {of}", why, (_SEQUENCE_RATIO, TOKEN_RATIO))
 
@@ -217,7 +220,7 @@ def _free_staleness(config: RunConfig) -> Finding | None:
     if config.objective.bounds_s or masks_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
-    clip: Fix = {"objective.kind": "ppo_clip"}
+    clip: Fix = {"objective.loss_type": "ppo_clip"}
     fixes: list[Fix] = [clip, TOKEN_RATIO]
     if losses := [each.name for each in chosen(config.techniques) if each.slot == "objective"]:
         fixes.append({**clip, **techniques.without(config, *losses)})  # some do not take a clip
@@ -305,7 +308,7 @@ def _bandless(config: RunConfig) -> Finding | None:
     return Finding(
         f"{config.old_logps.route} without a band on D",
         "all staleness is in D, which no clip on S can see, so nothing keeps pi near mu",
-        ({"correction.control": "mask_weight", **BAND}, _exact_route(config)),
+        ({"correction.mode": "mask_weight", **BAND}, _exact_route(config)),
     )
 
 

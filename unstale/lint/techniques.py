@@ -80,7 +80,7 @@ def hard_prefix_clip(config: RunConfig) -> Finding | None:
         f"minpro with {kind}",
         "one small ratio lowers those of all later tokens of its sequence; where the advantage is "
         "negative, they lose their gradient",
-        ({"objective.kind": "cispo", "objective.clip_low": 1.0}, without(config, "minpro")),
+        ({"objective.loss_type": "cispo", "objective.clip_low": 1.0}, without(config, "minpro")),
     )
 
 

@@ -202,7 +202,9 @@ class LiveDisplay:
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
                     step = int(number(self._rows[-1].get("step")) or 0) if self._rows else 0
-                    activity = self._phase_text() or f"step {step + 1}/{self.config.max_steps} running"
+                    activity = (
+                        self._phase_text() or f"step {step + 1}/{self.config.max_steps} running"
+                    )
                     self._print(f"... {activity}")
 
 

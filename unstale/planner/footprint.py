@@ -102,7 +102,7 @@ class Footprint:
             raise ConfigError(
                 f"{lacking}, but the run needs about {self.disk / _GB:.2f} GB ({self.kept} "
                 f"checkpoints of {self.checkpoint / _GB:.2f} GB, and versions). Free some space, "
-                "choose another disk with --runs, or lower checkpoint.every"
+                "choose another disk with --runs, or lower checkpoint.interval"
             )
 
 
@@ -129,7 +129,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
         raise ConfigError(
             f"{lacking}, but the rest of the run needs about {needed / _GB:.2f} GB "
             f"({new_checkpoints} more checkpoints of {checkpoint / _GB:.2f} GB, {new_versions} "
-            f"versions, and the policy). Free some space, or lower checkpoint.every"
+            f"versions, and the policy). Free some space, or lower checkpoint.interval"
         )
 
 

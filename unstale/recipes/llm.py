@@ -19,7 +19,7 @@ def llm(**changes: Any) -> RunConfig:
 
     Weights are rounded stochastically, because rounding to nearest loses most updates of this rate.
 
-    Give `--policy` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
+    Give `--model` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
     measured: model, task and hardware decide it. `unstale plan` suggests sizes for your hardware.
     """
     config = RunConfig(

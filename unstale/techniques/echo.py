@@ -102,7 +102,7 @@ def confidence(batch: Batch, tail: int) -> Tensor:
 
 def _check(options: EchoConfig, config: RunConfig) -> None:
     kind = config.objective.loss_type
-    require_value("echo", "objective.kind", kind, ["ppo_clip"], "it changes its clip")
+    require_value("echo", "objective.loss_type", kind, ["ppo_clip"], "it changes its clip")
 
 
 def _describe(options: EchoConfig) -> str:

@@ -219,7 +219,7 @@ class LocalTrainer:
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
         metrics.count_gradient(scored.select(trained)[0])
 
-        keep = batch.sampled.index_put((index,), old.control.keep)
+        keep = batch.sampled.index_put((index,), old.correction.keep)
         norm = self._norm(batch, steps, keep)[index]
         place = {sequence: position for position, sequence in enumerate(members)}
         minibatches = []

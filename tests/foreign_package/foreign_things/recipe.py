@@ -18,7 +18,7 @@ def tiny_echo() -> RunConfig:
         "task.env": "echo",
         "techniques": "gentle",
         "old_logps.route": "shifted",
-        "objective.kind": "ceiling",
+        "objective.loss_type": "ceiling",
         "advantage.estimator": "reward_alone",
     }
     return override(config, values)

@@ -113,8 +113,8 @@ BOTTLENECKS = {
     "its own process (old_logit_model)",
     "Publishing": "smaller transfers (the same dtype for engine and trainer, which enables weight "
     "deltas, or trainer.lora_rank)",
-    "Checkpointing": "fewer checkpoints (checkpoint.every)",
-    "Evaluation": "fewer evaluations or fewer tasks (eval.every, eval.tasks)",
+    "Checkpointing": "fewer checkpoints (checkpoint.interval)",
+    "Evaluation": "fewer evaluations or fewer tasks (eval.interval, eval.tasks)",
 }
 """Possible bottlenecks of a run, each with the options that help."""
 
@@ -455,7 +455,7 @@ def _control_words(setting: Any) -> str:
     high = setting("correction.high")
     band = f"[{setting('correction.low')}, {high}], per {setting('correction.unit')}"
     ratio = "D = π_old / μ" if is_exact(setting) else "the approximation of D = π_old / μ"
-    match setting("correction.control"):
+    match setting("correction.mode"):
         case "none":
             return f"{_capitalized(ratio)} is not corrected."
         case "mask":
@@ -475,7 +475,7 @@ def _capitalized(text: str) -> str:
 
 def stored_objective(setting: Any) -> ObjectiveConfig | None:
     """Return the objective of a run from its stored options. None if it cannot be read."""
-    kind = setting("objective.kind")
+    kind = setting("objective.loss_type")
     if kind not in objectives():
         return None
     common = {name: setting(f"objective.{name}") for name in ("unit", "aggregate")}
