@@ -1,4 +1,4 @@
-"""Test runs with an MoE policy whose expert routes are replayed.
+"""Test runs with an MoE policy whose routed experts are replayed.
 
 In a deterministic float32 run of 8 steps, trajectories have two versions, every token is exact and
 D is 1 up to 1e-5. Every exact route replays. A resumed run has the routes of its episodes from side
@@ -25,7 +25,7 @@ from unstale.config import (
     RunConfig,
     TrainerConfig,
 )
-from unstale.durability.journal.route_files import ROUTES
+from unstale.durability.journal.expert_files import ROUTES
 from unstale.testing import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -56,7 +56,7 @@ def test_every_token_of_an_asynchronous_run_is_exact(rows: Rows) -> None:
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
-    assert {row["routes/missing_share"] for row in rows} == {0.0}
+    assert {row["routed_experts/missing_share"] for row in rows} == {0.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) == 0.0
     assert max(row["trainer/packing_noise"] for row in rows) == 0.0
     assert min(row["trainer/grad_norm"] for row in rows) > 0, "every version has other weights"
@@ -106,7 +106,7 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
 ) -> None:
     rows = resumed(stopped, tmp_path, lambda routes: None)
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert {row["routes/missing_share"] for row in rows} == {0.0}
+    assert {row["routed_experts/missing_share"] for row in rows} == {0.0}
     kept = sorted(path.stem for path in (tmp_path / "run" / ROUTES).iterdir())
     assert "group-000003" not in kept, "the first checkpoint's groups are removed"
     assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
@@ -115,17 +115,18 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
 @pytest.mark.costly
 def test_lost_routes_are_counted_and_never_exact(stopped: RunConfig, tmp_path: Path) -> None:
     rows = resumed(stopped, tmp_path, shutil.rmtree)
-    lost = [row["routes/missing_share"] for row in rows]
+    lost = [row["routed_experts/missing_share"] for row in rows]
     assert lost[:4] == [0.0] * 4 and 0 < lost[4] <= 1
     for row in rows:
-        assert row["old_logps/exact_share"] == pytest.approx(1 - row["routes/missing_share"])
+        share = 1 - row["routed_experts/missing_share"]
+        assert row["old_logps/exact_share"] == pytest.approx(share)
 
 
 def test_without_replay_the_run_says_nothing_of_routes(model: Path, tmp_path: Path) -> None:
     config = configure(model, tmp_path, max_steps=2)
     config = replace(config, trainer=replace(config.trainer, routing_replay=False))
     rows = session.train(config, console=quiet()).metrics
-    assert all("routes/missing_share" not in row for row in rows)
+    assert all("routed_experts/missing_share" not in row for row in rows)
     assert not (tmp_path / "run" / ROUTES).exists()
 
 
@@ -134,7 +135,7 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
     servers = [FakeSglang(tiny_policy(seed=99, experts=8)) for _ in range(2)]
     with servers[0], servers[1]:
         for server in servers:
-            server.record_routes()
+            server.record_experts()
         engine = EngineConfig(
             backend="sglang",
             urls=f"{servers[0].url} {servers[1].url}",
@@ -146,7 +147,7 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
         rows = session.train(config, console=quiet()).metrics
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     for row in rows:
-        missing = row["routes/missing_share"]
+        missing = row["routed_experts/missing_share"]
         assert row["old_logps/exact_share"] == pytest.approx(1 - missing) and missing < 0.2
         assert row["correction/log_d_abs_mean"] < 1e-4
         assert row["audit/logp_error_abs_mean"] < 1e-5 and row["trainer/grad_norm"] > 0

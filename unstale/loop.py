@@ -297,7 +297,7 @@ async def join(
     replay_age = run.techniques.max_replay_age
 
     def build() -> tuple[Batch, Mapping[str, object]]:
-        fresh = collate(scored, groups=groups, replay_routes=run.config.trainer.routing_replay)
+        fresh = collate(scored, groups=groups, replay_experts=run.config.trainer.routing_replay)
         batch = concatenate([fresh, *run.techniques.replayed(groups, step)])
         lag = run.trainer.lag(batch.version)
         metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)

@@ -22,7 +22,7 @@ OTHER_ROUTES = {
     "old_logps/closing_s",
     "old_logps/stall_s",
 }
-OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
+OTHER_POLICIES = {"routed_experts/missing_share", "trainer/packing_noise"}
 OTHER_DTYPES = {
     "trainer/overflow_step_share",
     "trainer/loss_scale",

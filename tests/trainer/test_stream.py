@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from tests.trainer.test_ranks import EXPERTS, with_routes
+from tests.trainer.test_ranks import EXPERTS, with_experts
 from unstale.algorithms.objectives import loss_divisor, token_norm
 from unstale.builders import build_trainer
 from unstale.config import (
@@ -78,11 +78,11 @@ def batch_of(groups: Sequence[int], *, replay: bool = False, scale: float = 1.0)
             episode(10 * number + i, plan, advantage=scale * advantage)
             for i, (plan, advantage) in enumerate(PLANS[number])
         ]
-        items = [with_routes(each) for each in items] if replay else items
+        items = [with_experts(each) for each in items] if replay else items
         scored += items
         trajectories = tuple(each.trajectory for each in items)
         made.append(Group(trajectories[0].task, trajectories, number=number))
-    return collate(scored, groups=made, replay_routes=replay)
+    return collate(scored, groups=made, replay_experts=replay)
 
 
 def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> tuple[Any, ...]:
@@ -107,7 +107,7 @@ def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> t
         assert not [name for name in names if "trainer.stream" in name]
     policy = tiny_policy(dtype="float64", experts=experts, lora=Lora(lora) if lora else None)
     if experts:
-        policy.replay_routes()
+        policy.replay_experts()
     trainer, auditor = build_trainer(config, policy, LocalScorer(policy, 1.0, 64))
     for version in (0, 1):
         policy.version = version

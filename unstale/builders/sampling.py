@@ -213,7 +213,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             packed=packs_weights(config),
             transfer=options.transfer,
             merging=merging,
-            record_routes=config.trainer.routing_replay,
+            record_experts=config.trainer.routing_replay,
             lockstep=config.deterministic,
         )
         for number, url in enumerate(urls)

@@ -45,7 +45,7 @@ def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         if isinstance(value, dict):
             fields: dict[str, str] = {
-                field: RENAMED.get(f"{name}.{field}", field) for field in value
+                field: RENAMED.get(f"{name}.{field}", str(field)) for field in value
             }
             value = {fields[field].rpartition(".")[2]: each for field, each in value.items()}
         renamed[RENAMED.get(name, name)] = value

@@ -6,7 +6,7 @@ from typing import Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.files import read_mapping
 from unstale.config.hub import count_weights, reading
-from unstale.expert_routes import num_experts
+from unstale.routed_experts import num_experts
 
 
 def local_folder(config: RunConfig) -> Path:

@@ -339,15 +339,17 @@ def _dense_replay(config: RunConfig) -> Finding | None:
     return Finding("routing replay of a dense policy", why, ({"trainer.routing_replay": False},))
 
 
-def _unrecorded_routes(config: RunConfig) -> Finding | None:
-    """Refuse vLLM flags under which it records no expert routes, or only some."""
+def _unrecorded_experts(config: RunConfig) -> Finding | None:
+    """Refuse vLLM flags under which it records no routed experts, or only some."""
     if not config.trainer.routing_replay or config.engine.backend != "vllm":
         return None
     words = " ".join(shlex.split(config.engine.args)).replace("=", " ").replace("_", "-").split()
     found = [word for word in words if word.startswith(_NO_ROUTES)]
     if not found:
         return None
-    why = "vLLM records expert routes only with prefix caching and without these kinds of splitting"
+    why = (
+        "vLLM records routed experts only with prefix caching and without these kinds of splitting"
+    )
     fixes = ({"engine.args": ""}, {"trainer.routing_replay": False})
     return Finding(f"routing replay with {', '.join(found)} in engine.args", why, fixes)
 
@@ -392,7 +394,7 @@ REFUSALS: Sequence[Rule] = (
     noise.certain_veto,
     _long_context,
     _dense_replay,
-    _unrecorded_routes,
+    _unrecorded_experts,
     learning.no_comparison,
     learning.infinite,
     *stream.REFUSALS,

@@ -420,9 +420,9 @@ class LocalTrainer:
         metrics = {}
         if self.policy.has_experts:
             metrics["trainer/packing_noise"] = self.policy.packing_noise
-        if batch.routes:
-            complete = batch.routes.complete[batch.sampled].double().mean()
-            metrics["routes/missing_share"] = 1 - complete.item()
+        if batch.routed_experts:
+            complete = batch.routed_experts.complete[batch.sampled].double().mean()
+            metrics["routed_experts/missing_share"] = 1 - complete.item()
         return metrics
 
     def _any_fresh(self, batch: Batch, sequences: Sequence[int]) -> bool:
