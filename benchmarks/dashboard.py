@@ -58,16 +58,16 @@ STEPS = 16
 """Steps of a training whose cost is measured."""
 
 DEMO = (
-    f"--steps={STEPS}",
+    f"--max_steps={STEPS}",
     "--eval.tasks=8",
-    "--eval.every=0",
+    "--eval.interval=0",
     "--minutes=0",
     "--audit.share=0",
     "--trainer.lr_schedule=constant",
 )
 """Options of the demo that is trained with and without a dashboard."""
 
-SHORT = (*DEMO, "--steps=12", "--task.latency_s=0")
+SHORT = (*DEMO, "--max_steps=12", "--task.latency_s=0")
 """Options of the run whose episodes are multiplied."""
 
 IN_VIEW = 12
@@ -661,7 +661,7 @@ def measure_training(folder: Path, name: str, *, steps: int, is_open: bool) -> T
             kind: stack.enter_context(Reader(stack.enter_context(served(runs)), kind))
             for kind in (OPEN if is_open else ())
         }
-        used = run_training(runs, "demo", f"--steps={steps}")
+        used = run_training(runs, "demo", f"--max_steps={steps}")
     rows = [json.loads(line) for line in (runs / "demo" / METRICS).read_text().splitlines()]
     times = {each["step"]: each["time_s"] for each in rows}
     last = max(times)

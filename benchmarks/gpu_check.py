@@ -167,10 +167,10 @@ def rank_config(size: Big, count: int, steps: int) -> RunConfig:
     """Return the configuration of trainer ranks. It has no correction: no token is dropped."""
     return RunConfig(
         recipe="",
-        policy=str(size.folder),
-        steps=steps,
-        correction=CorrectionConfig(control="none", token_veto_threshold=0.0),
-        objective=ObjectiveConfig(kind="none"),
+        model=str(size.folder),
+        max_steps=steps,
+        correction=CorrectionConfig(mode="none", token_veto_threshold=0.0),
+        objective=ObjectiveConfig(loss_type="none"),
         trainer=TrainerConfig(dtype="bfloat16", lr=RATE, warmup_steps=0, **size.options),
         cluster=ClusterConfig(trainers=count),
     )
@@ -517,7 +517,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="speed of TorchTitan at these sizes on as many GPUs, measured by you",
     )
     parser.add_argument("--moe", type=Path, help="folder of a trained MoE model, for goal 5")
-    parser.add_argument("--policy", type=Path, help="folder of the policy for goal 7")
+    parser.add_argument("--model", type=Path, help="folder of the policy for goal 7")
     parser.add_argument(
         "--run-options", default="", help="more options of `unstale train` for goal 7, in quotes"
     )
@@ -537,7 +537,7 @@ def main(words: Sequence[str] | None = None) -> Path:
             repeats=1 if chosen.tiny else chosen.repeats,
             torchtitan=chosen.torchtitan,
             moe=chosen.moe,
-            policy=chosen.policy,
+            policy=chosen.model,
             run_options=chosen.run_options,
         )
         rows = [judge(goal, check) for goal in GOALS if goal.name in chosen.goals]

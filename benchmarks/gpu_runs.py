@@ -133,7 +133,7 @@ def kill_all(folder: Path, *, gpus: int, vllm: bool) -> Deaths:
         for _ in range(2):  # the second takes the place of the first
             nodes.add(num_cpus=1, **gpu)
         nodes.add(num_cpus=0, num_gpus=0, resources={"engine_host": 1})
-        options += ["--cluster.address", nodes.cluster.address, "--steps", str(STEPS)]
+        options += ["--cluster.address", nodes.cluster.address, "--max_steps", str(STEPS)]
         place = ["--runs", str(folder.parent), "--name", folder.name]
         began = time.monotonic()
         run = RunProcess(["retail", *SMALL, *options, *place], folder)
@@ -216,8 +216,8 @@ def endurance(check: "Check") -> Finding:
     steps = TINY_STEPS if check.is_tiny else LONG_STEPS
     ranks = ["--cluster.trainers", str(check.gpus - 1)] if check.gpus > 1 else []
     engine = ["--engine.backend", "vllm"] if uses_vllm(check.gpus) else []
-    recipe = ["llm", "--policy", str(check.policy)] if check.policy else ["retail", *SMALL]
-    place = ["--runs", str(folder.parent), "--name", folder.name, "--steps", str(steps)]
+    recipe = ["llm", "--model", str(check.policy)] if check.policy else ["retail", *SMALL]
+    place = ["--runs", str(folder.parent), "--name", folder.name, "--max_steps", str(steps)]
     options = [*ranks, *engine, *place, *shlex.split(check.run_options)]
     run = RunProcess([*recipe, *options], folder)
     times, memory = [], []
@@ -244,7 +244,7 @@ def judge_endurance(growth: float, rate: float, planned: float, *, is_goal: bool
     return Finding(
         f"memory grows by {growth / 1e9:.2f} GB/h; {rate:,.0f} tokens/s, {planned:,.0f} as planned",
         growth < LEAK_PER_H and (is_fast or not is_goal),
-        open="" if is_goal else "a small policy: give --policy FOLDER of Qwen3-30B-A3B",
+        open="" if is_goal else "a small policy: give --model FOLDER of Qwen3-30B-A3B",
     )
 
 

@@ -78,13 +78,13 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
         seed=seed,
         runs=folder,
         name=arm.name.replace(" ", "-").replace(",", ""),
-        steps=steps,
+        max_steps=steps,
         minutes=0.0,
         task=DeskConfig(level="1", latency_s=latency_s),
         schedule=arm.schedule,
         trainer=TrainerConfig(lr=1e-7, threads=1),  # as fast with every schedule
         audit=AuditConfig(),
-        checkpoint=CheckpointConfig(every=steps + 1),
+        checkpoint=CheckpointConfig(interval=steps + 1),
         eval=EvalConfig(tasks=0),
     )
 

@@ -149,7 +149,7 @@ def measure(
     end = ".jsonl" if split == "test" else f"-{split}.jsonl"
     for name in SCRIPTED:
         file = saved / f"{name.replace(' ', '-')}{end}"
-        base = override(config, {"policy": "base"})
+        base = override(config, {"model": "base"})
         yield from rows(name, split, measure_scripted(base, name, attempts, file), attempts)
     for folder in folders:
         name = folder.resolve().name

@@ -43,7 +43,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
     assert sorted(broad) == [
         "config/hub.py",
         "config/plugins.py",
-        "durability/journal/route_files.py",
+        "durability/journal/expert_files.py",
         "durability/journal/writer.py",
         "envs/guard.py",
         "envs/guard.py",

@@ -396,7 +396,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Record a run with a batch that failed on a non-finite number."""
     config = small(
         tmp_path_factory.mktemp("runs"),
-        steps=1,
+        max_steps=1,
         audit=AuditConfig(record=True),
         eval=EvalConfig(tasks=0),
     )

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHORT = shlex.split(
-    "--steps=1 --minutes=0 --eval.tasks=2 --schedule.groups_per_step=2 --schedule.group_size=2 "
+    "--max_steps=1 --minutes=0 --eval.tasks=2 --schedule.groups_per_step=2 --schedule.group_size=2 "
     "--task.latency_s=0 --rollout.max_turns=2 --engine.max_completion_tokens=16 --audit.share=0"
 )
 

@@ -321,7 +321,7 @@ def test_the_commands_of_the_docs_train_and_evaluate_on_all_domains(
 
     (train,) = [line for line in DOCS.splitlines() if line.startswith("unstale train llm")]
     words = shlex.split(train.replace("models/Qwen3-4B", str(folder)))[1:]
-    fewer = "--schedule.groups_per_step 3 --schedule.group_size 2 --steps 1 --eval.tasks 0"
+    fewer = "--schedule.groups_per_step 3 --schedule.group_size 2 --max_steps 1 --eval.tasks 0"
     short = "--rollout.max_turns 2 --engine.max_completion_tokens 32 --name tau2 --runs"
     with pytest.raises(SystemExit) as end:
         main.main([*words, *fewer.split(), *short.split(), str(tmp_path)])

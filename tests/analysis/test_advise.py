@@ -206,10 +206,10 @@ def test_the_part_of_the_ratio_in_s_is_the_weight_of_mu() -> None:
     [
         ({}, (1, 1)),
         ({"correction.unit": "sequence"}, (40, 1)),
-        ({"objective.kind": "gspo"}, (1, 40)),
+        ({"objective.loss_type": "gspo"}, (1, 40)),
         ({"objective.unit": "turn"}, (1, 8)),
-        ({"correction.control": "truncate"}, (None, 1)),
-        ({"objective.kind": "kl_penalty"}, (1, None)),
+        ({"correction.mode": "truncate"}, (None, 1)),
+        ({"objective.loss_type": "kl_penalty"}, (1, None)),
     ],
 )
 def test_thresholds_are_those_of_the_configuration(
@@ -304,7 +304,7 @@ def test_every_conclusion_has_a_case_and_is_in_the_docs() -> None:
 def test_exact_routes_are_suggested_where_the_run_has_time_for_them() -> None:
     config = configure("rollout")
     busy = advise(OTHER | TIMES, config=config)["split_decides"].options
-    assert busy == {"old_logps.route": "snapshot_old", "correction.control": "mask_weight"}
+    assert busy == {"old_logps.route": "snapshot_old", "correction.mode": "mask_weight"}
     waiting = advise(OTHER | WAITS, config=config)["split_decides"].options
     assert waiting["old_logps.route"] == "eager"
     exact = advise(WAITS, config=configure())["cost"]
@@ -324,17 +324,17 @@ def test_a_longer_run_is_long_enough_for_its_interval(
     limited = configure(minutes=8.0)
     command = advise(figures, config=limited)["too_few_tokens"].command
     again = override(limited, parse(shlex.split(command)[1:]).values)
-    assert again.steps == steps  # the run has 9
+    assert again.max_steps == steps  # the run has 9
     assert again.minutes == 0, "the time limit of the run would end it before"
 
 
 def test_one_ratio_is_suggested_with_what_it_saves() -> None:
     found = advise(EQUAL | TIMES, config=configure())["one_ratio_is_enough"]
-    assert found.options == {"old_logps.route": "rollout", "correction.control": "none"}
+    assert found.options == {"old_logps.route": "rollout", "correction.mode": "none"}
     assert "at most 15% of a step" in found.text
     waiting = advise(EQUAL | WAITS, config=configure())["one_ratio_is_enough"]
     assert waiting.options and "of a step" not in waiting.text, "the trainer waits in that time"
-    weights = configure(**{"correction.control": "truncate"})
+    weights = configure(**{"correction.mode": "truncate"})
     assert not advise(EQUAL | TIMES, config=weights)["one_ratio_is_enough"].options
 
 
@@ -402,7 +402,7 @@ def test_a_cause_of_the_discrepancy_is_named_by_the_option_that_removes_it() -> 
 
 
 def test_a_clip_on_sequences_is_not_judged_by_tokens() -> None:
-    config = configure(**{"objective.kind": "gspo"})
+    config = configure(**{"objective.loss_type": "gspo"})
     figures = {"clip_outside_share": 0.6, "audit_error": 1.0, "log_s_abs_p999": 1e-9, **MANY}
     found = advise(figures, config=config, lengths=Lengths(sequence=40))
     assert not {"clip_is_tight", "clip_never_acts", "large_error"} & found.keys()
@@ -427,8 +427,8 @@ def test_an_exact_route_knows_both_ratios(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "absent"),
     [
-        ({"objective.kind": "sapo"}, ("clip_outside_share", "changed/")),
-        ({"objective.kind": "cispo"}, ("clip_outside_share", "changed/")),
+        ({"objective.loss_type": "sapo"}, ("clip_outside_share", "changed/")),
+        ({"objective.loss_type": "cispo"}, ("clip_outside_share", "changed/")),
         ({"trainer.minibatches_per_batch": 2}, ("changed/current_recompute",)),
     ],
 )
@@ -592,7 +592,7 @@ def case(
         "task.env": "retail",
         "trainer.minibatches_per_batch": 1,
         "objective.unit": "token",
-        "objective.kind": "ppo_clip",
+        "objective.loss_type": "ppo_clip",
         **named,
     }
     arms = [{"name": arm, "options": of_route, "pairs": pairs, "mean": mean, "sd": sd}]
@@ -606,7 +606,7 @@ def test_pairs_of_all_settings_of_a_kind_are_pooled() -> None:
         case("one/c", 0.3, sd=None),  # one pair, or equal ones
         case("one/d", -0.5, objective__unit="sequence"),
         case("one/e", 0.4, trainer__minibatches_per_batch=4),
-        case("one/f", 0.9, objective__kind="sapo"),
+        case("one/f", 0.9, objective__loss_type="sapo"),
         case("one/g", 0.05, "ewma_prox", old_logps__beta=0.75),
         case("two/g", 0.01, "ewma_prox", old_logps__beta=0.9),
     ]
@@ -630,9 +630,9 @@ def test_pairs_of_all_settings_of_a_kind_are_pooled() -> None:
         ({}, TOKEN_CLIP),
         ({"trainer.minibatches_per_batch": 4}, SettingKind(False, True)),
         ({"objective.unit": "sequence"}, SEQUENCE_CLIP),
-        ({"objective.kind": "gspo"}, SEQUENCE_CLIP),
-        ({"objective.kind": "sapo"}, None),
-        ({"objective.kind": "cispo"}, None),
+        ({"objective.loss_type": "gspo"}, SEQUENCE_CLIP),
+        ({"objective.loss_type": "sapo"}, None),
+        ({"objective.loss_type": "cispo"}, None),
     ],
 )
 def test_the_kind_of_a_run_is_that_of_its_clip(
@@ -671,7 +671,10 @@ def test_the_page_shows_the_comparisons_of_the_runs_kind(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"objective.kind": "sapo"}, "only comparisons of objectives that stop tokens by a clip"),
+        (
+            {"objective.loss_type": "sapo"},
+            "only comparisons of objectives that stop tokens by a clip",
+        ),
         (
             {"trainer.minibatches_per_batch": 2, "objective.unit": "sequence"},
             "no comparison with several minibatches per batch and a clip on sequences",

@@ -66,7 +66,7 @@ def trained(answer: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("kind", ["ppo_clip", "dual_clip", "cispo", "none"])
 def test_the_gradient_is_that_of_the_trainer_s_loss(kind: Any, cap: float) -> None:
-    config = ObjectiveConfig(kind=kind).with_options(ratio_cap=cap)
+    config = ObjectiveConfig(loss_type=kind).with_options(ratio_cap=cap)
     rng = np.random.default_rng(0)
     log_d, log_s, advantage = (torch.from_numpy(rng.normal(0, 0.6, 400)) for _ in range(3))
     weight = torch.from_numpy(rng.uniform(0.5, 2, 400))
@@ -108,12 +108,12 @@ def test_tokens_that_are_not_in_the_loss_have_the_gradient_0() -> None:
     assert gradient(config, kept._replace(log_s=None)) is None
     assert gradient(config, kept._replace(log_s=9000.0)) is None
     assert gradient(replace(config, unit="turn"), kept) is None
-    assert gradient(ObjectiveConfig(kind="gspo"), kept) is None
+    assert gradient(ObjectiveConfig(loss_type="gspo"), kept) is None
 
 
 def test_a_token_is_outside_of_the_limits_on_each_ratio() -> None:
-    correction = CorrectionConfig(control="mask", low=0.5, high=2, token_veto_threshold=0.01)
-    objective = ObjectiveConfig(kind="dual_clip", ratio_cap=4.0)
+    correction = CorrectionConfig(mode="mask", low=0.5, high=2, token_veto_threshold=0.01)
+    objective = ObjectiveConfig(loss_type="dual_clip", ratio_cap=4.0)
     names = ["veto of D", "limits of D", "limits of S", "limit of S if A < 0", "limit of D S"]
     assert [each.name for each in bounds(correction, objective)] == names
     tokens: dict[str, list[Any]] = {
@@ -142,8 +142,8 @@ def test_a_token_is_outside_of_the_limits_on_each_ratio() -> None:
     ]
     ends = [(row["low"], row["high"]) for row in found["limits"]]
     assert ends == [(0.01, None), (0.5, 2), (0.8, 1.28), (None, 3.0), (None, 4.0)]
-    free = CorrectionConfig(control="truncate", high=3.0)
-    (only,) = bounds(free, ObjectiveConfig(kind="none"))
+    free = CorrectionConfig(mode="truncate", high=3.0)
+    (only,) = bounds(free, ObjectiveConfig(loss_type="none"))
     assert (only.row()["low"], only.row()["high"]) == (None, 3.0)
 
 

@@ -305,7 +305,7 @@ def test_weights_and_the_effective_sample_size_are_those_of_the_gradient(
     ratio = np.exp((whole["log_d"] + whole["log_s"])[run].astype(float))
     weight = np.where(whole["outcome"][run] == "kept", ratio, 0)
     share = weight.sum() ** 2 / (len(weight) * (weight**2).sum())
-    found = client.ask("alternative", run="first", **{"objective.kind": "none"})
+    found = client.ask("alternative", run="first", **{"objective.loss_type": "none"})
     assert found["ess"]["run"] == pytest.approx(share)
     free = np.where(whole["outcome"][run] == "masked", 0, ratio)
     assert found["ess"]["other"] == pytest.approx(free.sum() ** 2 / (len(free) * (free**2).sum()))
@@ -321,7 +321,7 @@ def test_what_cannot_be_computed_is_refused_with_a_reason(client: Client) -> Non
         ("first", {"trainer.lr": "1"}, "is not an option that can be changed here"),
         ("first", {"correction.low": "x"}, "--correction.low must be a number, got 'x'"),
         ("first", {"correction.low": "3"}, "correction.low"),
-        ("first", {"objective.kind": "x"}, "objective.kind cannot be 'x'"),
+        ("first", {"objective.loss_type": "x"}, "objective.loss_type cannot be 'x'"),
         ("first", {"objective.tau_pos": "2"}, "tau_pos is an option of sapo"),
         ("first", {"old_logps.beta": "0.5"}, "old_logps.beta is an option of"),
     ):
@@ -349,11 +349,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_run(
         folder / "policy",
         folder / "runs",
-        steps=2,
+        max_steps=2,
         techniques="minpro",
         journal=JournalConfig(token_share=1.0),
         correction=CorrectionConfig(
-            control="mask", low=0.99, high=1.01, unit="turn", token_veto_threshold=0.9
+            mode="mask", low=0.99, high=1.01, unit="turn", token_veto_threshold=0.9
         ),
         objective=ObjectiveConfig(clip_low=0.02, clip_high=0.02, ratio_cap=1.05),
     )
@@ -579,7 +579,7 @@ def test_the_options_of_an_approximate_route_can_be_changed(runs: Path, tmp_path
     for value in ("nan", "-1"):
         with pytest.raises(BadQuestion):
             limits.changed_settings(own, {"objective.clip_high": value})
-    off = {"correction.low": "0.7", "correction.control": "none"}  # the form hides the first field
-    assert limits.changed_settings(own, off).correction == CorrectionConfig(control="none")
+    off = {"correction.low": "0.7", "correction.mode": "none"}  # the form hides the first field
+    assert limits.changed_settings(own, off).correction == CorrectionConfig(mode="none")
     free = limits.changed_settings(own, {"objective.clip_high": "inf", "correction.low": "0"})
     assert [line["label"] for line in limits.lines(free, lag_max=0)][:2] == ["D 2", "S 0.8"]

@@ -165,8 +165,8 @@ def test_a_malicious_folder_runs_no_script(page: Page, client: Client, root: Pat
 
 
 DEMO = (
-    "--steps=4000 --eval.tasks=4 --eval.every=2 --minutes=0 --schedule.groups_per_step=4 "
-    "--schedule.group_size=4 --task.latency_s=0 --audit.share=0 --checkpoint.every=1"
+    "--max_steps=4000 --eval.tasks=4 --eval.interval=2 --minutes=0 --schedule.groups_per_step=4 "
+    "--schedule.group_size=4 --task.latency_s=0 --audit.share=0 --checkpoint.interval=1"
 )
 
 

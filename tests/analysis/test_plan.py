@@ -502,7 +502,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     assert plan.synchronous
     ratio = plan.best.rate / plan.synchronous.rate
     assert any(f"is {ratio:.2f} times as fast" in reason for reason in told["reasons"])
-    assert told["command"].startswith("unstale train llm --policy FOLDER ")
+    assert told["command"].startswith("unstale train llm --model FOLDER ")
     config = configure(parse(told["command"].split()[1:]))
     assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
     assert (

@@ -433,7 +433,7 @@ LINE = {"schedule/groups_in_flight": 8, "schedule/groups_waiting": 1, "schedule/
                 ("old_logps/prepare_s", "Scoring old log-probabilities", "old_logps.route"),
                 ("publish/duration_s", "Publishing", "lora_rank"),
                 ("checkpoint/duration_s", "Checkpointing", "checkpoint"),
-                ("eval/duration_s", "Evaluation", "eval.every"),
+                ("eval/duration_s", "Evaluation", "eval.interval"),
             )
         ),
         (

@@ -18,12 +18,12 @@ from unstale.research.compare import Planned
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "studies" / "real.toml"
 SMALL: dict[str, Any] = {
-    "steps": 2,
+    "max_steps": 2,
     "schedule.groups_per_step": 2,
     "schedule.group_size": 2,
     "eval.tasks": 2,
-    "eval.every": 2,
-    "checkpoint.every": 2,
+    "eval.interval": 2,
+    "checkpoint.interval": 2,
     "engine.max_running": 16,
     "trainer.warmup_steps": 0,
 }
@@ -35,7 +35,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
     """Return the first run of each arm in each setting, with a tiny policy."""
     folder = tmp_path_factory.mktemp("study")
     save_tiny(folder / "tiny", bitwise=True)
-    words = [str(FILE), "--policy", str(folder / "tiny"), "--seeds", "1"]
+    words = [str(FILE), "--model", str(folder / "tiny"), "--seeds", "1"]
     plan = study.planned(main.parse(["compare", *words, "--runs", str(folder / "runs")]))
     return {(each.folder.name, run.arm): run for each in plan.comparisons for run in each.runs}
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "unstale"
 FOLDERS = ("analysis", "research")
 
 TRAIN = (
-    "train retail --runs . --name run --steps 2 --minutes 0 --eval.tasks 1 "
+    "train retail --runs . --name run --max_steps 2 --minutes 0 --eval.tasks 1 "
     "--schedule.groups_per_step 2 --schedule.group_size 2 --task.latency_s 0 "
     "--rollout.max_turns 2 --engine.max_completion_tokens 16 --audit.share 0"
 )

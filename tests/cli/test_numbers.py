@@ -95,7 +95,7 @@ def test_no_number_of_the_configuration_is_too_large_to_be_checked() -> None:
         if chosen:
             chosen += ["--selection.pool", "64"]  # some techniques need one
         if option.section == "opmd":
-            chosen += ["--objective.kind", "none"]
+            chosen += ["--objective.loss_type", "none"]
         for text in ("nan", "1e300", "9" * 400):
             is_infinite = float in option.kinds and text == "9" * 400
             try:

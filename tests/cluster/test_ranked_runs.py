@@ -86,7 +86,7 @@ def test_a_second_model_on_ranks_is_exact_and_replaced_when_it_dies(
             made,
             deterministic=False,
             audit=AuditConfig(share=1.0),
-            checkpoint=CheckpointConfig(every=1),
+            checkpoint=CheckpointConfig(interval=1),
             old_logps=OldLogpsConfig(route="old_logit_model", ranks=2),
         )
     )

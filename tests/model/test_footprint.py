@@ -187,13 +187,13 @@ def test_the_second_model_of_a_route_is_counted_in_its_own_processes() -> None:
 def test_a_short_run_needs_no_more_disk_than_its_steps_write() -> None:
     policy = tiny_policy()
     made = replace(config(), audit=AuditConfig(), old_logps=OldLogpsConfig(route="rollout"))
-    short = replace(made, steps=4, checkpoint=CheckpointConfig(every=1000))
+    short = replace(made, max_steps=4, checkpoint=CheckpointConfig(interval=1000))
     predicted = predict_footprint(short, policy)
     weights = sum(weight.numel() for weight in policy.model.parameters())
     assert predicted.kept == 2, "one before the first step, one at the end"
     assert predicted.disk <= 2 * predicted.checkpoint + (5 + 1) * 4 * weights
-    assert predict_footprint(replace(short, steps=10_000), policy).kept == 3
-    timed = replace(short, checkpoint=CheckpointConfig(every=1000, minutes=1.0))
+    assert predict_footprint(replace(short, max_steps=10_000), policy).kept == 3
+    timed = replace(short, checkpoint=CheckpointConfig(interval=1000, minutes=1.0))
     assert predict_footprint(timed, policy).kept == 3
 
 
@@ -212,8 +212,8 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(
 def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = replace(config(), runs=tmp_path, name="run", steps=4)
-    made = replace(made, checkpoint=CheckpointConfig(every=2))
+    made = replace(config(), runs=tmp_path, name="run", max_steps=4)
+    made = replace(made, checkpoint=CheckpointConfig(interval=2))
     with played(Toy()):
         session.train(made, console=Console(file=StringIO()))
     run = tmp_path / "run"
@@ -221,7 +221,7 @@ def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
         sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
         for each in (run / "checkpoints").iterdir()
     ]
-    longer = replace(made, steps=5)
+    longer = replace(made, max_steps=5)
     assert len(sizes) == 2
     says = r"run has 0\.00 GB free, but the rest of the run needs about .* GB \(1 more checkpoints"
     for free, refused in ((max(sizes), True), (10**9, False)):
@@ -251,8 +251,8 @@ def test_what_an_interrupted_run_wrote_in_part_counts_as_free_space(
 ) -> None:
     """A resume removes it. Otherwise it could block the resume that would remove it."""
     tiny_policy().save(tmp_path / "policy")
-    made = replace(config(), policy=str(tmp_path / "policy"), steps=4)
-    made = replace(made, checkpoint=CheckpointConfig(every=2))
+    made = replace(config(), model=str(tmp_path / "policy"), max_steps=4)
+    made = replace(made, checkpoint=CheckpointConfig(interval=2))
     run = tmp_path / "run"
     for name in ("step000002-version000002", "step000004-version000004.part"):
         (run / "checkpoints" / name / "trainer").mkdir(parents=True)

@@ -101,7 +101,7 @@ def test_a_registered_route_is_known_everywhere(
 def test_a_registered_route_trains_and_is_audited(shifted: str, tmp_path: Path) -> None:
     config = small(
         tmp_path,
-        steps=2,
+        max_steps=2,
         old_logps=OldLogpsConfig(route=shifted, shift=0.2),
         audit=AuditConfig(record=True),
         eval=EvalConfig(tasks=0),

@@ -61,7 +61,7 @@ def trained(folder: Path, env: str, **options: object) -> RunConfig:
     teacher = tiny_policy(seed=11)
     teacher.tokenizer.chat_template = Policy.load(folder / "policy").tokenizer.chat_template
     teacher.save(folder / "teacher")
-    config = tiny_run(folder / "policy", folder, steps=2, task=TaskConfig(env=env))
+    config = tiny_run(folder / "policy", folder, max_steps=2, task=TaskConfig(env=env))
     config = override(config, {"schedule.group_size": 6, **options})
     session.train(config, console=quiet())
     return config

@@ -315,7 +315,7 @@ def test_the_page_is_complete_escaped_and_has_its_plots(tmp_path: Path) -> None:
 
 def planned(folder: Path, *arms: Arm, seeds: int = 2, **values: Any) -> ComparisonPlan:
     arms = arms or (Arm.of_route("snapshot_old"), Arm.of_route("rollout"))
-    values |= {"steps": 20, "runs": folder.parent, "name": folder.name}
+    values |= {"max_steps": 20, "runs": folder.parent, "name": folder.name}
     return plan(arms, seeds, recipe="retail", values=values)
 
 
@@ -327,11 +327,11 @@ def test_a_plan_alternates_arms_and_keeps_the_runs_comparable(tmp_path: Path) ->
         "snapshot_old-seed1",
         "rollout-seed1",
     ]
-    assert {(run.config.steps, run.config.minutes, run.config.eval.every) for run in runs} == {
-        (20, 0.0, 2)
-    }
+    assert {
+        (run.config.max_steps, run.config.minutes, run.config.eval.interval) for run in runs
+    } == {(20, 0.0, 2)}
     assert {run.config.trainer.lr for run in runs} == {0.001}
-    assert [run.config.correction.control for run in runs[:2]] == ["mask_weight", "none"]
+    assert [run.config.correction.mode for run in runs[:2]] == ["mask_weight", "none"]
     for run in runs:
         assert recipe_options.configure(main.parse(run.words)) == run.config
 
@@ -435,7 +435,7 @@ def test_the_status_counts_the_runs_that_have_ended(tmp_path: Path) -> None:
     status = launcher._Launcher(made, Console(), shares=[(0,), (1,)], lock=0)
     status._all, status._left = 4, 3
     status._going = {run.folder.name: run for run in made.runs[1:3]}
-    steps = made.runs[0].config.steps
+    steps = made.runs[0].config.max_steps
     assert status._status().plain == (
         f"1 of 4 runs have ended; two-seed0 step 0 of {steps}; one-seed1 step 0 of {steps}; "
         "time left unknown until the first run ends"
@@ -607,7 +607,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             ["retail", "--routes", "snapshot_old", "rolout"],
             "arm 'rolout': --old_logps.route cannot be 'rolout'",
         ),
-        (["retail", "--routes", "rollout", "eager", "--minutes", "3"], "give --steps instead"),
+        (["retail", "--routes", "rollout", "eager", "--minutes", "3"], "give --max_steps instead"),
         ([], "compare needs a recipe"),
     ):
         with pytest.raises(SystemExit) as end:

@@ -31,7 +31,7 @@ recipe = "retail"
 seeds = 2
 reference = "snapshot_old"
 [options]
-steps = 20
+max_steps = 20
 [arms]
 rollout = {}
 snapshot_old = {}
@@ -144,12 +144,12 @@ same = { old_logps.route = "rollout", reach = "equal" }""",
 
 def test_an_arm_may_leave_options_of_the_setting_unused(tmp_path: Path) -> None:
     text = STUDY.replace(
-        "s6 = { schedule", 's6 = { correction = { control = "mask", low = 0.9 }, schedule'
+        "s6 = { schedule", 's6 = { correction = { mode = "mask", low = 0.9 }, schedule'
     )
     plan = planned(tmp_path, "--settings", "s6-*", "--seeds", "1", text=text)
     controls = {run.arm: run.config.correction for run in plan.comparisons[0].runs}
-    assert (controls["snapshot_old"].control, controls["snapshot_old"].low) == ("mask", 0.9)
-    assert (controls["rollout"].control, controls["rollout"].low) == ("none", 0.5)
+    assert (controls["snapshot_old"].mode, controls["snapshot_old"].low) == ("mask", 0.9)
+    assert (controls["rollout"].mode, controls["rollout"].low) == ("none", 0.5)
     given = {run.arm: "correction.low" in run.values for run in plan.comparisons[0].runs}
     assert given == {"snapshot_old": True, "rollout": False}
 
@@ -212,8 +212,8 @@ def test_the_first_run_fixes_the_planned_differences(tmp_path: Path) -> None:
     "old, new, says",
     [
         ("[options]", "[option]", "unknown table option; did you mean options?"),
-        ("steps = 20", "step = 20", "unknown option step; did you mean steps?"),
-        ("steps = 20", 'recipe = "llm"', "give the recipe as study.recipe, not in options"),
+        ("max_steps = 20", "max_step = 20", "unknown option max_step; did you mean max_steps?"),
+        ("max_steps = 20", 'recipe = "llm"', "give the recipe as study.recipe, not in options"),
         ("seeds = 2", "seed = 2", "unknown key study.seed; did you mean seeds?"),
         ("seeds = 2", 'seeds = "2"', "study.seeds must be a whole number, got '2'"),
         ('"snapshot_old"\n', '"exact"\n', "study.reference is 'exact', which is no arm"),
@@ -226,7 +226,11 @@ def test_the_first_run_fixes_the_planned_differences(tmp_path: Path) -> None:
         ('", "snapshot_old"]', '"]', "parts.stale.arms must have the reference 'snapshot_old'"),
         ("bf16 = {}", '"b/16" = {}', "'b/16' must have only letters, digits"),
         ("bf16 = {}", "bf16 = {schedule.max_staleness = 3}", "two dials set schedule.max_st"),
-        ("steps = 20", "minutes = 3.0", "setting 's6-bf16': minutes would stop slow arms early"),
+        (
+            "max_steps = 20",
+            "minutes = 3.0",
+            "setting 's6-bf16': minutes would stop slow arms early",
+        ),
         ("1e-4", "-1.0", "setting 's2-int4': arm 'low': trainer.lr must be > 0"),
         ('settings = ["stale"]', 'settings = ["stal"]', "is called 'stal'; did you mean stale?"),
         ('settings = ["stale"]', 'at = ["step"]', "planned.at: 'step' is unknown; did you mean"),
@@ -245,7 +249,7 @@ def test_a_mistake_in_a_study_has_one_message(
 def test_the_command_line_tells_studies_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "options.toml").write_text("steps = 3\n")
+    (tmp_path / "options.toml").write_text("max_steps = 3\n")
     (tmp_path / "study.toml").write_text(STUDY)
     (tmp_path / "broken.toml").write_text("[study")
     for verb, file, words, says in (

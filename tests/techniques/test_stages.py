@@ -105,7 +105,7 @@ def test_wrong_options_are_refused(
     techniques: str, selection: SelectionConfig, steps: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig(recipe="mine", techniques=techniques, selection=selection, steps=steps)
+        RunConfig(recipe="mine", techniques=techniques, selection=selection, max_steps=steps)
 
 
 def learn(options: StagesConfig | None, episodes: int = 8000) -> tuple[float, float]:

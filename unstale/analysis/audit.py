@@ -130,9 +130,10 @@ def variants(
 def segments(batch: Batch) -> Iterator[PendingPiece]:
     """Yield the sampled tokens of a batch in pieces, which are runs of one turn and version."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
-    routes_of = batch.routes.sequences if batch.routes else [{}] * batch.num_sequences
+    table = batch.routed_experts
+    experts_of = table.sequences if table else [{}] * batch.num_sequences
     for episode, (start, end), recorded in zip(
-        batch.episodes, batch.spans(), routes_of, strict=True
+        batch.episodes, batch.spans(), experts_of, strict=True
     ):
         episode_keys = keys[:, start:end]
         changes = (episode_keys[:, 1:] != episode_keys[:, :-1]).any(0).nonzero().squeeze(1) + 1
@@ -147,7 +148,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
                 version=version,
                 clean=bool(clean),
                 provenance=Provenance(provenance),
-                routes=recorded.get(version),
+                routed_experts=recorded.get(version),
             )
             text = tuple(batch.tokens[start : start + last].tolist())
             yield PendingPiece(episode, text, first, piece)

@@ -101,7 +101,7 @@ class Footprint:
             raise ConfigError(
                 f"{lacking}, but the run needs about {self.disk / _GB:.2f} GB ({self.kept} "
                 f"checkpoints of {self.checkpoint / _GB:.2f} GB, and versions). Free some space, "
-                "choose another disk with --runs, or lower checkpoint.every"
+                "choose another disk with --runs, or lower checkpoint.interval"
             )
 
 
@@ -117,8 +117,8 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
         checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
     versions = [_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]
     policy = sum(path.stat().st_size for path in config.pretrained_folder.glob("*.safetensors"))
-    rest = config.steps - step
-    every = config.checkpoint.every
+    rest = config.max_steps - step
+    every = config.checkpoint.interval
     written = rest if config.checkpoint.minutes else math.ceil(rest / every)
     kept = config.checkpoint.keep + 1
     new_checkpoints = max(0, min(written, kept - len(checkpoints)))
@@ -128,7 +128,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
         raise ConfigError(
             f"{lacking}, but the rest of the run needs about {needed / _GB:.2f} GB "
             f"({new_checkpoints} more checkpoints of {checkpoint / _GB:.2f} GB, {new_versions} "
-            f"versions, and the policy). Free some space, or lower checkpoint.every"
+            f"versions, and the policy). Free some space, or lower checkpoint.interval"
         )
 
 
@@ -188,10 +188,10 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
     checkpoint = trained * (master + moments) + averages + deltas + kept_copies
     version = delta if ranks or shares_deltas(config) else copy
-    every = config.checkpoint.every
-    most = config.steps if config.checkpoint.minutes else math.ceil(config.steps / every)
+    every = config.checkpoint.interval
+    most = config.max_steps if config.checkpoint.minutes else math.ceil(config.max_steps / every)
     kept = min(config.checkpoint.keep + 1, most + 1)  # one is written before the first step
-    versions = version * min(kept * every, config.steps + 1)
+    versions = version * min(kept * every, config.max_steps + 1)
     return Footprint(
         weights=total,
         trainer=trainer,

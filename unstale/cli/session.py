@@ -165,12 +165,12 @@ def resume(folder: Path | str, config: RunConfig, *, console: Console | None = N
     with lock_folder(folder):
         with console.status("checking the journal"):
             checkpoints, last_step = _read_progress(folder)
-        if last_step >= config.steps and _is_finished(folder):
-            raise ConfigError(f"the run in {folder} is finished; to continue it, raise --steps")
+        if last_step >= config.max_steps and _is_finished(folder):
+            raise ConfigError(f"the run in {folder} is finished; to continue it, raise --max_steps")
         step = checkpoints[-1].step if checkpoints else 0
-        if config.steps < step:
+        if config.max_steps < step:
             raise ConfigError(
-                f"--steps is {config.steps}, but the run in {folder} is at step {step}"
+                f"--max_steps is {config.max_steps}, but the run in {folder} is at step {step}"
             )
         make_start(config, console)
         # A run without a checkpoint ended before its first one, so it begins again.
@@ -194,11 +194,11 @@ def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
     if wrong:
         raise ConfigError(
             f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
-            f"unstale.recipes.llm(policy=...). {' '.join(map(unknown_option, wrong))}"
+            f"unstale.recipes.llm(model=...). {' '.join(map(unknown_option, wrong))}"
         )
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            "config must be a RunConfig, such as unstale.recipes.llm(policy=...), got "
+            "config must be a RunConfig, such as unstale.recipes.llm(model=...), got "
             f"{config!r:.60}"
         )
     return config
@@ -406,10 +406,10 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
 
 def _why_finished(config: RunConfig, folder: Path) -> str:
     step = max((row["step"] for row in RunFolder(folder).metrics()), default=0)
-    if step >= config.steps:
-        return f"all {config.steps} steps are done"
+    if step >= config.max_steps:
+        return f"all {config.max_steps} steps are done"
     limit = f"{config.minutes:g} minutes (--minutes)"
-    return f"the time limit of {limit} was reached after step {step} of {config.steps}"
+    return f"the time limit of {limit} was reached after step {step} of {config.max_steps}"
 
 
 class RunSession:

@@ -22,7 +22,7 @@ def unpractised_desk(config: RunConfig) -> Finding | None:
     if policy is None or not isinstance(task, DeskConfig):
         return None
     unknown = [name for name in task.names if name not in PRACTISED[policy]]
-    fix: Fix = {"policy": "base-desks"} if unknown else {}
+    fix: Fix = {"model": "base-desks"} if unknown else {}
     if task.level != LEVEL:
         fix = {**fix, "task.level": LEVEL}
     if not fix:

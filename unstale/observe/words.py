@@ -104,8 +104,8 @@ BOTTLENECKS = {
     "its own process (old_logit_model)",
     "Publishing": "smaller transfers (the same dtype for engine and trainer, which enables weight "
     "deltas, or trainer.lora_rank)",
-    "Checkpointing": "fewer checkpoints (checkpoint.every)",
-    "Evaluation": "fewer evaluations or fewer tasks (eval.every, eval.tasks)",
+    "Checkpointing": "fewer checkpoints (checkpoint.interval)",
+    "Evaluation": "fewer evaluations or fewer tasks (eval.interval, eval.tasks)",
 }
 """Possible bottlenecks of a run, each with the options that help."""
 

@@ -191,7 +191,7 @@ def align(
         )
     if policy.tokenizer.get_vocab() != vocabulary:
         raise ConfigError(
-            f"the tokenizers of {teacher} and {config.policy} differ: distillation needs the same "
+            f"the tokenizers of {teacher} and {config.model} differ: distillation needs the same "
             "tokens"
         )
     size = len(policy.tokenizer)

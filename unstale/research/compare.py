@@ -30,7 +30,7 @@ SHARED = (
     "runs",
     "name",
     "seed",
-    "steps",
+    "max_steps",
     "minutes",
     "schedule.groups_per_step",
     "schedule.group_size",
@@ -181,13 +181,13 @@ def plan(
     if "minutes" in values:
         raise ConfigError(
             "minutes would stop slow arms early, and arms are compared at equal steps; "
-            "give --steps instead"
+            "give --max_steps instead"
         )
     config = configure_recipe(recipe, values)
     folder = config.runs / (config.name or f"compare-{config.recipe.rpartition(':')[2]}")
-    every = config.eval.every or max(1, config.steps // 8)
+    every = config.eval.interval or max(1, config.max_steps // 8)
     shared = {name: value for name, value in values.items() if name != "recipe"}
-    shared |= {"minutes": 0.0, "eval.every": every, "runs": folder}
+    shared |= {"minutes": 0.0, "eval.interval": every, "runs": folder}
     runs: list[Planned] = []
     warnings: dict[str, list[str]] = {}
     for seed, arm in itertools.product(range(config.seed, config.seed + seeds), arms):

@@ -315,7 +315,7 @@ def _last_row(run: Planned) -> Mapping[str, Any]:
 
 def _progress(run: Planned) -> str:
     row = _last_row(run)
-    progress = f"step {row.get('step', 0)} of {run.config.steps}"
+    progress = f"step {row.get('step', 0)} of {run.config.max_steps}"
     success = row.get("rollout/success_rate")
     return progress if success is None else f"{progress}, success {percent(number(success))}"
 

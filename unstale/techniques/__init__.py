@@ -560,16 +560,16 @@ class Techniques:
         groups: Sequence[Group],
         compute: Callable[[Batch, StatesQuery], HiddenStates],
         *,
-        replay_routes: bool = False,
+        replay_experts: bool = False,
     ) -> None:
         """Pass hidden states of a batch's finished episodes to the techniques that use them.
 
-        `compute` returns those of a batch's sequences. With `replay_routes` the passes replay the
+        `compute` returns those of a batch's sequences. With `replay_experts` the passes replay the
         recorded experts.
         """
         finished = [each.led() for group in groups for each in group.finished]
         scored = [ScoredTrajectory(each, (0.0,)) for each in finished]
-        batch = collate(scored, replay_routes=replay_routes)
+        batch = collate(scored, replay_experts=replay_experts)
         for reader in self.states_readers:
             reader.read_states(groups, compute(batch, reader.query))
 

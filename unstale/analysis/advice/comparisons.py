@@ -22,10 +22,11 @@ from unstale.observe.statistics import PairedDifference, paired_difference, pool
 
 TABLE = Path(__file__).with_name("comparisons.json")
 DESCRIBED = (
-    "policy", "steps", "task.env", "task.level", "engine.dtype", "engine.quantise", "trainer.dtype",
-    "trainer.quantise", "trainer.routing_replay", "trainer.minibatches_per_batch", "trainer.lr",
-    "schedule.max_staleness", "schedule.groups_per_step", "correction.control", "correction.low",
-    "correction.high", "correction.unit", "objective.kind", "objective.unit", "objective.clip_low",
+    "model", "max_steps", "task.env", "task.level", "engine.dtype", "engine.quantise",
+    "trainer.dtype", "trainer.quantise", "trainer.routing_replay",
+    "trainer.minibatches_per_batch", "trainer.lr", "schedule.max_staleness",
+    "schedule.groups_per_step", "correction.mode", "correction.low", "correction.high",
+    "correction.unit", "objective.loss_type", "objective.unit", "objective.clip_low",
     "objective.clip_high",
 )  # fmt: skip
 """Options by which the table describes a setting: those of its reference."""
@@ -52,7 +53,7 @@ class SettingKind:
     def of_options(cls, values: Row) -> "SettingKind | None":
         """Return the kind of a setting from the options of its reference."""
         unit = values.get("objective.unit", "token")
-        objective = ObjectiveConfig(kind=values["objective.kind"], unit=unit)
+        objective = ObjectiveConfig(loss_type=values["objective.loss_type"], unit=unit)
         if not objective.stops or not objective.bounds():
             return None
         is_token = objective.ratio_unit == "token"

@@ -370,11 +370,11 @@ def with_route(config: RunConfig, name: str) -> RunConfig:
         return config
     correction = config.correction
     lacks = routes()[config.old_logps.route].requires
-    if lacks.get("correction.control") == correction.control:
+    if lacks.get("correction.mode") == correction.mode:
         correction = type(correction)()
-    required = routes()[name].requires.get("correction.control")
+    required = routes()[name].requires.get("correction.mode")
     if required is not None:
-        correction = type(correction)(control=required)
+        correction = type(correction)(mode=required)
     # `baseline` only silences the linter, and does not change a ratio
     old = OldLogpsConfig(route=name, baseline=True)
     return replace(config, old_logps=old, correction=correction)

@@ -52,8 +52,8 @@ def select_route(config: RunConfig, route: str) -> Fix:
     """Return the options that select a route with the correction that suits it."""
     changed = with_route(config, route).correction
     fix = use_route(config, route)
-    if changed.control != config.correction.control:
-        fix = {**fix, "correction.control": changed.control}
+    if changed.mode != config.correction.mode:
+        fix = {**fix, "correction.mode": changed.mode}
     return fix
 
 
@@ -101,7 +101,7 @@ def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
 
 def repeat_with_audit(evidence: Evidence) -> str:
     """Return a command that repeats the first steps of the run with an audit."""
-    return _again(evidence, {"steps": 12, "audit.share": 0.5})
+    return _again(evidence, {"max_steps": 12, "audit.share": 0.5})
 
 
 def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
@@ -113,7 +113,7 @@ def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
     share, low, high = (evidence.get(f"{name}{end}") or 0.0 for end in ("", "_low", "_high"))
     gap = max(abs(share - limit), 1e-9)
     times = min(MOST_TIMES, max(2.0, ((high - low) / 2 / gap) ** 2))
-    values: dict[str, Any] = {"steps": math.ceil(times * (evidence.get("steps") or 1))}
+    values: dict[str, Any] = {"max_steps": math.ceil(times * (evidence.get("steps") or 1))}
     if not evidence.config.old_logps.exact:
         values["audit.share"] = 0.5
     return _again(evidence, values)

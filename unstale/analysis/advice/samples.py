@@ -194,7 +194,7 @@ class Thresholds:
     def of(cls, config: RunConfig, lengths: Lengths) -> "Thresholds":
         rule, objective = config.correction, config.objective
         band = clip = None
-        if rule.control in ("mask", "mask_weight"):
+        if rule.mode in ("mask", "mask_weight"):
             low, high = _log(rule.low), _log(rule.high)
             band = Limit(low, high, lengths.of(rule.unit), rule.aggregate, rule.unit)
         if objective.stops and objective.bounds():

@@ -59,7 +59,7 @@ def band_is_random(evidence: Evidence) -> Conclusion | None:
     rule, dropped = evidence.config.correction, evidence.get("band_share")
     if dropped is None and evidence.config.old_logps.exact and rule.unit != "token":
         kept = evidence.get("kept_share")
-        dropped = None if kept is None or rule.control not in ("mask", "mask_weight") else 1 - kept
+        dropped = None if kept is None or rule.mode not in ("mask", "mask_weight") else 1 - kept
     band, noise = evidence.limits.band, evidence.get("audit_noise")
     inside = is_of_tokens(band) and noise is not None and band.narrowest < NOISE * noise
     if dropped is None or (dropped < RANDOM and not inside):

@@ -44,7 +44,7 @@ def _of_correction(config: CorrectionConfig) -> Iterator[Bounds]:
             name="veto of D",
             about="a token below drops its whole sequence (correction.token_veto_threshold)",
         )
-    control = config.control
+    control = config.mode
     if control in ("mask", "mask_weight"):
         weighted = "; between both limits D is the weight" if control == "mask_weight" else ""
         kind, effect = "mask", f"is dropped ({control}){weighted}"

@@ -109,7 +109,7 @@ def describe(name: str, index: RunIndex) -> Row:
     """Return what the list of runs shows of a run."""
     config = _config(index.folder)[0]
     rollouts = series(index.database, ["rollout/success_rate"], LIST_POINTS)
-    steps = config.get("steps")
+    steps = config.get("max_steps")
     return {
         "name": name,
         "recipe": _text(config.get("recipe")),

@@ -395,7 +395,7 @@ def require_alike(runs: Sequence[RecordedRun]) -> None:
 
 
 _SAME = (
-    "policy",
+    "model",
     "engine.backend",
     "engine.dtype",
     "engine.threads",

@@ -257,7 +257,7 @@ def command(candidate: Candidate) -> str:
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
     options |= candidate.request.techniques.options()
-    words = ["unstale", "train", "llm", "--policy", _SHIPPED.get(setup.model.name, "FOLDER")]
+    words = ["unstale", "train", "llm", "--model", _SHIPPED.get(setup.model.name, "FOLDER")]
     for name, value in options.items():
         words += [f"--{name}", str(value)]
     return shlex.join(words)

@@ -177,10 +177,10 @@ def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int, checkpoint_every
     max_staleness = schedule.max_staleness // fleet.steps_per_version
     return RunConfig(
         recipe="simulated",
-        steps=steps,
+        max_steps=steps,
         schedule=replace(schedule, max_staleness=max_staleness),
         trainer=TrainerConfig(stream=fleet.stream),
-        checkpoint=CheckpointConfig(every=checkpoint_every or steps + 1),
+        checkpoint=CheckpointConfig(interval=checkpoint_every or steps + 1),
         eval=EvalConfig(tasks=0),
     )
 

@@ -284,7 +284,7 @@ def page(comparison: Comparison) -> str:
         html=partial(_html, comparison),
         batch=[
             _all(comparison, name)
-            for name in ("steps", "schedule.groups_per_step", "schedule.group_size")
+            for name in ("max_steps", "schedule.groups_per_step", "schedule.group_size")
         ],
         by_step=_plot(
             _curves(comparison, _by_step), "Held-out success over the steps", "optimizer step"

@@ -137,7 +137,7 @@ def _control_words(setting: Any) -> str:
     high = setting("correction.high")
     band = f"[{setting('correction.low')}, {high}], per {setting('correction.unit')}"
     ratio = "D = π_old / μ" if is_exact(setting) else "the approximation of D = π_old / μ"
-    match setting("correction.control"):
+    match setting("correction.mode"):
         case "none":
             return f"{_capitalized(ratio)} is not corrected."
         case "mask":
@@ -157,7 +157,7 @@ def _capitalized(text: str) -> str:
 
 def stored_objective(setting: Any) -> ObjectiveConfig | None:
     """Return the objective of a run from its stored options. None if it cannot be read."""
-    kind = setting("objective.kind")
+    kind = setting("objective.loss_type")
     if kind not in objectives():
         return None
     common = {name: setting(f"objective.{name}") for name in ("unit", "aggregate")}
@@ -165,7 +165,7 @@ def stored_objective(setting: Any) -> ObjectiveConfig | None:
     try:
         for name in ObjectiveConfig.own_options()[kind]:  # null is infinity
             values[name] = options()[f"objective.{name}"].read(setting(f"objective.{name}"), name)
-        return ObjectiveConfig(kind=kind, **values)
+        return ObjectiveConfig(loss_type=kind, **values)
     except (ConfigError, TypeError):
         return None
 

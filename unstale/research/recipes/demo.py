@@ -25,9 +25,9 @@ def demo(**changes: Any) -> RunConfig:
     """
     config = RunConfig(
         recipe="demo",
-        policy="smollm2",
+        model="smollm2",
         chat_template="python_calls",
-        steps=24,
+        max_steps=24,
         task=make_task("reasoning-gym:chain_sum+products", tool="calculator"),
         sft=SftConfig(
             steps=6,
@@ -46,8 +46,8 @@ def demo(**changes: Any) -> RunConfig:
             warmup_steps=1,
             max_tokens_per_microbatch=512,
         ),
-        checkpoint=CheckpointConfig(every=12),
-        eval=EvalConfig(tasks=120, every=12),
+        checkpoint=CheckpointConfig(interval=12),
+        eval=EvalConfig(tasks=120, interval=12),
     )
     return with_changes(config, changes)
 

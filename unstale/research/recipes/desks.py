@@ -21,7 +21,7 @@ def desk_recipe(name: str) -> Callable[..., RunConfig]:
     place = "All desks in turn" if name == "desks" else f"The desk `{name}`"
     recipe.__name__ = name
     recipe.__doc__ = (
-        f"{place}, level 2, with the settings of `llm`. Give `--policy`, or it is Qwen3-0.6B."
+        f"{place}, level 2, with the settings of `llm`. Give `--model`, or it is Qwen3-0.6B."
     )
     return recipe
 
@@ -37,12 +37,12 @@ def desks_small(**changes: Any) -> RunConfig:
     config = replace(
         retail(),
         recipe="desks_small",
-        policy="base-desks",
-        steps=300,
+        model="base-desks",
+        max_steps=300,
         minutes=0.0,
         task=make_task("desks", level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=20, group_size=8),
-        eval=EvalConfig(tasks=320, every=50),
+        eval=EvalConfig(tasks=320, interval=50),
     )
     return with_changes(config, changes)
 

@@ -17,7 +17,7 @@ from unstale.objectives.clips import PpoClip
 from unstale.recipes.retail import retail
 
 DECOUPLED: Mapping[str, Any] = {
-    "correction.control": "mask_weight",
+    "correction.mode": "mask_weight",
     "correction.low": 0.0,
     "correction.high": 5.0,
 }
@@ -51,7 +51,7 @@ RECIPES = (
         "areal_naive",
         "naive: PPO whose old policy is the engine's. The clip acts on pi / mu.",
         "rollout",
-        {"correction.control": "none"},
+        {"correction.mode": "none"},
     ),
     areal(
         "areal_decoupled",

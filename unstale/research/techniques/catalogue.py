@@ -112,7 +112,7 @@ ROWS: Sequence[Row] = (
         "decoupled modules, varying counts, entropy steps",
         "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
         "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
-        "--correction.control truncate the ratio",
+        "--correction.mode truncate the ratio",
         "works",
     ),
     _row(12, "LATR", "branches at uncertain tokens, looked ahead", _TREE),

@@ -101,8 +101,8 @@ def confidence(batch: Batch, tail: int) -> Tensor:
 
 
 def _check(options: EchoConfig, config: RunConfig) -> None:
-    kind = config.objective.kind
-    require_value("echo", "objective.kind", kind, ["ppo_clip"], "it changes its clip")
+    kind = config.objective.loss_type
+    require_value("echo", "objective.loss_type", kind, ["ppo_clip"], "it changes its clip")
 
 
 def _describe(options: EchoConfig) -> str:

@@ -100,7 +100,7 @@ A bandit of 10 positions with 10 arms, noisy rewards, 100 steps, learning rate 1
 mean probability of the best arm at the end (standard error at most 0.02), and the share of tokens
 without a gradient.
 
-| lag in versions | no limit | `ppo_clip` | `m2po` with `objective.kind none` |
+| lag in versions | no limit | `ppo_clip` | `m2po` with `objective.loss_type none` |
 |---|---|---|---|
 | 4 | 0.61, 0% | 0.43, 5.1% | 0.60, 0.1% |
 | 16 | 0.60, 0% | 0.20, 11.8% | 0.28, 5.9% |
@@ -120,7 +120,7 @@ ENTRY = Entry(
     describe=_describe,
     check=_check,
     use="Tokens are many versions old, and a clip stops too many of them. Use it with "
-    "`objective.kind none`, because it takes the place of the clip.",
+    "`objective.loss_type none`, because it takes the place of the clip.",
     measured=_MEASURED,
     exactness="The gradient of masked tokens is missing, and the divisor of the loss still counts "
     "them. D and S of the others do not change.",

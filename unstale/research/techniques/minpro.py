@@ -3,7 +3,7 @@
 The ratio of token t in the objective is rho_t * min_{i<t} rho_i, over the tokens that the policy
 sampled in the same sequence. It replaces the product of the whole prefix, whose variance grows with
 its length. The factor has no gradient, and is 1 for the first token. The objective clips the
-result: `objective.kind cispo` keeps the gradient of clipped tokens, as in the paper, and
+result: `objective.loss_type cispo` keeps the gradient of clipped tokens, as in the paper, and
 `ppo_clip` drops it. `objective.clip_low 1` sets no lower limit. From MinPRO (arXiv 2601.22718).
 """
 
@@ -92,15 +92,15 @@ def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
 
 
 def _check(options: MinproConfig, config: RunConfig) -> None:
-    objective, control = config.objective, config.correction.control
+    objective, control = config.objective, config.correction.mode
     reason = "only there is the ratio a weight"
     kinds = [name for name, each in objectives().items() if each().is_token_weight]
-    require_value("minpro", "objective.kind", objective.kind, kinds, reason)
+    require_value("minpro", "objective.loss_type", objective.loss_type, kinds, reason)
     reason = "its ratio is that of a token and its prefix"
     require_value("minpro", "objective.unit", objective.unit, ["token"], reason)
     if options.of == "whole" and control not in ("none", "mask"):
         raise ConfigError(
-            "minpro.of = whole needs correction.control = none or mask, got "
+            "minpro.of = whole needs correction.mode = none or mask, got "
             f"{control}: the weight D is in pi / mu already. Or set minpro.of staleness"
         )
 
@@ -145,7 +145,7 @@ ENTRY = Entry(
     describe=_describe,
     check=_check,
     use="Tokens are several versions old, and token ratios let training become unstable. Use it "
-    "with `objective.kind cispo`.",
+    "with `objective.loss_type cispo`.",
     measured=_MEASURED,
     exactness="The gradient is biased, less than with token ratios: the exact weight of a token is "
     "the product of the ratios of its whole sequence. D does not change. `of whole`, `prefix "

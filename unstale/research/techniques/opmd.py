@@ -56,7 +56,7 @@ class Opmd:
 def _check(options: OpmdConfig, config: RunConfig) -> None:
     objective = config.objective
     reason = "its loss has no ratio"
-    require_value("opmd", "objective.kind", objective.kind, ["none"], reason)
+    require_value("opmd", "objective.loss_type", objective.loss_type, ["none"], reason)
     require_value("opmd", "objective.unit", objective.unit, ["token"], reason)
     if ratios := [each.name for each in chosen(config.techniques) if each.slot == "ratio"]:
         raise ConfigError(
@@ -100,6 +100,6 @@ ENTRY = Entry(
     use="Ratios are large or unknown. With fresh tokens it only halves the learning rate.",
     measured=_MEASURED,
     exactness="With stale tokens the gradient is biased: it is that of the policy which sampled "
-    "them, weighted by its own probabilities. D stays a weight, as `correction.control` says; set "
+    "them, weighted by its own probabilities. D stays a weight, as `correction.mode` says; set "
     "it to none for the loss of the paper.",
 )

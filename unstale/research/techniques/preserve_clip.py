@@ -3,7 +3,8 @@
 PPO's clip drops the gradient of a token with a positive advantage A whose ratio r is above
 1 + e_h (`objective.clip_high`). Here its loss is -(1 + e_h) / sg(r) * r * A: the same value, with
 the gradient of the limit, -(1 + e_h) A grad log pi. sg stops the gradient. All other tokens are as
-in `objective.kind`. From AEPO (Agentic Entropy-Balanced Policy Optimization, arXiv 2510.14545).
+in `objective.loss_type`. From AEPO (Agentic Entropy-Balanced Policy Optimization, arXiv
+2510.14545).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class PreserveClip:
 
 def _check(options: PreserveClipConfig, config: RunConfig) -> None:
     allowed = [name for name, each in objectives().items() if each().clips_tokens]
-    kind = config.objective.kind
-    require_value("preserve_clip", "objective.kind", kind, allowed, "it changes their clip")
+    kind = config.objective.loss_type
+    require_value("preserve_clip", "objective.loss_type", kind, allowed, "it changes their clip")
 
 
 def _describe(options: PreserveClipConfig) -> str:

@@ -92,13 +92,13 @@ class Stages:
 
 
 def _complete(options: StagesConfig, config: RunConfig) -> StagesConfig:
-    return replace(options, steps=options.steps or max(1, config.steps // 2))
+    return replace(options, steps=options.steps or max(1, config.max_steps // 2))
 
 
 def _check(options: StagesConfig, config: RunConfig) -> None:
-    if (steps := _complete(options, config).steps) >= config.steps:
+    if (steps := _complete(options, config).steps) >= config.max_steps:
         raise ConfigError(
-            f"stages.steps must be below steps, got {steps} and {config.steps}: there is "
+            f"stages.steps must be below steps, got {steps} and {config.max_steps}: there is "
             "no second stage"
         )
     require_sequences(config, options.size, "stages.size")

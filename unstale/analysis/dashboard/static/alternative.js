@@ -9,7 +9,7 @@ import { outcomeWord } from "./outcomes.js";
 import { problem, toRun } from "./parts.js";
 
 const GROUPS = [["kept", ["kept"]], ["dropped", ["vetoed", "masked", "dropped"]], ["clipped low", ["clipped_low"]], ["clipped high", ["clipped_high"]], ["capped", ["capped"]]];
-const SELECTORS = { correction: "correction.control", objective: "objective.kind", old_logps: "old_logps.route" };
+const SELECTORS = { correction: "correction.mode", objective: "objective.loss_type", old_logps: "old_logps.route" };
 const ROUTE = "old_logps.route";
 
 const sum = (counts, names) => names.reduce((total, name) => total + (counts[name] || 0), 0);

@@ -1,8 +1,8 @@
 """Files next to the journal that record the experts of an MoE model for sampled tokens.
 
-There is one file for each group. These expert routes take a hundred times the space of tokens, so
+There is one file for each group. These routed experts take a hundred times the space of tokens, so
 they are not in the database. The files are not flushed to disk. If a crash of the machine loses
-routes, they are missing when the run resumes.
+experts, they are missing when the run resumes.
 """
 
 import math
@@ -18,11 +18,11 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
+from unstale.routed_experts import RoutedExperts
 
-ROUTES = "routes"
-"""Name of the folder with the files of expert routes, in a run folder."""
+ROUTED_EXPERTS = "routes"
+"""Name of the folder with the files of routed experts, in a run folder."""
 
 _MAGIC = b"UXR1"
 _HEADER = struct.Struct("<4sqqqqIIIIII")
@@ -33,7 +33,7 @@ _SEAL = struct.Struct("<I")
 _DTYPES = {1: "uint8", 2: "int16"}
 
 
-class RouteKey(NamedTuple):
+class ExpertKey(NamedTuple):
     """Identifies the piece (run of tokens) to which a record belongs."""
 
     episode: int
@@ -43,8 +43,8 @@ class RouteKey(NamedTuple):
     """Checksum of the piece's tokens."""
 
 
-class RouteFiles:
-    """Writes and reads the files of expert routes.
+class ExpertFiles:
+    """Writes and reads the files of routed experts.
 
     One thread writes, so that only `flush` and `close` wait for the disk.
     """
@@ -66,13 +66,13 @@ class RouteFiles:
         self._is_closed = False
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append the expert routes of a piece, without those that earlier pieces have.
+        """Append the routed experts of a piece, without those that earlier pieces have.
 
         If an earlier process was killed while it wrote to the file, the damaged end of the file is
         removed first.
         """
-        if piece.routes is not None:
-            self._submit(self._append, group, _key(episode, position, piece), piece.routes)
+        if piece.routed_experts is not None:
+            self._submit(self._append, group, _key(episode, position, piece), piece.routed_experts)
 
     def flush(self, stuck_s: float | None = None) -> None:
         """Wait until everything written before is in the files.
@@ -112,7 +112,7 @@ class RouteFiles:
         while len(self._consumed) > self._keep:
             self._submit(self._remove, self._consumed.popleft())
 
-    def read(self, group: int) -> dict[RouteKey, ExpertRoutes]:
+    def read(self, group: int) -> dict[ExpertKey, RoutedExperts]:
         """Return the records of a group, up to the first damaged one.
 
         If several records are of the same piece, the last counts.
@@ -121,13 +121,13 @@ class RouteFiles:
             data = self._path(group).read_bytes()
         except FileNotFoundError:
             return {}
-        return {key: routes for key, routes, _ in _records(data)}
+        return {key: routed_experts for key, routed_experts, _ in _records(data)}
 
     @staticmethod
     def find(
-        records: dict[RouteKey, ExpertRoutes], episode: int, position: int, piece: Sampled
-    ) -> ExpertRoutes | None:
-        """Return the recorded expert routes of a piece, or None if these tokens have none."""
+        records: dict[ExpertKey, RoutedExperts], episode: int, position: int, piece: Sampled
+    ) -> RoutedExperts | None:
+        """Return the recorded routed experts of a piece, or None if these tokens have none."""
         return records.get(_key(episode, position, piece))
 
     def _path(self, group: int) -> Path:
@@ -135,7 +135,7 @@ class RouteFiles:
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
         if self._is_closed:
-            raise RuntimeError("the files of expert routes are closed")
+            raise RuntimeError("the files of routed experts are closed")
         if self._thread is None:
             # a daemon thread, because a disk that does not answer must not keep the process alive
             self._thread = Thread(target=self._work, name="routes", daemon=True)
@@ -151,7 +151,7 @@ class RouteFiles:
                 self.on_error(error)
             self._num_done += 1
 
-    def _append(self, group: int, key: RouteKey, routes: ExpertRoutes) -> None:
+    def _append(self, group: int, key: ExpertKey, routed_experts: RoutedExperts) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
             path = self._path(group)
@@ -159,7 +159,7 @@ class RouteFiles:
                 _remove_damaged_end(path)
             self._opened.add(group)
             with path.open("ab") as file:
-                file.writelines(_record(key, routes))
+                file.writelines(_record(key, routed_experts))
         except BaseException:
             self._opened.discard(group)  # a part of the record may be in the file
             raise
@@ -170,18 +170,20 @@ class RouteFiles:
             self._path(group).unlink(missing_ok=True)
 
 
-def _key(episode: int, position: int, piece: Sampled) -> RouteKey:
+def _key(episode: int, position: int, piece: Sampled) -> ExpertKey:
     tokens = struct.pack(f"<{len(piece.tokens)}I", *piece.tokens)
-    return RouteKey(episode, position, piece.version, zlib.crc32(tokens))
+    return ExpertKey(episode, position, piece.version, zlib.crc32(tokens))
 
 
-def _record(key: RouteKey, routes: ExpertRoutes) -> tuple[bytes, memoryview]:
+def _record(key: ExpertKey, routed_experts: RoutedExperts) -> tuple[bytes, memoryview]:
     """Return the bytes of a record in two parts. The second shares memory where possible."""
     import numpy as np
 
-    data = np.ascontiguousarray(routes.experts).reshape(-1).view(np.uint8).data
-    shape = (*routes.experts.shape, routes.experts.itemsize)
-    header = _HEADER.pack(_MAGIC, *key[:3], routes.start, *shape, key.tokens, zlib.crc32(data))
+    data = np.ascontiguousarray(routed_experts.experts).reshape(-1).view(np.uint8).data
+    shape = (*routed_experts.experts.shape, routed_experts.experts.itemsize)
+    header = _HEADER.pack(
+        _MAGIC, *key[:3], routed_experts.start, *shape, key.tokens, zlib.crc32(data)
+    )
     return header + _SEAL.pack(zlib.crc32(header)), data
 
 
@@ -193,7 +195,7 @@ def _remove_damaged_end(path: Path) -> None:
         os.truncate(path, size)
 
 
-def _records(data: bytes) -> Iterator[tuple[RouteKey, ExpertRoutes, int]]:
+def _records(data: bytes) -> Iterator[tuple[ExpertKey, RoutedExperts, int]]:
     """Yield the records with correct checksums, each with the place of its end in `data`.
 
     What follows a damaged header cannot be read.
@@ -213,6 +215,6 @@ def _records(data: bytes) -> Iterator[tuple[RouteKey, ExpertRoutes, int]]:
         end = at + math.prod(shape) * width
         if zlib.crc32(data[at:end]) == checksum:
             experts = np.frombuffer(data[at:end], _DTYPES[width]).reshape(shape)
-            key = RouteKey(episode, position, version, tokens)
-            yield key, ExpertRoutes(start, experts.copy()), end
+            key = ExpertKey(episode, position, version, tokens)
+            yield key, RoutedExperts(start, experts.copy()), end
         at = end

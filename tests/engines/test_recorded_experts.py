@@ -1,4 +1,4 @@
-"""Test the expert routes that engines record: embedded, vLLM and SGLang (fakes of their servers).
+"""Test the routed experts that engines record: embedded, vLLM and SGLang (fakes of their servers).
 
 In float32 they are the experts that the trainer chooses under the same weights. A request may leave
 out rows that its caller has. An interrupt waits for rows that are still decoded. The messages of
@@ -35,19 +35,19 @@ from unstale.engines import (
     EngineDied,
     Reply,
     SamplingParams,
-    encoded_routes,
+    encoded_experts,
     http,
     remote,
 )
 from unstale.engines.embedded import engine as embedded
 from unstale.engines.embedded.engine import EmbeddedEngine
-from unstale.engines.embedded.posted_routes import PostedRoutes
-from unstale.engines.encoded_routes import cut_routes, decode_base64
+from unstale.engines.embedded.posted_experts import PostedExperts
+from unstale.engines.encoded_experts import cut_experts, decode_base64
 from unstale.engines.http import Body
 from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine, read_array
-from unstale.model.experts import RouteRecorder
+from unstale.model.experts import ExpertRecorder
 from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
 from unstale.weights.child_process import Frames, Header
@@ -69,9 +69,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["vllm", "sglang"])
 def engine(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    options = EngineOptions(model, dtype="float32", max_context=256, record_experts=True)
     with serve(request.param, tmp_path) as server:
-        server.record_routes()
+        server.record_experts()
         yield attach(server, options)
 
 
@@ -107,7 +107,7 @@ def replies(
 def chosen(tokens: list[int]) -> np.ndarray[Any, Any]:
     """Return the experts of the trainer's model."""
     policy = tiny_policy(seed=5, experts=EXPERTS)
-    recorder = RouteRecorder(policy.model)
+    recorder = ExpertRecorder(policy.model)
     policy.model(input_ids=torch.tensor([tokens]), use_cache=False)
     return recorder.take().numpy()
 
@@ -115,8 +115,8 @@ def chosen(tokens: list[int]) -> np.ndarray[Any, Any]:
 async def ask_thrice(engine: Engine) -> list[Reply]:
     first = await engine.sample(PROMPT, PARAMS)
     text = [*PROMPT, *first.piece.tokens, 7]
-    known = replace(PARAMS, known_routes=(0, len(text) - 2))
-    other = replace(PARAMS, known_routes=(1, len(text) - 2))  # of another version
+    known = replace(PARAMS, known_experts=(0, len(text) - 2))
+    other = replace(PARAMS, known_experts=(1, len(text) - 2))  # of another version
     return [first, *[await engine.sample(text, each) for each in (known, other)]]
 
 
@@ -131,19 +131,19 @@ def test_routes_are_cut_out_of_long_replies(
     lengths = []
 
     def spied(body: Body) -> tuple[Body, memoryview | None]:
-        rest, routes = cut_routes(body)
-        assert routes is not None
-        lengths.append(len(routes))
-        return rest, routes
+        rest, routed = cut_experts(body)
+        assert routed is not None
+        lengths.append(len(routed))
+        return rest, routed
 
     monkeypatch.setattr(http, "LARGE_BODY_BYTES", 100)
     monkeypatch.setattr(remote, "LARGE_BODY_BYTES", 100)
-    monkeypatch.setattr(remote, "cut_routes", spied)
+    monkeypatch.setattr(remote, "cut_experts", spied)
     check_thrice(replies(engine, partial(ask_thrice, engine)))
     assert len(lengths) == 4 and min(lengths) > 2
 
 
-class AllLayers(RouteRecorder):
+class AllLayers(ExpertRecorder):
     """A recorder that returns rows of a first layer without a router, too."""
 
     def take(self) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_a_layer_without_a_router_makes_no_row_missing(kind: str, tmp_path: Path
         Policy(type(routed.model)(config), routed.tokenizer) for _ in ("trained", "served")
     )
     policy.save(tmp_path / "model")
-    options = EngineOptions(tmp_path / "model", dtype="float32", record_routes=True)
+    options = EngineOptions(tmp_path / "model", dtype="float32", record_experts=True)
     with FakeVllm(tmp_path, served) if kind == "vllm" else FakeSglang(served) as server:
         server.recorder = AllLayers(served.model)
         engine = attach(server, options)
@@ -169,21 +169,21 @@ def test_a_layer_without_a_router_makes_no_row_missing(kind: str, tmp_path: Path
             return [await engine.sample(PROMPT, PARAMS)]
 
         (reply,) = replies(engine, story, policy)
-    routes = reply.piece.routes
-    assert routes and routes.covered == routes.stop == len(PROMPT) + 5
+    routed = reply.piece.routed_experts
+    assert routed and routed.covered == routed.stop == len(PROMPT) + 5
 
 
 def check_thrice(given: Sequence[Reply]) -> None:
     first, known, other = given
     text = [*PROMPT, *first.piece.tokens, 7]
-    assert first.piece.routes and known.piece.routes and other.piece.routes
-    assert first.piece.routes.start == other.piece.routes.start == 0
-    assert known.piece.routes.start == len(text) - 2
+    assert first.piece.routed_experts and known.piece.routed_experts and other.piece.routed_experts
+    assert first.piece.routed_experts.start == other.piece.routed_experts.start == 0
+    assert known.piece.routed_experts.start == len(text) - 2
     for reply, context in ((first, PROMPT), (known, text), (other, text)):
-        routes = reply.piece.routes
-        assert routes is not None
-        expected = chosen([*context, *reply.piece.tokens])[routes.start : -1]
-        assert (np.sort(routes.experts) == np.sort(expected)).all()
+        routed = reply.piece.routed_experts
+        assert routed is not None
+        expected = chosen([*context, *reply.piece.tokens])[routed.start : -1]
+        assert (np.sort(routed.experts) == np.sort(expected)).all()
 
 
 def test_the_embedded_engine_sends_routes_in_files(
@@ -191,12 +191,12 @@ def test_the_embedded_engine_sends_routes_in_files(
 ) -> None:
     """An interrupt waits until they are read. A file that nobody reads is removed."""
     engine = EmbeddedEngine(
-        EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+        EngineOptions(model, dtype="float32", max_context=256, record_experts=True)
     )
     bodies: list[int] = []
     folders: set[Path] = set()
     reading, allowed = threading.Event(), threading.Event()
-    take = PostedRoutes.take
+    take = PostedExperts.take
 
     class Spied(Frames):
         def feed(self, data: bytes) -> Iterator[tuple[Header, bytearray]]:
@@ -205,7 +205,7 @@ def test_the_embedded_engine_sends_routes_in_files(
                     bodies.append(len(body))
                 yield header, body
 
-    def slow_take(posted: PostedRoutes, *arguments: Any) -> Any:
+    def slow_take(posted: PostedExperts, *arguments: Any) -> Any:
         folders.add(posted.folder)
         reading.set()
         assert allowed.wait(60)
@@ -215,7 +215,7 @@ def test_the_embedded_engine_sends_routes_in_files(
 
     async def story() -> list[Reply]:
         thrice = await ask_thrice(engine)
-        monkeypatch.setattr(PostedRoutes, "take", slow_take)
+        monkeypatch.setattr(PostedExperts, "take", slow_take)
         last, cancelled = (
             asyncio.ensure_future(engine.sample(PROMPT, replace(PARAMS, seed=seed)))
             for seed in (1, 2)
@@ -240,7 +240,7 @@ def test_the_embedded_engine_sends_routes_in_files(
 
 def test_an_engine_host_sends_few_routes_with_their_reply(model: Path) -> None:
     """More of them are put into Ray's object store (tests/cluster)."""
-    options = EngineOptions(model, max_context=256, record_routes=True)
+    options = EngineOptions(model, max_context=256, record_experts=True)
     host = EngineHost(HostOptions(LongEngine, (options,)))
 
     async def story() -> HostReply:
@@ -252,14 +252,14 @@ def test_an_engine_host_sends_few_routes_with_their_reply(model: Path) -> None:
         return answer
 
     answer = asyncio.run(story())
-    routes = answer.reply.piece.routes
-    assert answer.routes is None and routes is not None
-    assert len(routes.experts) == len(PROMPT) + PARAMS.max_tokens - 1
+    routed = answer.reply.piece.routed_experts
+    assert answer.routed_experts is None and routed is not None
+    assert len(routed.experts) == len(PROMPT) + PARAMS.max_tokens - 1
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_that_records_nothing_is_refused(model: Path, tmp_path: Path, kind: str) -> None:
-    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    options = EngineOptions(model, dtype="float32", max_context=256, record_experts=True)
     with serve(kind, tmp_path) as server:
         engine = attach(server, options)
 
@@ -274,9 +274,9 @@ def test_a_server_that_records_nothing_is_refused(model: Path, tmp_path: Path, k
 def test_routes_that_cannot_be_read_end_the_engine(
     model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    options = EngineOptions(model, dtype="float32", max_context=256, record_experts=True)
     with serve(kind, tmp_path) as server:
-        server.record_routes()
+        server.record_experts()
         engine = attach(server, options)
 
         async def story() -> list[Reply]:
@@ -284,32 +284,32 @@ def test_routes_that_cannot_be_read_end_the_engine(
             monkeypatch.setattr(server.recorder, "take", lambda: rows)
             return [await engine.sample(PROMPT, PARAMS)]
 
-        with pytest.raises(EngineDied, match="malformed expert routes"):
+        with pytest.raises(EngineDied, match="malformed routed experts"):
             replies(engine, story)
 
 
 class SlowDecoding(SglangEngine):
-    """An engine that decodes routes only when it is allowed to."""
+    """An engine that decodes experts only when it is allowed to."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self.decoding = threading.Event()
         self.allowed = threading.Event()
 
-    def _decode_routes(self, routes: str) -> Any:
+    def _decode_experts(self, routed: str) -> Any:
         self.decoding.set()
         assert self.allowed.wait(60)
-        return super()._decode_routes(routes)
+        return super()._decode_experts(routed)
 
 
 def test_an_interrupt_waits_for_replies_whose_routes_are_decoded(
     model: Path, tmp_path: Path
 ) -> None:
     """Otherwise a route that scores all pieces of a version would miss one."""
-    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    options = EngineOptions(model, dtype="float32", max_context=256, record_experts=True)
     order: list[str] = []
     with serve("sglang", tmp_path) as server:
-        server.record_routes()
+        server.record_experts()
         engine = SlowDecoding(replace(options, url=server.url))
 
         async def story() -> list[Reply]:
@@ -324,12 +324,12 @@ def test_an_interrupt_waits_for_replies_whose_routes_are_decoded(
             return [await sampling]
 
         (reply,) = replies(engine, story)
-    assert order == ["reply", "interrupt"] and reply.piece.routes
+    assert order == ["reply", "interrupt"] and reply.piece.routed_experts
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     tiny_policy().save(tmp_path)
-    options = EngineOptions(tmp_path, dtype="float32", max_context=256, record_routes=True)
+    options = EngineOptions(tmp_path, dtype="float32", max_context=256, record_experts=True)
 
     async def story() -> list[Reply]:
         raise AssertionError("the engine started")
@@ -340,9 +340,9 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["compiled", "without a compiler"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Read the routes of replies by compiled code, and without it."""
+    """Read the experts of replies by compiled code, and without it."""
     if request.param != "compiled":
-        monkeypatch.setattr(encoded_routes, "_library", lambda: None)
+        monkeypatch.setattr(encoded_experts, "_library", lambda: None)
     return str(request.param)
 
 
@@ -382,7 +382,7 @@ def letters_value(character: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("before", "routes", "after"),
+    ("before", "routed", "after"),
     [
         (b'{"a": 1, "routed_experts": ', b'"QUJD"', b', "b": [2]}'),
         (b'{"routed_experts" \n:\t', b'""', b" }"),
@@ -390,10 +390,10 @@ def letters_value(character: int) -> int:
         (b'{"a": "\\"routed_experts\\": \\"AA\\"", "routed_experts":', b'"QUJD"', b"}"),
     ],
 )
-def test_routes_are_cut_out_of_a_reply(before: bytes, routes: bytes, after: bytes) -> None:
-    rest, found = cut_routes(before + routes + after)
+def test_routes_are_cut_out_of_a_reply(before: bytes, routed: bytes, after: bytes) -> None:
+    rest, found = cut_experts(before + routed + after)
     assert rest == before + b'""' + after
-    assert found == routes
+    assert found == routed
     json.loads(bytes(rest))
 
 
@@ -413,13 +413,13 @@ def test_routes_are_cut_out_of_a_reply(before: bytes, routes: bytes, after: byte
     ],
 )
 def test_routes_that_cannot_be_cut_out_stay_in_the_reply(body: bytes) -> None:
-    assert cut_routes(body) == (body, None)
+    assert cut_experts(body) == (body, None)
 
 
 def test_without_a_compiler_routes_stay_in_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded_routes, "_library", lambda: None)
+    monkeypatch.setattr(encoded_experts, "_library", lambda: None)
     body = b'{"routed_experts": "QUJD"}'
-    assert cut_routes(body) == (body, None)
+    assert cut_experts(body) == (body, None)
 
 
 def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> np.ndarray:

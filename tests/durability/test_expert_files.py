@@ -1,4 +1,4 @@
-"""Test the files with expert routes: what is written is read, and damage is a missing record."""
+"""Test the files with routed experts: what is written is read, and damage is a missing record."""
 
 import asyncio
 import os
@@ -12,30 +12,30 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from unstale.durability.journal import JOURNAL, Journal, JournalError, writer
-from unstale.durability.journal.route_files import ROUTES, RouteFiles
-from unstale.expert_routes import ExpertRoutes
+from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.records import GroupRequest, Sampled, Task
+from unstale.routed_experts import RoutedExperts
 
 TASK = Task("retail", "train", 17)
 
 
 def piece(first: int, *, version: int = 0, experts: int = 8, token: int = 5) -> Sampled:
-    """Return four tokens with the routes of rows `first` to `first + 3`."""
+    """Return four tokens with the experts of rows `first` to `first + 3`."""
     rows = (np.arange(24) + first).reshape(4, 3, 2) % experts
-    routes = ExpertRoutes(first, rows.astype(np.uint8 if experts < 255 else np.int16))
-    return Sampled((token,) * 4, (-1.0,) * 4, version, routes=routes)
+    routed_experts = RoutedExperts(first, rows.astype(np.uint8 if experts < 255 else np.int16))
+    return Sampled((token,) * 4, (-1.0,) * 4, version, routed_experts=routed_experts)
 
 
-def written(folder: Path, *pieces: Sampled) -> RouteFiles:
+def written(folder: Path, *pieces: Sampled) -> ExpertFiles:
     """Write pieces at positions 0, 2, 4, ... of episode 7 in group 3."""
-    files = RouteFiles(folder / "routes")
+    files = ExpertFiles(folder / "routes")
     for number, each in enumerate(pieces):
         files.write(3, 7, 2 * number, each)
     files.close()
-    return RouteFiles(folder / "routes")
+    return ExpertFiles(folder / "routes")
 
 
-def found(files: RouteFiles, position: int, each: Sampled) -> ExpertRoutes | None:
+def found(files: ExpertFiles, position: int, each: Sampled) -> RoutedExperts | None:
     return files.find(files.read(3), 7, position, each)
 
 
@@ -44,10 +44,14 @@ def test_what_is_written_is_read(tmp_path: Path, experts: int) -> None:
     pieces = [piece(0, experts=experts), piece(9, version=1, experts=experts)]
     files = written(tmp_path, *pieces)
     for number, each in enumerate(pieces):
-        routes = found(files, 2 * number, each)
-        assert routes and each.routes and routes.start == each.routes.start
-        assert routes.experts.dtype == each.routes.experts.dtype
-        assert (routes.experts == each.routes.experts).all()
+        routed_experts = found(files, 2 * number, each)
+        assert (
+            routed_experts
+            and each.routed_experts
+            and routed_experts.start == each.routed_experts.start
+        )
+        assert routed_experts.experts.dtype == each.routed_experts.experts.dtype
+        assert (routed_experts.experts == each.routed_experts.experts).all()
     assert files.read(4) == {}
 
 
@@ -60,13 +64,13 @@ def test_other_tokens_or_another_version_have_no_routes(tmp_path: Path) -> None:
 
 
 def test_the_last_record_of_a_piece_counts(tmp_path: Path) -> None:
-    files = RouteFiles(tmp_path)
+    files = ExpertFiles(tmp_path)
     for first in (0, 5):
         files.write(3, 7, 0, piece(first))
     files.flush()
-    routes = found(files, 0, piece(0))
+    routed_experts = found(files, 0, piece(0))
     files.close()
-    assert routes and routes.start == 5
+    assert routed_experts and routed_experts.start == 5
 
 
 def test_any_damage_or_cut_loses_records_and_never_changes_one(tmp_path: Path) -> None:
@@ -78,9 +82,12 @@ def test_any_damage_or_cut_loses_records_and_never_changes_one(tmp_path: Path) -
     def sound() -> int:
         number = 0
         for place, each in enumerate(pieces):
-            routes = found(files, 2 * place, each)
-            assert routes is None or (routes.experts == each.routes.experts).all()  # type: ignore[union-attr]
-            number += routes is not None
+            routed_experts = found(files, 2 * place, each)
+            assert (
+                routed_experts is None
+                or (routed_experts.experts == each.routed_experts.experts).all()
+            )  # type: ignore[union-attr]
+            number += routed_experts is not None
         return number
 
     for size in range(len(whole)):
@@ -97,7 +104,7 @@ def test_records_after_a_kill_while_writing_can_be_read(tmp_path: Path, lost: in
     path = tmp_path / "routes" / "group-000003.bin"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-lost])
-    files = RouteFiles(tmp_path / "routes")
+    files = ExpertFiles(tmp_path / "routes")
     for place in (4, 6):
         files.write(3, 7, place, piece(place))
     files.close()
@@ -106,18 +113,20 @@ def test_records_after_a_kill_while_writing_can_be_read(tmp_path: Path, lost: in
 
 
 def test_a_reader_reads_the_file_of_a_group_once(tmp_path: Path) -> None:
-    with Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal:
+    with Journal(
+        tmp_path / JOURNAL, routed_experts=ExpertFiles(tmp_path / ROUTED_EXPERTS)
+    ) as journal:
         journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
         for episode in (7, 8):
             page = journal.begin(3, episode - 7, episode=episode, seed=1)
             page.write_piece(0, piece(episode))
         journal.flush()
-    with Journal.read(tmp_path, routes=True) as reader:
+    with Journal.read(tmp_path, routed_experts=True) as reader:
         for episode in (7, 8):
             (read,) = reader.pieces(episode)
-            assert isinstance(read, Sampled) and read.routes
-            assert read.routes.start == episode
-            (tmp_path / ROUTES / "group-000003.bin").unlink(missing_ok=True)
+            assert isinstance(read, Sampled) and read.routed_experts
+            assert read.routed_experts.start == episode
+            (tmp_path / ROUTED_EXPERTS / "group-000003.bin").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -137,11 +146,13 @@ def test_a_disk_that_does_not_answer_ends_barriers_and_the_journal_and_no_row_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "STUCK_S", 0.2)
-    stuck = r"the journal .* failed: no expert routes could be written for 0.2 s"
-    with hanging_disk(tmp_path / ROUTES / "group-000003.bin"):
+    stuck = r"the journal .* failed: no routed experts could be written for 0.2 s"
+    with hanging_disk(tmp_path / ROUTED_EXPERTS / "group-000003.bin"):
         with (
             pytest.raises(JournalError, match=stuck),
-            Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal,
+            Journal(
+                tmp_path / JOURNAL, routed_experts=ExpertFiles(tmp_path / ROUTED_EXPERTS)
+            ) as journal,
         ):
             journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
             journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
@@ -160,21 +171,23 @@ def test_a_disk_that_does_not_answer_ends_barriers_and_the_journal_and_no_row_is
 def test_an_error_of_the_last_routes_is_raised_at_the_end_of_the_journal(
     tmp_path: Path, before_the_end: bool
 ) -> None:
-    (tmp_path / ROUTES).write_text("a file where the folder should be")
-    routes = RouteFiles(tmp_path / ROUTES)
+    (tmp_path / ROUTED_EXPERTS).write_text("a file where the folder should be")
+    routed_experts = ExpertFiles(tmp_path / ROUTED_EXPERTS)
     with (
         pytest.raises(JournalError, match=r"the journal .* failed: .*File exists"),
-        Journal(tmp_path / JOURNAL, routes=routes) as journal,
+        Journal(tmp_path / JOURNAL, routed_experts=routed_experts) as journal,
     ):
         journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
         journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
         if before_the_end:
-            routes.flush()
+            routed_experts.flush()
 
 
 def test_an_error_of_the_routes_is_raised_once(tmp_path: Path) -> None:
-    (tmp_path / ROUTES).write_text("a file where the folder should be")
-    with Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal:
+    (tmp_path / ROUTED_EXPERTS).write_text("a file where the folder should be")
+    with Journal(
+        tmp_path / JOURNAL, routed_experts=ExpertFiles(tmp_path / ROUTED_EXPERTS)
+    ) as journal:
         journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
         journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
         with pytest.raises(JournalError, match="File exists"):
@@ -182,7 +195,7 @@ def test_an_error_of_the_routes_is_raised_once(tmp_path: Path) -> None:
 
 
 def test_files_of_old_checkpoints_are_removed(tmp_path: Path) -> None:
-    files = RouteFiles(tmp_path, keep=2)
+    files = ExpertFiles(tmp_path, keep=2)
     for group in range(4):
         files.write(group, 7, 0, piece(0))
     for group in range(4):
@@ -199,7 +212,7 @@ def test_a_file_that_cannot_be_removed_is_reported(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     errors: list[Exception] = []
-    files = RouteFiles(tmp_path, keep=1)
+    files = ExpertFiles(tmp_path, keep=1)
     files.on_error = errors.append
     files.write(0, 7, 0, piece(0))
     files.consumed([0])
@@ -211,7 +224,7 @@ def test_a_file_that_cannot_be_removed_is_reported(
 def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "routes").write_text("a file where the folder should be")
     errors: list[Exception] = []
-    files = RouteFiles(tmp_path / "routes")
+    files = ExpertFiles(tmp_path / "routes")
     files.on_error = errors.append
     files.write(3, 7, 0, piece(0))
     files.close()

@@ -1,4 +1,4 @@
-"""Expert routes: which experts of an MoE model each token used, as the engine recorded them.
+"""Routed experts: which experts of an MoE model each token used, as the engine recorded them.
 
 A row has the experts of one token in every MoE layer. It belongs to one version of the weights:
 after a weight update the engine computes the context again, and may choose other experts for it.
@@ -42,7 +42,7 @@ def pack_experts(experts: Any, num_experts: int, *, routed: Sequence[bool] = ())
 
     experts = np.asarray(experts)
     if experts.ndim != 3 or 0 in experts.shape[1:]:
-        raise ValueError(f"expert routes must be [tokens, layers, k], got {list(experts.shape)}")
+        raise ValueError(f"routed experts must be [tokens, layers, k], got {list(experts.shape)}")
     if len(routed) == experts.shape[1]:
         experts = np.where(np.array(routed)[:, None], experts, 0)
     dtype = np.uint8 if num_experts < missing(np.uint8) else np.int16
@@ -60,8 +60,8 @@ def missing(dtype: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertRoutes:
-    """The expert routes that one version of the weights computed for tokens of an episode.
+class RoutedExperts:
+    """The routed experts that one version of the weights computed for tokens of an episode.
 
     `before` has the rows that an earlier reply of the same version returned. Where two records
     overlap, the earlier one counts, unless its row is missing.
@@ -71,7 +71,7 @@ class ExpertRoutes:
     """The position in the episode of the first token with a row in `experts`."""
     experts: "Experts"
     """`[rows, layers, k]`: the numbers of the k experts of each token in each MoE layer."""
-    before: "ExpertRoutes | None" = None
+    before: "RoutedExperts | None" = None
     covered: int = field(init=False)
     """How many of the episode's first tokens have a row, without a gap."""
 
@@ -87,10 +87,10 @@ class ExpertRoutes:
         """The position in the episode after the last token with a row."""
         return self.start + len(self.experts)
 
-    def chain(self) -> "list[ExpertRoutes]":
+    def chain(self) -> "list[RoutedExperts]":
         """Return the earlier records and this one, earliest first."""
-        records: list[ExpertRoutes] = []
-        record: ExpertRoutes | None = self
+        records: list[RoutedExperts] = []
+        record: RoutedExperts | None = self
         while record is not None:
             records.append(record)
             record = record.before
@@ -120,29 +120,31 @@ def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
 
 
 def link(
-    routes: ExpertRoutes | None, before: ExpertRoutes | None, *, stop: int
-) -> ExpertRoutes | None:
-    """Return a reply's expert routes up to token `stop`, linked to those of an earlier reply.
+    routed_experts: RoutedExperts | None, before: RoutedExperts | None, *, stop: int
+) -> RoutedExperts | None:
+    """Return a reply's routed experts up to token `stop`, linked to those of an earlier reply.
 
-    `before` are the routes of the same version and episode, if there are any.
+    `before` are the experts of the same version and episode, if there are any.
     """
-    if routes is None:
+    if routed_experts is None:
         return before
-    return ExpertRoutes(routes.start, routes.experts[: max(0, stop - routes.start)], before)
+    return RoutedExperts(
+        routed_experts.start, routed_experts.experts[: max(0, stop - routed_experts.start)], before
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class RouteTable:
-    """The expert routes of a batch: which experts each token used."""
+class ExpertTable:
+    """The routed experts of a batch: which experts each token used."""
 
-    sequences: tuple[Mapping[int, ExpertRoutes], ...]
-    """For each sequence, the expert routes of each version that computed it."""
+    sequences: tuple[Mapping[int, RoutedExperts], ...]
+    """For each sequence, the routed experts of each version that computed it."""
     complete: "Tensor"
     """`[T]` bool: True if every row on which the token's log-probability depends was recorded."""
 
-    def select(self, sequences: Sequence[int], index: "Tensor") -> "RouteTable":
-        """Return the routes of some sequences, whose tokens are at `index` in the batch."""
-        return RouteTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
+    def select(self, sequences: Sequence[int], index: "Tensor") -> "ExpertTable":
+        """Return the experts of some sequences, whose tokens are at `index` in the batch."""
+        return ExpertTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
 
     def rows(self, batch: "Batch", where: "Tensor") -> "Tensor":
         """Return the row of each token `[T, layers, k]` for a pass that scores `where`.
@@ -153,7 +155,9 @@ class RouteTable:
         """
         import torch
 
-        records = (routes for versions in self.sequences for routes in versions.values())
+        records = (
+            routed_experts for versions in self.sequences for routed_experts in versions.values()
+        )
         rows = no_rows(next(records, None), len(batch.tokens))
         for versions, (start, end) in zip(self.sequences, batch.spans(), strict=True):
             wanted = where[start:end].nonzero().squeeze(1)
@@ -169,7 +173,7 @@ class RouteTable:
         return rows
 
 
-def no_rows(example: ExpertRoutes | None, count: int) -> "Tensor":
+def no_rows(example: RoutedExperts | None, count: int) -> "Tensor":
     """Return `count` missing rows, of the shape and dtype of a record.
 
     Without a record, a row has no layers.

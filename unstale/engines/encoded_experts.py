@@ -1,8 +1,9 @@
-"""Expert routes in the JSON of a server's reply, found and decoded while other threads run.
+"""Routed experts in the JSON of a server's reply, found and decoded while other threads run.
 
-Routes of a long context are megabytes of base64. Python's own functions hold the interpreter lock
-while they read them, so that the event loop waits. Compiled code (`routes.c`) does not. Without a C
-compiler, the routes stay in the JSON until it is read, and `binascii` decodes them in parts.
+The routed experts of a long context are megabytes of base64. Python's own functions
+hold the interpreter lock while they read them, so that the event loop waits. Compiled code
+(`routed_experts.c`) does not. Without a C compiler, the experts stay in the JSON until it is read,
+and `binascii` decodes them in parts.
 """
 
 import binascii
@@ -18,17 +19,17 @@ from numpy.typing import NDArray
 from unstale.engines.http import Body
 from unstale.native import NotCompiled, compile_library
 
-SOURCE = Path(__file__).with_name("routes.c")
+SOURCE = Path(__file__).with_name("routed_experts.c")
 NAME = b'"routed_experts"'
-"""The name of the routes in replies of vLLM and SGLang, as JSON."""
+"""The name of the experts in replies of vLLM and SGLang, as JSON."""
 _PART = 1 << 18
 """Characters that `binascii` decodes at once, a multiple of 4."""
 
 
-def cut_routes(body: Body) -> tuple[Body, memoryview | None]:
-    """Return the JSON of a reply with an empty string in place of its routes, and the routes.
+def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
+    """Return the JSON of a reply with an empty string in place of its experts, and these.
 
-    The routes are a JSON string with its quotes, a view of `body`. They stay in the JSON, and None
+    The experts are a JSON string with its quotes, a view of `body`. They stay in the JSON, and None
     is returned, without compiled code, and if not exactly one member is called `NAME` and has a
     string without escapes.
     """
@@ -81,7 +82,7 @@ def _library() -> ctypes.CDLL | None:
         library = compile_library(SOURCE)
     except NotCompiled as error:
         warnings.warn(
-            "the event loop waits while long expert routes are read, because "
+            "the event loop waits while long routed experts are read, because "
             f"{SOURCE.name} does not compile: {error}",
             RuntimeWarning,
             stacklevel=2,

@@ -1,4 +1,4 @@
-/* Expert routes in the JSON of a reply: where they are, and their base64. */
+/* Routed experts in the JSON of a reply: where they are, and their base64. */
 
 #define _GNU_SOURCE
 #include <stdint.h>

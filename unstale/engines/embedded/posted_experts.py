@@ -1,6 +1,6 @@
-"""Expert routes of replies in files, because messages of megabytes would block the event loop.
+"""Routed experts of replies in files, because messages of megabytes would block the event loop.
 
-The engine process writes a file for each reply that has routes. The run reads and removes it.
+The engine process writes a file for each reply that has some. The run reads and removes it.
 """
 
 import math
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unstale.expert_routes import ExpertRoutes
+from unstale.routed_experts import RoutedExperts
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 if TYPE_CHECKING:
-    from unstale.expert_routes import Experts
+    from unstale.routed_experts import Experts
 
 _PREFIX = "unstale-routes-"
 
 
-class PostedRoutes:
-    """A temporary folder with the expert routes of replies that were not read yet.
+class PostedExperts:
+    """A temporary folder with the routed experts of replies that were not read yet.
 
     If this process is killed, the next one of the same user removes the folder.
     """
@@ -35,8 +35,8 @@ class PostedRoutes:
         self.folder = Path(self._resources.enter_context(folder))
         self._resources.enter_context(hold_lock(self.folder))
 
-    def take(self, reply: int, about: Sequence[Any], first: int) -> ExpertRoutes:
-        """Return the routes of a reply from the token `first` on, and remove its file.
+    def take(self, reply: int, about: Sequence[Any], first: int) -> RoutedExperts:
+        """Return the experts of a reply from the token `first` on, and remove its file.
 
         `about` is the result of `post`. Blocks for milliseconds, so call it in a thread. Raises
         OSError if the file is missing or incomplete.
@@ -49,7 +49,7 @@ class PostedRoutes:
         if experts.size != wanted:
             raise OSError(f"{path} has {experts.size} expert numbers of {wanted}")
         self.drop(reply)
-        return ExpertRoutes(first, experts.reshape(-1, *shape))
+        return RoutedExperts(first, experts.reshape(-1, *shape))
 
     def drop(self, reply: int) -> None:
         """Remove the file of a reply, if there is one."""
@@ -67,7 +67,7 @@ class PostedRoutes:
 
 
 def post(folder: str, reply: int, experts: "Experts") -> list[Any]:
-    """Write the routes of a reply to a file. Return their dtype and shape for the message."""
+    """Write the experts of a reply to a file. Return their dtype and shape for the message."""
     experts.tofile(_file(Path(folder), reply))
     return [str(experts.dtype), *experts.shape]
 
