@@ -25,7 +25,7 @@ from unstale.config import (
     RunConfig,
     TrainerConfig,
 )
-from unstale.durability.journal.expert_files import ROUTES
+from unstale.durability.journal.expert_files import ROUTED_EXPERTS
 from unstale.testing import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -95,7 +95,7 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def resumed(stopped: RunConfig, folder: Path, change: Callable[[Path], None]) -> Rows:
     """Change a copy of the stopped run's folder, and return the rows of all steps."""
     shutil.copytree(stopped.runs / "run", folder / "run")
-    change(folder / "run" / ROUTES)
+    change(folder / "run" / ROUTED_EXPERTS)
     config = replace(stopped, runs=folder)
     return session.resume(folder / "run", config, console=quiet()).metrics
 
@@ -107,7 +107,7 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
     rows = resumed(stopped, tmp_path, lambda routes: None)
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert {row["routed_experts/missing_share"] for row in rows} == {0.0}
-    kept = sorted(path.stem for path in (tmp_path / "run" / ROUTES).iterdir())
+    kept = sorted(path.stem for path in (tmp_path / "run" / ROUTED_EXPERTS).iterdir())
     assert "group-000003" not in kept, "the first checkpoint's groups are removed"
     assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
 
@@ -127,7 +127,7 @@ def test_without_replay_the_run_says_nothing_of_routes(model: Path, tmp_path: Pa
     config = replace(config, trainer=replace(config.trainer, routing_replay=False))
     rows = session.train(config, console=quiet()).metrics
     assert all("routed_experts/missing_share" not in row for row in rows)
-    assert not (tmp_path / "run" / ROUTES).exists()
+    assert not (tmp_path / "run" / ROUTED_EXPERTS).exists()
 
 
 @pytest.mark.costly

@@ -96,7 +96,7 @@ class FakeServer:
         """Return `speech.next`, and record its experts."""
         said = speech.next(self.policy, self.head)
         if self.recorder:
-            speech.routes.append(self.recorder.take())
+            speech.routed_experts.append(self.recorder.take())
         return said
 
     def __enter__(self) -> Self:

@@ -73,7 +73,7 @@ class FakeSglang(FakeServer):
         self._deterministic = bool(self._flags.pop("deterministic", True))
         self._max_running = int(self._flags.pop("max_running", 64))
         self._version = "default"
-        self._routes: dict[str, torch.Tensor] = {}
+        self._experts: dict[str, torch.Tensor] = {}
         self._cached: set[tuple[int, ...]] = set()
         self._readers = 0
         self._writing = asyncio.Lock()
@@ -191,7 +191,7 @@ class FakeSglang(FakeServer):
             asked["max_new_tokens"] = min(asked["max_new_tokens"], room - len(context) - 2)
             reply = await self._schedule(body["rid"], context, asked)
             if self.recorder and body.get("return_routed_experts") and reply["output_ids"]:
-                rows = self._routes.pop(body["rid"])[body.get("routed_experts_start_len", 0) :]
+                rows = self._experts.pop(body["rid"])[body.get("routed_experts_start_len", 0) :]
                 encoded = base64.b64encode(rows.int().numpy().tobytes()).decode()
                 reply["meta_info"]["routed_experts"] = encoded
             return 200, reply
@@ -211,8 +211,8 @@ class FakeSglang(FakeServer):
             await self._run(req, asked)
         finally:
             del self.running[rid]
-        if speech.routes:
-            self._routes[rid] = torch.cat(speech.routes)
+        if speech.routed_experts:
+            self._experts[rid] = torch.cat(speech.routed_experts)
         self.cache(context)
         meta = {
             "id": rid,

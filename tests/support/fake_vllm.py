@@ -219,8 +219,8 @@ class FakeVllm(FakeServer):
             },
             "weight_versions": spans,
         }
-        if self.recorder and speech.routes:
-            rows = torch.cat(speech.routes)[asked.get("routed_experts_prompt_start", 0) :]
+        if self.recorder and speech.routed_experts:
+            rows = torch.cat(speech.routed_experts)[asked.get("routed_experts_prompt_start", 0) :]
             file = io.BytesIO()
             np.save(file, rows.to(torch.uint8).numpy())
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
