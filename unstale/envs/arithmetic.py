@@ -8,8 +8,14 @@ from typing import NamedTuple
 
 SCALES = {
     "dozen": 12,
-    **{"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9},
-    **{"bn": 10**9, "trillion": 10**12, "lakh": 10**5, "crore": 10**7},
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "bn": 10**9,
+    "trillion": 10**12,
+    "lakh": 10**5,
+    "crore": 10**7,
 }
 """Words after a number, and the factors by which they multiply it."""
 _FACTORS = SCALES | {"k": 10**3, "%": Fraction(1, 100), "\N{DEGREE SIGN}": 1}
