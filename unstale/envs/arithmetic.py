@@ -18,7 +18,12 @@ SCALES = {
     "crore": 10**7,
 }
 """Words after a number, and the factors by which they multiply it."""
-_FACTORS = SCALES | {"k": 10**3, "%": Fraction(1, 100), "\N{DEGREE SIGN}": 1}
+_FACTORS: dict[str, int | Fraction] = {
+    **SCALES,
+    "k": 10**3,
+    "%": Fraction(1, 100),
+    "\N{DEGREE SIGN}": 1,
+}
 _MAX_TOKENS = 500
 _MAX_DEPTH = 40
 _MAX_BITS = 4096

@@ -7,6 +7,7 @@ import time
 import warnings
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -17,7 +18,10 @@ MEMORY_MB = 1024
 CPU_S = 10
 """CPU seconds for it. An ordinary template takes 0.01."""
 _WALL_S = 3.0 * CPU_S
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_TOOL: dict[Any, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}},
+}
 _USER, _REPLY = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 _NO_MEMORY, _NO_DEPTH = 3, 4
 """Exit codes of a process whose template needs more memory, or calls itself without an end."""
