@@ -130,7 +130,9 @@ class Log:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.rows.append({"step": step, **metrics})
 
-    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
+    def phase(
+        self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None: ...
 
     def close(self, outcome: RunOutcome) -> None:
         self.folder.close()
@@ -173,7 +175,9 @@ class Quiet:
 
     def update(self, metrics: Mapping[str, Any]) -> None: ...
 
-    def phase(self, text: str, done: int = 0, total: int = 0) -> None: ...
+    def phase(
+        self, text: str, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None: ...
 
     def note(self, text: str) -> None: ...
 

@@ -33,6 +33,7 @@ from unstale.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
 from unstale.durability.journal import JOURNAL, Journal, JournalError, check
 from unstale.engines.embedded.fallback import TransformersRunner
 from unstale.engines.embedded.packed import PackedRunner
+from unstale.model.loading import load_tokenizer
 from unstale.model.policy import Policy
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.weights.recording import WENT_WRONG, FailedStep
@@ -309,6 +310,30 @@ class Bomb:
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(SHIPPED_POLICY, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ '%1000000000000d' % 1 }}", "needs more than 1,024 MiB"),
+        ("{{ 'x' * 9000000000 }}", "needs more"),
+        ("{{ 'x' | center(9000000000) }}", "needs more"),
+        ("{{ '{:9000000000}'.format(1) }}", "needs more"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without an end"),
+    ],
+)
+def test_a_template_that_takes_all_memory_is_refused(
+    model_folder: Path, template: str, problem: str
+) -> None:
+    path = model_folder / "chat_template.jinja"
+    own = path.read_text()
+    path.write_text(own + template)
+    with pytest.raises(ConfigError, match=f"the chat template in .* {problem}"):
+        load_tokenizer(model_folder)
+    with pytest.raises(ConfigError, match=f"the chat template in .* {problem}"):
+        load_tokenizer(SHIPPED_POLICY, own + template)
+    path.write_text(own)
+    assert load_tokenizer(model_folder).chat_template == own
 
 
 def test_weights_in_a_pickle_are_refused(model_folder: Path, canary: Path) -> None:

@@ -37,7 +37,7 @@ from unstale.records import (
     collate,
     concatenate,
 )
-from unstale.rollout import Evaluation, GroupRollout
+from unstale.rollout import Evaluation, GroupRollout, activity
 from unstale.rollout.episode import require_finished
 from unstale.rollout.evaluation import FinishedEpisodes
 from unstale.rollout.metrics import describe, describe_advantages
@@ -327,6 +327,7 @@ async def wait_for_batch(
     while missing := run.config.schedule.groups_per_step - len(groups):
         await add_gradient(run, part, step, publication)
         began = time.monotonic()
+        run.log.phase("", detail=partial(activity, run.rollout.wait_times))
         with run.log.span("wait", f"for the groups of step {step}"):
             part = await take_groups(run, missing)
         wait_s += time.monotonic() - began
@@ -603,4 +604,5 @@ async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dic
         "eval/reward_mean": finished.mean_reward(finished.successes),
         "eval/version": version,
         "eval/duration_s": time.monotonic() - began,
+        **finished.waits,
     }

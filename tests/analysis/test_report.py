@@ -410,8 +410,8 @@ LINE = {"schedule/groups_in_flight": 8, "schedule/groups_waiting": 1, "schedule/
         ),
         (
             {"schedule/wait_for_batch_s": 6.0, **TOOLS, **LINE},
-            "Waiting for tools",
-            "80% of their time in tools",
+            "Tools and rewards",
+            "80% of their time in them",
             "max_staleness",
         ),
         (
@@ -441,6 +441,29 @@ LINE = {"schedule/groups_in_flight": 8, "schedule/groups_waiting": 1, "schedule/
             "Evaluation",
             "it took 50%",
             "eval.tasks",
+        ),
+        (
+            {
+                "eval/duration_s": 6.0,
+                "eval/tool_wait_s": 9.0,
+                "eval/generation_wait_s": 1.0,
+                "schedule/wait_for_batch_s": 0.1,
+            },
+            "Grading held-out tasks",
+            "evaluation took 60% of the trainer's time, and held-out episodes spent 90% of theirs "
+            "in tools and rewards; ",
+            "reward functions",
+        ),
+        (
+            {
+                "rollout/tool_wait_s": 8.0,
+                "rollout/generation_wait_s": 2.0,
+                "schedule/wait_for_batch_s": 6.0,
+                "schedule/staleness_bound": 0,
+            },
+            "Tools and rewards",
+            "80% of their time in them",
+            "reward functions",
         ),
     ],
 )

@@ -394,6 +394,17 @@ def test_texts_with_commas_and_semicolons_may_be_the_only_column(tmp_path: Path)
     assert [len(row["prompt"]) for row in load_rows(str(tmp_path / "rows.csv"))] == [4, 4, 200_000]
 
 
+def test_tens_of_thousands_of_columns_are_read(tmp_path: Path) -> None:
+    names = [f"column {number}" for number in range(50_000)]
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{','.join(names)}\n{','.join('x' for _ in names)}\n")
+    (row,) = load_rows(str(path))
+    assert list(row) == names
+    path.write_text(f"{','.join([*names, 'column 7'])}\n")
+    with pytest.raises(ConfigError, match="two columns have the name 'column 7'"):
+        load_rows(str(path))
+
+
 def test_two_columns_with_one_name_are_refused_in_tables(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame([["a", 1, 2]], columns=["prompt", "answer", "answer"])

@@ -173,6 +173,14 @@ def test_synonyms_lead_to_options() -> None:
         assert f"`{name}`" in page and name in SYNONYMS
 
 
+@pytest.mark.parametrize("call", [unstale.resume, unstale.evaluate])
+def test_a_wrong_argument_of_resume_and_evaluate_is_named(call: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such argument: step\. .* mean steps\?"):
+        call(tmp_path, step=3)
+    with pytest.raises(ConfigError, match=r"config must be a RunConfig"):
+        call(tmp_path)
+
+
 def test_an_option_in_place_of_the_configuration_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no such argument: model\. .* mean policy\?"):
         unstale.train(model="x")

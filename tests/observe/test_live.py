@@ -95,6 +95,18 @@ def test_a_phase_is_said_when_it_begins_when_it_ends_and_now_and_then() -> None:
     assert said == ["evaluating 0/256", "evaluating 160/256", "evaluating 256/256"]
 
 
+def test_the_display_says_what_is_waited_for() -> None:
+    console, out = plain_console()
+    with LiveDisplay(fake_config(), console=console, quiet_s=0.05) as display:
+        display.phase("starting the engine")
+        display.phase("", detail=lambda: "12 in tools or rewards")
+        wait_until(lambda: "..." in out.getvalue(), "a line of the display")
+        assert "episodes: 12 in tools or rewards" in shown(display, 80, 24)
+        display.phase("held-out tasks", 1, 4, lambda: "3 in tools or rewards")
+        assert "held-out tasks 1/4: 3 in tools or rewards" in shown(display, 80, 24)
+    assert "... step 1/80 running, episodes: 12 in tools or rewards" in out.getvalue()
+
+
 def test_a_silence_is_broken_though_nobody_calls() -> None:
     console, out = plain_console()
     with LiveDisplay(fake_config(), console=console, quiet_s=0.05) as display:

@@ -41,7 +41,14 @@ from unstale.config import CheckpointConfig, ConfigError, EvalConfig, TaskConfig
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.observe.recorder import Outputs, Recorder
-from unstale.observe.trackers import Trackers, find_trackers, tracker_names
+from unstale.observe.trackers import (
+    MAX_NAMES,
+    MAX_NOTES,
+    AcceptedNames,
+    Trackers,
+    find_trackers,
+    tracker_names,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -121,8 +128,8 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink.close(FINISHED)
     names = set(client.get_run(run.info.run_id).data.metrics) - {"reward/mean", "trainer/lr"}
     assert len(names) == len(ODD_NAMES) + 1 and {"reward/std", "reward/sub/name"} <= names
-    assert len(notes) == len(ODD_NAMES) - 1 and any(
-        "'reward/acc@1', sent as" in note for note in notes
+    assert "'reward/acc@1', sent as" in notes[0] and len(notes) == min(
+        MAX_NOTES, len(ODD_NAMES) - 1
     )
     sample = client.download_artifacts(run.info.run_id, "sample/step000001.txt", str(tmp_path))
     assert Path(sample).read_text("utf-8") == TEXT
@@ -433,6 +440,18 @@ def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> No
     OPENED.clear()
     assert (first.first_step, second.first_step) == (0, 3)
     assert [step for step, _ in second.rows] == [3, 4]
+
+
+def test_thousands_of_names_are_bounded_with_a_note() -> None:
+    """The other components keep their metrics, and each step has the same names."""
+    notes: list[str] = []
+    names = AcceptedNames("mlflow", notes.append)
+    metrics = {"reward/mean": 1.0, **{f"reward/acc@{n}": 0.5 for n in range(10_000)}, "eval/x": 2.0}
+    sent = names.rename(metrics)
+    assert len(sent) == MAX_NAMES + 1 and {"reward/mean", "eval/x"} < sent.keys()
+    assert names.rename(metrics) == sent
+    assert len(notes) == MAX_NOTES + 1 and "without a note" in notes[-2]
+    assert f"the first {MAX_NAMES} metrics of reward/" in notes[-1]
 
 
 def test_only_finite_numbers_are_sent() -> None:

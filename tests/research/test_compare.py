@@ -387,7 +387,7 @@ config = configure(parse(sys.argv[1:]))
 folder = config.runs / config.name
 with (config.runs / "ran").open("a") as file:
     file.write(config.name + "\\n")
-fake_run(folder, steps=config.steps, seed=config.seed)
+fake_run(folder, steps=config.max_steps, seed=config.seed)
 (config.runs.parent / f"cores {config.name}").write_text(str(os.sched_getaffinity(0)))
 (folder / "config.json").write_text(dumps(config))
 reason = "finished"

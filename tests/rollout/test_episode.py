@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from unstale.config import EngineConfig, RolloutConfig
-from unstale.engines import EngineDied, SamplingParams
+from unstale.engines import EngineDied, SamplingParams, Stopwatch
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, Turn
 from unstale.records import (
@@ -32,7 +32,7 @@ from unstale.records import (
 )
 from unstale.rollout import evaluation
 from unstale.rollout.episode import Rollout
-from unstale.rollout.evaluation import evaluate
+from unstale.rollout.evaluation import FinishedEpisodes, evaluate
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
 from unstale.rollout.metrics import describe
@@ -434,11 +434,53 @@ def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:
             rollout,
             ask,
             seed=0,
-            progress=lambda text, *, done=0, total=0: told.append((done, total)),
+            progress=lambda text, *, done=0, total=0, **_: told.append((done, total)),
         )
 
     assert asyncio.run(main()) == [True, False, None]
-    assert sorted(told) == [(1, 3), (2, 3), (3, 3)]
+    assert sorted(told) == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_an_evaluation_tells_what_it_waits_for_and_where_its_time_went() -> None:
+    """A reward that takes long is not the engine's time, nor that of a start."""
+
+    async def main() -> tuple[list[str], dict[str, float]]:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        grading, graded = asyncio.Event(), asyncio.Event()
+
+        class Graded(Env):
+            async def step(self, reply: Message) -> Turn:
+                grading.set()
+                await graded.wait()
+                await asyncio.sleep(0.05)
+                return await super().step(reply)
+
+        class GradedTasks(Tasks):
+            def env(self, task: Task, seed: int) -> Env:
+                return Graded(self.scripts.pop(0), self.heard)
+
+        tasks = GradedTasks([says("hi"), over(1.0)])
+        rollout = Rollout(Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig())
+        shown: list[Callable[[], str]] = []
+        finished = FinishedEpisodes()
+        running = asyncio.create_task(
+            evaluate(
+                rollout,
+                [Task("toy", "held-out", 0)],
+                seed=0,
+                progress=lambda text, *, detail, **_: shown.append(detail),
+                finished=finished,
+            )
+        )
+        await grading.wait()
+        during = shown[0]()
+        graded.set()
+        await running
+        return [during, shown[-1]()], finished.waits
+
+    texts, waits = asyncio.run(main())
+    assert texts == ["1 in tools or rewards", ""]
+    assert waits["eval/tool_wait_s"] > 0.04 > waits["eval/generation_wait_s"]
 
 
 def test_an_evaluation_runs_a_limited_number_of_episodes_at_once(
@@ -448,6 +490,8 @@ def test_an_evaluation_runs_a_limited_number_of_episodes_at_once(
     live, most = 0, 0
 
     class Counts:
+        wait_times = Stopwatch()
+
         async def episode(self, task: Task, **_: object) -> Failure:
             nonlocal live, most
             live += 1

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -197,7 +198,9 @@ def fake_tokens(group: Group, sibling: int, route: str, step: int) -> TokenValue
 class NoDisplay:
     def update(self, metrics: Any) -> None: ...
 
-    def phase(self, text: str, done: int = 0, total: int = 0) -> None: ...
+    def phase(
+        self, text: str, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None: ...
 
     def note(self, text: str) -> None: ...
 

@@ -12,6 +12,7 @@ from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads
 from unstale.cli.saved_episodes import open_saved
+from unstale.cli.session import require_config
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
@@ -33,11 +34,12 @@ T = TypeVar("T")
 
 def evaluate(
     trained: Path | str,
-    config: RunConfig,
+    config: RunConfig | None = None,
     *,
     attempts: int = 1,
     save: Path | str | None = None,
     console: Console | None = None,
+    **wrong: Any,
 ) -> EvalResult:
     """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
 
@@ -46,6 +48,7 @@ def evaluate(
     those that it has already are not played again. Raises `ConfigError` before anything runs, and
     `RunFailed` if a component fails later.
     """
+    config = require_config(config, wrong)
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     if attempts < 1:

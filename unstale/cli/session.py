@@ -149,14 +149,20 @@ def train(
 
 
 @end_after()
-def resume(folder: Path | str, config: RunConfig, *, console: Console | None = None) -> Run:
+def resume(
+    folder: Path | str,
+    config: RunConfig | None = None,
+    *,
+    console: Console | None = None,
+    **wrong: Any,
+) -> Run:
     """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
 
     `config` may differ from the run's configuration in options that can change (`changes_to_run`).
     Raises `ConfigError` if the folder has no run, or a finished one.
     """
     console = console or Console(soft_wrap=True)
-    require_config(config)
+    config = require_config(config, wrong)
     folder = Path(folder)
     changes = changes_to_run(folder, config)
     _check(config, console)

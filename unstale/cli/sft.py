@@ -88,7 +88,7 @@ def sft(
 ) -> Sequence[SftStep]:
     """Train the policy on the replies of a file, and write it to a new or empty folder.
 
-    It takes `config.steps` optimizer steps with the options of `trainer`. Prompts, tools and the
+    It takes `config.max_steps` optimizer steps with the options of `trainer`. Prompts, tools and the
     sampling temperature are those of the recipe. Raises `ConfigError` before training if an option
     or a row of the file is wrong.
     """
@@ -147,7 +147,7 @@ def learn(
     *,
     console: Console,
 ) -> list[SftStep]:
-    """Train a policy on references for `config.steps` optimizer steps. Print the progress."""
+    """Train a policy on references for `config.max_steps` optimizer steps. Print the progress."""
     objective = options.objective(config.seed)
     trainer = _trainer(config, policy, objective)
     figures = []

@@ -1,6 +1,7 @@
 """The engine interface. An engine samples tokens, and returns log-probabilities and a version."""
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
@@ -203,13 +204,17 @@ class Stopwatch:
 
     def __init__(self, *names: str) -> None:
         self._spent = dict.fromkeys(names, 0.0)
+        self.running = Counter[str]()
+        """Number of waits now, by activity."""
 
     async def on(self, name: str, work: Awaitable[_T]) -> _T:
         """Wait for `work` and add the time that it took to the activity `name`."""
         start = time.monotonic()
+        self.running[name] += 1
         try:
             return await work
         finally:
+            self.running[name] -= 1
             self.add(name, time.monotonic() - start)
 
     def add(self, name: str, seconds: float) -> None:

@@ -6,9 +6,24 @@ from fractions import Fraction
 from math import factorial, isqrt
 from typing import NamedTuple
 
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""Words after a number that multiply it, and their powers of 10."""
-_POWERS = SCALES | {"k": 3, "%": -2, "\N{DEGREE SIGN}": 0}
+SCALES = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "bn": 10**9,
+    "trillion": 10**12,
+    "lakh": 10**5,
+    "crore": 10**7,
+}
+"""Words after a number, and the factors by which they multiply it."""
+_FACTORS: dict[str, int | Fraction] = {
+    **SCALES,
+    "k": 10**3,
+    "%": Fraction(1, 100),
+    "\N{DEGREE SIGN}": 1,
+}
 _MAX_TOKENS = 500
 _MAX_DEPTH = 40
 _MAX_BITS = 4096
@@ -207,7 +222,7 @@ def _checked(value: Fraction | float) -> Fraction | float:
 def _after(value: Fraction | float, sign: str) -> Fraction | float:
     """Return a number with a factorial, a scale or a unit after it."""
     if sign != "!":
-        return _checked(value * Fraction(10) ** _POWERS[sign])
+        return _checked(value * _FACTORS[sign])
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 400:
         raise _UnknownError
     return _checked(Fraction(factorial(int(value))))

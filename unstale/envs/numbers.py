@@ -44,6 +44,7 @@ _RELATIONS = re.compile(
 )
 """Commands of LaTeX that end an expression."""
 _SEPARATORS = (";", "or", "and")
+_MARKUP = ("*", "$", "`", "~")
 _BOUND = "\N{NOT EQUAL TO}"
 """Any inequality. A number beside it is not the answer."""
 _INEQUALITY = re.compile(
@@ -53,6 +54,32 @@ _INEQUALITY = re.compile(
 _ASCII_INEQUALITY = re.compile(r"(?<![\d)!])!=(?!=)|(?<![-<>=])[<>]=(?![<>=])")
 _BRACKET_IN_BOX = re.compile(r"(?<![-=<>])[<>](?![<>])")
 _SCALES = {"percent": "%", "pct": "%"} | {name: name for name in SCALES}
+_JOINS = re.compile(
+    r"(of|to|and|times|plus|minus|over|per|by|in|into|off|than|remainder|')( the)?"
+    r"|out of|[a-z]+ by|(more|less|fewer|greater) than|[a-z]+ (times|plus|minus|[a-z]+ by)"
+)
+"""Words that join two numbers to one expression, such as `10% of 50`."""
+_PARTS = "(thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)(d|th)"
+_BEFORE = re.compile(
+    rf"(.* )?((half|root|cube|square|quarters?|{_PARTS}s?) of( the)?|twice|double|triple|minus"
+    "|negative)"
+)
+"""Words before a number that change its value."""
+_AFTER = re.compile(rf"({_PARTS}s|squared|cubed|factorial|and an? (half|quarter|{_PARTS}))\b")
+"""Words after a number that change its value."""
+_MEASURES = tuple(
+    frozenset(names.split())
+    for names in (
+        "mile miles mi km m yard yards yd foot feet ft inch inches in cm mm meter meters metres",
+        "ton tons kg g pound pounds lb lbs stone ounce ounces oz gram grams kilogram kilograms",
+        "year years month months week weeks day days hour hours hr hrs h minute minutes min mins m"
+        " second seconds sec secs s",
+        "dollar dollars cent cents pound pounds penny pence euro euros",
+        "gallon gallons quart quarts pint pints cup cups tablespoons teaspoons liter liters ml",
+        "degrees degree minutes minute seconds second",
+    )
+)
+"""Units of one quantity, such as `5 feet 6 inches`."""
 _EQUALS = tuple("=<>\N{ALMOST EQUAL TO}\N{RIGHTWARDS ARROW}")
 _AFTER_SIGN = tuple("-+*/^)=}$")
 """What follows a factorial in prose, and does not follow an exclamation mark."""
@@ -210,6 +237,8 @@ def _of_line(
     for each, bracket in (beside[:2], beside[-2:]) if len(beside) > 1 else ():
         if each.kind == "operator" and each.text != "-" and bracket.text in tuple("()[]{}"):
             return None  # 3 * (5 apples)
+    if _is_fragment(tokens, start, end):
+        return None
     run = _trimmed(tokens[start : end + 1], before)
     is_percent = len(run) in (2, 3) and (run[-2].kind, run[-1].text) == ("number", "%")
     value = computed(run[:-1] if is_percent else run)
@@ -383,6 +412,22 @@ def _is_list(tokens: Sequence[Token]) -> bool:
         if has_value and not depth and (token.kind == "comma" or token.text in _SEPARATORS):
             return True
     return False
+
+
+def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
+    """Return True if words make an expression a part of a larger one, such as `3 of 4`."""
+    last = next((place for place in range(start - 1, -1, -1) if tokens[place].kind != "end"), -1)
+    before = [each.text.lower() for each in tokens[last + 1 : start] if each.text not in _MARKUP]
+    after = [each.text.lower() for each in tokens[end + 1 : end + 4] if each.text not in _MARKUP]
+    words = " ".join(before)
+    if _BEFORE.fullmatch(words) or _AFTER.match(" ".join(after)):
+        return True
+    if last < 0:
+        return False
+    units = [each for each in before if each not in (".", ",", "and")]
+    is_compound = len(units) == 1 and any({units[0], *after[:1]} <= each for each in _MEASURES)
+    is_tight = "'" not in before or not tokens[start].spaced
+    return is_compound or (is_tight and bool(_JOINS.fullmatch(words)))
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:

@@ -241,11 +241,13 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _require_names(names: Sequence[str], where: str) -> None:
     """Raise `ConfigError` if a column has no name, or the name of another one."""
+    earlier = set[str]()
     for number, name in enumerate(names, start=1):
         if not name.strip():
             raise ConfigError(f"{where}: column {number} has no name, so its values would be lost")
-        if name in names[: number - 1]:
+        if name in earlier:
             raise ConfigError(f"{where}: two columns have the name {name[:80]!r}: rename one")
+        earlier.add(name)
 
 
 def _json(text: str | bytes, where: str) -> Any:

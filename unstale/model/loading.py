@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from unstale.config import ConfigError
 from unstale.config.chat_templates import CONTROL_TOKENS, NAMED
 from unstale.config.hub import damaged_weights, reading, require_safe_weights
+from unstale.model.template_limits import require_small_template
 
 DTYPES = {
     "float32": torch.float32,
@@ -48,6 +49,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
         )
     if chat_template:
         _set_template(tokenizer, chat_template)
+    require_small_template(tokenizer, folder)
+    if chat_template:
+        _require_question(tokenizer)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"policy: the tokenizer in {folder} has no chat template (chat_template.jinja): choose "
@@ -73,6 +77,10 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
     if chosen in NAMED and tokenizer.bos_token and first == tokenizer.bos_token_id:
         template = "{{- bos_token }}" + template
     tokenizer.chat_template = template
+
+
+def _require_question(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` if the chat template leaves out a user's message, or is wrong."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except (TemplateError, ValueError, TypeError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,8 +24,10 @@ class RunRecorder(Protocol):
 
     def event(self, kind: str, **fields: Any) -> None: ...
 
-    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
-        """Show in the live display what the run does now."""
+    def phase(
+        self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None:
+        """Show in the live display what the run does now. `detail` is read again and again."""
         ...
 
     def span(self, lane: str, label: str) -> AbstractContextManager[None]:

@@ -75,6 +75,7 @@ class LiveDisplay:
         self._rows: list[Mapping[str, Any]] = []
         self._evals: list[HeldOut] = []
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
+        self._detail: Callable[[], str] = str
         self._printed_phase = ""
         self._stopped = threading.Event()
         self._lock = threading.RLock()
@@ -112,7 +113,7 @@ class LiveDisplay:
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a finished step. The names are those of `metrics.jsonl`."""
         with self._lock:
-            self._phase = ("", 0, 0)
+            self._phase, self._detail = ("", 0, 0), str
             now = self._clock()
             self._rows = [*self._rows[-HISTORY:], {"time_s": now - self._start, **metrics}]
             if evaluation := HeldOut.of_metrics(metrics):
@@ -131,10 +132,16 @@ class LiveDisplay:
         if live is not None:
             live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
 
-    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Show progress outside a step, such as "evaluating the base policy", 120 of 256."""
+    def phase(
+        self, text: str, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None:
+        """Show progress, such as "evaluating the base policy", 120 of 256.
+
+        Without a text, it is that of the current step. `detail` returns what is waited for. It is
+        called again and again, also in another thread.
+        """
         with self._lock:
-            self._phase = (text, done, total)
+            self._phase, self._detail = (text, done, total), detail
             new = text != self._printed_phase
             finished = total > 0 and done >= total
             if (
@@ -160,7 +167,7 @@ class LiveDisplay:
                     *spacing,
                     _pace(self._rows),
                 ]
-            if self._phase[0]:
+            if self._phase_text():
                 body += [*spacing, self._phase_row()]
             return Panel(
                 Group(*body),
@@ -186,7 +193,11 @@ class LiveDisplay:
 
     def _phase_text(self) -> str:
         text, done, total = self._phase
-        return f"{text} {done}/{total}" if total else text
+        if total:
+            text = f"{text} {done}/{total}"
+        if not (detail := self._detail()):
+            return text
+        return f"{text}: {detail}" if text else f"episodes: {detail}"
 
     def _silent_for(self) -> float:
         return self._clock() - self._last_line
@@ -202,9 +213,10 @@ class LiveDisplay:
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
                     step = int(number(self._rows[-1].get("step")) or 0) if self._rows else 0
-                    activity = (
-                        self._phase_text() or f"step {step + 1}/{self.config.max_steps} running"
-                    )
+                    activity = self._phase_text()
+                    if not self._phase[0]:
+                        running = f"step {step + 1}/{self.config.max_steps} running"
+                        activity = f"{running}, {activity}" if activity else running
                     self._print(f"... {activity}")
 
 

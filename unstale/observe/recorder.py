@@ -18,7 +18,9 @@ class Watcher(Protocol):
 
     def update(self, metrics: Mapping[str, Any]) -> None: ...
 
-    def phase(self, text: str, done: int = 0, total: int = 0) -> None: ...
+    def phase(
+        self, text: str, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -105,9 +107,11 @@ class Recorder:
         if self._journal:
             self._journal.event(kind, **fields)
 
-    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
+    def phase(
+        self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None:
         """Show on the live display what the run does now."""
-        self._watcher.phase(text, done, total)
+        self._watcher.phase(text, done, total, detail)
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:

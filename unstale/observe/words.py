@@ -92,7 +92,8 @@ groups that wait for older ones are the cause. Another activity is named above `
 BOTTLENECKS = {
     "Generation": "a faster engine (engine.processes, engine.threads, engine.dtype, or servers: "
     "docs/engines.md) or shorter completions (engine.max_completion_tokens)",
-    "Waiting for tools": "more concurrent groups (schedule.max_staleness) or faster tools",
+    "Tools and rewards": "more concurrent groups (schedule.max_staleness), or faster tools and "
+    "reward functions",
     "The staleness budget": "training on finished groups before older unfinished ones "
     "(schedule.adaptive_window or schedule.lookahead_window), or more concurrent groups "
     "(schedule.max_staleness)",
@@ -106,6 +107,8 @@ BOTTLENECKS = {
     "deltas, or trainer.lora_rank)",
     "Checkpointing": "fewer checkpoints (checkpoint.interval)",
     "Evaluation": "fewer evaluations or fewer tasks (eval.interval, eval.tasks)",
+    "Grading held-out tasks": "faster tools and reward functions, or fewer held-out tasks "
+    "(eval.interval, eval.tasks)",
 }
 """Possible bottlenecks of a run, each with the options that help."""
 
@@ -134,7 +137,9 @@ class Waiting:
     work: Mapping[str, float] = field(default_factory=dict)
     """Share of the time that the trainer spends on each activity."""
     tools: float | None = None
-    """Share of the episodes' time that is spent waiting for tools."""
+    """Share of the episodes' time that is spent waiting for tools and rewards."""
+    eval_tools: float | None = None
+    """The same share, of held-out episodes."""
     finished: float | None = None
     """Share of the groups in flight that are finished but wait until older ones are trained on."""
     synchronous: bool = False
@@ -152,17 +157,23 @@ class Waiting:
         if trainer < KEEPS_PACE:
             trains = longest in ("Training", "Scoring old log-probabilities")
             balanced = trains and engine < KEEPS_PACE
-            return "" if balanced or (self.trainer is None and not engine) else longest
+            is_unknown = balanced or (self.trainer is None and not engine)
+            return "" if is_unknown else self._named(longest)
         if self.work.get("Evaluation", 0.0) >= trainer:
-            return "Evaluation"
+            return self._named("Evaluation")
         if engine < KEEPS_BUSY:
             return "Generation"
-        if self.synchronous:
+        if self.synchronous and (self.tools or 0.0) < HELD_BACK:
             return "Taking turns"
         held_back = (self.finished or 0.0) >= HELD_BACK or (
             self.tools is not None and self.tools < HELD_BACK
         )
-        return "The staleness budget" if held_back else "Waiting for tools"
+        return "The staleness budget" if held_back else "Tools and rewards"
+
+    def _named(self, activity: str) -> str:
+        """Return the part of an activity that takes most of its time."""
+        is_grading = activity == "Evaluation" and (self.eval_tools or 0.0) >= HELD_BACK
+        return "Grading held-out tasks" if is_grading else activity
 
     @property
     def sentence(self) -> str:
@@ -177,8 +188,14 @@ class Waiting:
         match self.bottleneck:
             case "":
                 return f"Generation and training keep pace: {facts}."
-            case "Waiting for tools" if self.tools is not None:
-                facts += f", and episodes spent {percent(self.tools)} of their time in tools"
+            case "Tools and rewards" if self.tools is not None:
+                facts += f", and episodes spent {percent(self.tools)} of their time in them"
+            case "Grading held-out tasks":
+                facts = (
+                    f"evaluation took {percent(self.work['Evaluation'])} of the trainer's time, "
+                    f"and held-out episodes spent {percent(self.eval_tools)} of theirs in tools and"
+                    f" rewards; {self._other('Evaluation')}{facts}"
+                )
             case "The staleness budget" if self.finished is not None:
                 facts += f", and {percent(self.finished)} of the groups in flight were finished"
                 facts += " but waited for older ones"
@@ -235,7 +252,7 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
             measured = measured + end - start
         for name in _SUMMED:
             sums[name] += number(row.get(name)) or 0.0
-    tools, generation, finished, in_flight = sums.values()
+    tools, generation, finished, in_flight, eval_tools, eval_generation = sums.values()
     bound = number(rows[-1].get("schedule/staleness_bound")) if rows else None
     return Waiting(
         trainer=waited / elapsed if elapsed else None,
@@ -243,6 +260,7 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
         work={name: took / elapsed for name, took in work.items() if took} if elapsed else {},
         tools=tools / (tools + generation) if generation else None,
         finished=finished / in_flight if in_flight else None,
+        eval_tools=eval_tools / (eval_tools + eval_generation) if eval_generation else None,
         synchronous=bound == 0,
     )
 
@@ -252,6 +270,8 @@ _SUMMED = (
     "rollout/generation_wait_s",
     "schedule/groups_waiting",
     "schedule/groups_in_flight",
+    "eval/tool_wait_s",
+    "eval/generation_wait_s",
 )
 
 WAITING_METRICS = (

@@ -96,16 +96,17 @@ def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
 def _close(value: Value, expected: Value, relative: float | None, absolute: float) -> bool:
     if value == expected or isinstance(value, str | tuple) or isinstance(expected, str | tuple):
         return value == expected
+    one, other = Fraction(value), Fraction(expected)
+    gap = abs(one - other)
     if relative is None and not absolute:
-        whole = [Fraction(each).denominator == 1 for each in (value, expected)]
-        gap = abs(Fraction(value) - Fraction(expected))
+        whole = [each.denominator == 1 for each in (one, other)]
         if all(whole) or (any(whole) and gap > LARGEST_GAP):
             return False
     tolerance = DEFAULT_TOLERANCE if relative is None else relative
-    try:
-        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=absolute)
-    except OverflowError:  # a number that is no float
-        return False
+    if not (0 <= tolerance < math.inf and 0 <= absolute < math.inf):
+        raise ValueError(f"tolerances must be >= 0 and finite, got {tolerance} and {absolute}")
+    largest = max(abs(one), abs(other))  # as fractions, because a float may be 0 or infinite
+    return gap <= max(Fraction(tolerance) * largest, Fraction(absolute))
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:

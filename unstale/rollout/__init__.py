@@ -23,6 +23,20 @@ def no_more(results: Sequence[Trajectory | Failure]) -> int:
     return 0
 
 
+def activity(wait_times: Stopwatch) -> str:
+    """Return what episodes wait for now, in words. Empty if none runs.
+
+    >>> from unstale.engines import Stopwatch
+    >>> waits = Stopwatch("generation_wait", "tool_wait")
+    >>> waits.running["tool_wait"] += 3
+    >>> activity(waits)
+    '3 in tools or rewards'
+    """
+    words = {"generation_wait": "generating", "tool_wait": "in tools or rewards"}
+    numbers = ((wait_times.running[name], text) for name, text in words.items())
+    return ", ".join(f"{number} {text}" for number, text in numbers if number)
+
+
 class GroupRollout(Protocol):
     """The methods of `episode.Rollout` that the training loop calls. The planner simulates them."""
 
@@ -49,6 +63,6 @@ class GroupRollout(Protocol):
 
 Evaluation = Callable[..., Awaitable[list[bool | None]]]
 """A function that runs an episode on each held-out task. It returns the success of each, or None
-for a failed episode. Its argument `progress` is called with a text and the numbers `done` and
-`total`.
+for a failed episode. Its argument `progress` is called with a text, the numbers `done` and
+`total`, and a function `detail` that returns what the episodes wait for.
 """

@@ -6,7 +6,6 @@ counted as failed. Any other error ends the run.
 """
 
 import asyncio
-import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import (
@@ -490,7 +489,7 @@ class Rollout:
             restored = await transcript.restore_snapshot(resumable)
             if restored is not None:
                 return restored
-        turn = await caller.turn(caller.env.begin)
+        turn = await self.wait_times.on("tool_wait", caller.turn(caller.env.begin))
         self._check_size(turn)
         transcript.add_context(ContextPiece(chat.encode_prompt(turn.messages)))
         if resumable:
@@ -563,12 +562,12 @@ class Rollout:
         self, transcript: Transcript, budget_use: BudgetUse
     ) -> tuple[list[int], bool]:
         """Sample a reply. Waits for a slot do not count as waits for generation."""
-        began, waited_s = time.monotonic(), budget_use.slot_wait_s
+        waited_s = budget_use.slot_wait_s
+        reply = self.generator.generate(transcript, budget_use=budget_use)
         try:
-            return await self.generator.generate(transcript, budget_use=budget_use)
+            return await self.wait_times.on("generation_wait", reply)
         finally:
-            slot_wait_s = budget_use.slot_wait_s - waited_s
-            self.wait_times.add("generation_wait", time.monotonic() - began - slot_wait_s)
+            self.wait_times.add("generation_wait", waited_s - budget_use.slot_wait_s)
 
     def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
         """Raise `EnvError` for messages that are longer than the whole context.

@@ -4,9 +4,11 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean
 
 from unstale.records import Failure, Task, Trajectory
+from unstale.rollout import activity
 from unstale.rollout.episode import Rollout
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.seeds import derive_seed
@@ -29,6 +31,8 @@ class FinishedEpisodes:
     def __init__(self) -> None:
         self.successes: dict[Attempt, bool] = {}
         self.rewards: dict[Attempt, float] = {}
+        self.waits: dict[str, float] = {}
+        """The seconds that the episodes spent in generation and in tools, as metrics."""
 
     def add(self, attempt: Attempt, success: bool, reward: float) -> None:
         """Record an attempt."""
@@ -68,8 +72,9 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
     """Run one episode on each task. Return the success of each episode, or None if it failed.
 
     `seed` affects only the replies, because the seed of an environment depends on the task alone. A
-    task that is listed twice is attempted twice, with different replies. After each episode,
-    `progress` is called with a text and the numbers `done` and `total`. Attempts in `finished` are
+    task that is listed twice is attempted twice, with different replies. At the start and after
+    each episode, `progress` is called with a text, the numbers `done` and `total`, and the function
+    `detail`, which returns what the episodes wait for. Attempts in `finished` are
     not run again, and the others are added to it, except those that failed. At most
     `MAX_CONCURRENT` episodes run at the same time. With `trial`, one episode is tried before all
     others start. Raises `TooManyFailures` if it fails on each of the first `MAX_TRIALS` tasks.
@@ -77,12 +82,17 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
     finished = finished or FinishedEpisodes()
     failures: list[Failure] = []
     num_done = 0
+    rollout.wait_times.read("")
+    show = partial(
+        progress, "held-out tasks", total=len(tasks), detail=partial(activity, rollout.wait_times)
+    )
+    show(done=0)
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
     def count_episode() -> None:
         nonlocal num_done
         num_done += 1
-        progress("held-out tasks", done=num_done, total=len(tasks))
+        show(done=num_done)
 
     async def run_attempt(task: Task, attempt: Attempt) -> bool | None:
         if attempt in finished.successes:
@@ -118,4 +128,5 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
             group.create_task(run_attempt(task, attempt))
             for task, attempt in attempts[len(tried) :]
         ]
+    finished.waits |= rollout.wait_times.read("eval")
     return [*tried, *(attempt.result() for attempt in running)]

@@ -447,7 +447,9 @@ class SimulatedRecorder:
 
     def event(self, kind: str, **fields: Any) -> None: ...
 
-    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
+    def phase(
+        self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
+    ) -> None: ...
 
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]

@@ -13,7 +13,7 @@ list.
 
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -38,6 +38,10 @@ CLOSE_S = 120.0
 """Largest number of seconds that the end of a run waits for trackers. Some send what is pending."""
 
 
+MAX_NAMES, MAX_NOTES = 500, 10
+"""Names of one component (the part before `/`), and notes about changed ones. A database of MLflow
+takes 1 ms for each value.
+"""
 MAX_NAME = 200
 """Number of characters of a metric's name. MLflow accepts 250."""
 _REFUSED = re.compile(r"[^/\w.\-]", re.ASCII)
@@ -117,17 +121,39 @@ class AcceptedNames:
     tracker: str
     note: Callable[[str], None]
     _names: dict[str, str] = field(default_factory=dict)
+    """Accepted names. One that is empty is not sent."""
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics by accepted names. Print a note about each new name that changes."""
-        for name in metrics.keys() - self._names.keys():
-            self._names[name] = accepted_name(name)
-            if self._names[name] != name:
+        """Return the metrics by accepted names, at most `MAX_NAMES` of a component.
+
+        Print a note about the first of the names that change, and about those that are left out.
+        """
+        for name in metrics:
+            if name not in self._names:
+                self._names[name] = self._accept(name)
+        return {sent: value for name, value in metrics.items() if (sent := self._names[name])}
+
+    def _accept(self, name: str) -> str:
+        component = name.partition("/")[0]
+        self._counts[component] += 1
+        if self._counts[component] > MAX_NAMES:
+            if self._counts[component] == MAX_NAMES + 1:
                 self.note(
-                    f"warning: {self.tracker} cannot have the name {name!r}, sent as "
-                    f"{self._names[name]}"
+                    f"warning: {self.tracker} gets the first {MAX_NAMES} metrics of {component}/ "
+                    "only; metrics.jsonl has all of them"
                 )
-        return {self._names[name]: value for name, value in metrics.items()}
+            return ""
+        accepted = accepted_name(name)
+        if accepted != name:
+            self._counts["/changed"] += 1
+            if self._counts["/changed"] <= MAX_NOTES:
+                last = self._counts["/changed"] == MAX_NOTES
+                self.note(
+                    f"warning: {self.tracker} cannot have the name {name!r}, sent as {accepted}"
+                    f"{'; further names change without a note' * last}"
+                )
+        return accepted
 
 
 def accepted_name(name: str) -> str:

@@ -17,6 +17,10 @@ MAX_VALUE = 500
 """Number of characters of a parameter that every server accepts."""
 MAX_PARAMETERS = 100
 """Number of parameters that a server accepts in one request."""
+MAX_METRICS = 500
+"""Number of metrics in one request. A server accepts 1000, and the time of a database grows with
+the square of the number.
+"""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """MLflow's name of each outcome of a run."""
 
@@ -60,7 +64,8 @@ class _MLflow:
             self.package.entities.Metric(name, value, now, step)
             for name, value in self.names.rename(metrics).items()
         ]
-        self.client.log_batch(self.identifier, metrics=values)
+        for start in range(0, len(values), MAX_METRICS):
+            self.client.log_batch(self.identifier, metrics=values[start : start + MAX_METRICS])
 
     def text(self, step: int, name: str, text: str) -> None:
         self.client.log_text(self.identifier, text, f"{name}/step{step:06d}.txt")

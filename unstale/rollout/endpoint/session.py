@@ -124,11 +124,14 @@ class AgentSession:
         The session is closed at the end of the context.
         """
         self._changed_at = asyncio.get_running_loop().time()
+        running = self.rollout.wait_times.running
+        running[self._waits_for] += 1
         try:
             async with asyncio.timeout(self.rollout.config.timeout_s) as self._limit:
                 yield
         finally:
             self._count_time()
+            running[self._waits_for] -= 1
             self.closed = True
             self._changed_at = None
             for task in self._running:
@@ -162,7 +165,11 @@ class AgentSession:
         The agent's time limit between two calls runs only while no call is pending.
         """
         self._count_time()
+        before = self._waits_for
         self._num_pending += change
+        if self._changed_at is not None:
+            self.rollout.wait_times.running.subtract([before])
+            self.rollout.wait_times.running.update([self._waits_for])
         if self._limit is not None and not self.closed and not self._limit.expired():
             deadline = None
             if not self._num_pending:
@@ -174,8 +181,11 @@ class AgentSession:
         if self._changed_at is not None:
             began = self._changed_at
             self._changed_at = asyncio.get_running_loop().time()
-            waited_for = "generation_wait" if self._num_pending else "tool_wait"
-            self.rollout.wait_times.add(waited_for, self._changed_at - began)
+            self.rollout.wait_times.add(self._waits_for, self._changed_at - began)
+
+    @property
+    def _waits_for(self) -> str:
+        return "generation_wait" if self._num_pending else "tool_wait"
 
     async def _place_all(self, request: CompletionRequest) -> list[Continuation]:
         """Find or begin a branch for each answer of a request, and add the request's context to it.
