@@ -227,7 +227,7 @@ def test_the_runs_and_a_run(client: Client) -> None:
     assert (run["step"], run["steps"], run["state"]) == (6, 6, "stopped")
     assert [each["step"] for each in run["evaluations"]] == [0]
     assert run["rollouts"][0] == [1, 2, 3, 4, 5, 6]
-    assert found["index"]["ended"] == 24 and found["options"]["steps"] == "6"
+    assert found["index"]["ended"] == 24 and found["options"]["max_steps"] == "6"
     assert found["exact"] and len(found["factors"]) == 2 and len(found["checks"]) == 9
     names = [section["name"] for section in found["sections"]]
     assert names[:2] == ["outcome", "signal"] and "engines" in names

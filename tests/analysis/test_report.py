@@ -772,12 +772,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_with_old_names_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"credit": {"estimator": "grpo"}}')
-    with pytest.raises(ConfigError, match=r"older version of unstale \(credit is now advantage\)"):
-        write_report(tmp_path)
-
-
 def test_the_made_up_run_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     a, b = (fake_run(tmp_path / name, steps=3) for name in "ab")
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in FILES)

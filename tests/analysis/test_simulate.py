@@ -34,7 +34,6 @@ from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
 from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
-from unstale.durability.run_folder import RunLog
 from unstale.records import ContextPiece, Sampled, Task, Trajectory
 from unstale.testing.models import episode
 
@@ -412,13 +411,6 @@ def test_what_cannot_be_is_told_in_one_line(
         simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
     with pytest.raises(ConfigError, match="at least 2 steps"):
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
-
-
-def test_a_run_with_a_renamed_option_is_refused_by_its_new_name(tmp_path: Path) -> None:
-    old = {"recipe": "retail", "schedule": {"window": 4}}
-    RunLog.create(tmp_path / "old", old).close()
-    with pytest.raises(ConfigError, match=r"schedule.window is now schedule.lookahead_window"):
-        measured.from_run(tmp_path / "old")
 
 
 def test_the_verb_tells_what_a_setting_comes_to(capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,7 @@ def killed(name: str = "", number: int = 0) -> Iterator[None]:
 
 
 def config(*, every: int = 2, deterministic: bool = False, **schedule: int) -> RunConfig:
-    made = configure(max_steps=STEPS, every=every, deterministic=deterministic, **schedule)
+    made = configure(steps=STEPS, every=every, deterministic=deterministic, **schedule)
     return replace(made, trainer=TrainerConfig(lr=1e-2), audit=AuditConfig(share=0.5))
 
 
@@ -712,7 +712,7 @@ def changed(**changes: Any) -> RunConfig:
     [
         (
             {"model": "elsewhere"},
-            "policy cannot change from base to elsewhere in a resumed run: the weights",
+            "model cannot change from base to elsewhere in a resumed run: the weights",
         ),
         (
             {"seed": 1},
@@ -769,7 +769,7 @@ def test_an_option_of_the_task_set_cannot_change() -> None:
         ({"runs": Path("elsewhere"), "name": "other"}, []),
         (
             {"max_steps": 20},
-            ["steps is 20, it was 12: the learning-rate schedule now ends there"],
+            ["max_steps is 20, it was 12: the learning-rate schedule now ends there"],
         ),
         (
             {"trainer__lr": 0.1},
@@ -787,7 +787,7 @@ def test_an_option_of_the_task_set_cannot_change() -> None:
         ),
         ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: takes effect from here on"]),
         (
-            {"trackers": "wandb", "eval__every": 2},
+            {"trackers": "wandb", "eval__interval": 2},
             ["trackers is wandb", "eval.interval is 2, it was 0: takes effect from here on"],
         ),
     ],

@@ -182,5 +182,5 @@ def test_a_wrong_argument_of_resume_and_evaluate_is_named(call: Any, tmp_path: P
 
 
 def test_an_option_in_place_of_the_configuration_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no such argument: model\. .* mean policy\?"):
-        unstale.train(model="x")
+    with pytest.raises(ConfigError, match=r"no such argument: model_path\. .* mean model\?"):
+        unstale.train(model_path="x")

@@ -361,7 +361,7 @@ def test_an_arm_of_a_route_changes_what_the_routes_own_recipe_does(route: str) -
         (["a:", "b: old_logps.beta=0.5"], "arm 'b': old_logps.beta is an option of"),
         (["a:", "b: old_logps.rout=eager"], "arm 'b': unknown argument --old_logps.rout"),
         (["a:", "b: old_logps.route=current_recompute"], "arm 'b': "),  # the linter's word
-        (["a:", "b: steps=3"], "arm 'b': steps is the same for all arms"),
+        (["a:", "b: max_steps=3"], "arm 'b': max_steps is the same for all arms"),
         (["a:", "b: eval.tasks=3"], "arm 'b': eval.tasks is the same for all arms"),
         (["a b:", "a/b: trainer.lr=1"], "arm 'a b' needs a unique name"),
         (["a:", "b"], "an arm is written"),

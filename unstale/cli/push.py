@@ -16,7 +16,7 @@ from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
 from unstale.durability.run_folder import EVENTS, Row, RunFolder
 from unstale.observe.held_out import held_out
-from unstale.observe.run_rows import flatten, last_stop, refuse_old, step_of
+from unstale.observe.run_rows import flatten, last_stop, step_of
 from unstale.observe.words import number
 
 CARD = "README.md"
@@ -57,7 +57,6 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 def model_card(run: Path, repo: str = "") -> str:
     """Return the model card of a run's policy, with metadata for the Hugging Face hub."""
     folder = RunFolder(run)
-    refuse_old(folder.config(), run)
     options, log = flatten(folder.config()), list(folder.rows(EVENTS))
     rows = sorted((row for row in folder.metrics() if step_of(row) > 0), key=step_of)
     started: Row = next((row for row in reversed(log) if row.get("kind") == "started"), {})

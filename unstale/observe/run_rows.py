@@ -1,11 +1,8 @@
 """Read parts of a run's files. All data are checked, because others may have written them."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from unstale.config import ConfigError
-from unstale.config.names import RENAMED
 from unstale.config.options import TECHNIQUE_OPTIONS
 from unstale.durability.run_folder import Row
 from unstale.observe.words import mapping, number
@@ -29,17 +26,6 @@ def last_stop(events: Iterable[Row]) -> Row:
             case "stopped":
                 stopped = event
     return stopped
-
-
-def refuse_old(config: Row, path: Path) -> None:
-    """Raise `ConfigError` for a run from before the options and metrics were renamed."""
-    names = RENAMED.keys() - {"tensorboard"}  # this option was renamed after the metrics
-    old = next((name for name in (*config, *flatten(config)) if name in names), None)
-    if old:
-        raise ConfigError(
-            f"{path} is from an older version of unstale ({old} is now {RENAMED[old]}). "
-            "Metrics were renamed, too: write its report with the version that ran it."
-        )
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

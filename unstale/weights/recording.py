@@ -193,7 +193,7 @@ class FailedStep:
 def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     del columns["group"], columns["reward"]  # no step of a recorded batch reads them
-    table = columns.pop("routes")
+    table = columns.pop("routed_experts")
     if stored := columns.pop("stored"):
         columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}

@@ -37,7 +37,7 @@ from unstale.config import ConfigError, OldLogpsConfig, RunConfig
 from unstale.config.options import stored_config
 from unstale.config.routes import routes
 from unstale.durability.run_folder import AUDIT, METRICS, Row, RunFolder
-from unstale.observe.run_rows import refuse_old, step_of
+from unstale.observe.run_rows import step_of
 from unstale.observe.words import mapping, number
 from unstale.records import nearest_rank
 
@@ -164,7 +164,6 @@ def gather_evidence(path: Path) -> Evidence:
         raise ConfigError(
             f"{path} has no readable config.json, which names the route and its thresholds"
         )
-    refuse_old(stored, path)
     config = stored_config(stored, str(path / "config.json"))
     rows = sorted(
         (row for row in folder.rows(METRICS) if number(row.get("step")) is not None), key=step_of

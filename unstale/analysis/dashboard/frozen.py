@@ -34,7 +34,6 @@ from unstale.durability.run_folder import (
     dumps,
     write_whole,
 )
-from unstale.observe.run_rows import refuse_old
 
 READ_S = 60.0
 """Seconds after which the episodes of a long run are no longer read."""
@@ -132,7 +131,6 @@ def freeze(folder: Path) -> Row:
     if there is no space for the index.
     """
     read = RunFolder(folder)
-    refuse_old(read.config(), folder)
     with TemporaryDirectory(prefix="unstale-report-") as made:
         try:
             index = RunIndex(folder, Path(made) / "index.sqlite")

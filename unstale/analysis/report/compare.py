@@ -19,7 +19,7 @@ from unstale.config import ConfigError
 from unstale.config.files import read_mapping
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from unstale.observe.held_out import HeldOut
-from unstale.observe.run_rows import flatten, last_stop, refuse_old, step_of
+from unstale.observe.run_rows import flatten, last_stop, step_of
 from unstale.observe.statistics import has_spread, student_t975
 from unstale.observe.words import number
 
@@ -207,7 +207,6 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     state, error = ended(folder)
     run = RunFolder(folder) if (folder / CONFIG).is_file() else None
     config = run.config() if run else {}
-    refuse_old(config, folder)
     rows = sorted(run.rows(METRICS) if run else (), key=step_of)
     events = list(run.rows(EVENTS)) if run else []
     minutes = _training_minutes(rows, events)
