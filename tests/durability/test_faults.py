@@ -443,7 +443,7 @@ def test_an_environment_that_hangs_is_tried_again_with_its_seed_and_then_quarant
 
 
 def test_above_the_allowed_share_of_hanging_environments_the_run_stops(tmp_path: Path) -> None:
-    made = named(tmp_path, replace(patient(0, 0.2), steps=100))
+    made = named(tmp_path, replace(patient(0, 0.2), max_steps=100))
     message = (
         r"TooManyFailures: \d+.\d% of the episodes of \d+ groups failed, "
         r"more than rollout.max_failed_share = 0.2 allows"
@@ -491,7 +491,8 @@ def test_an_old_logit_process_that_is_killed_or_frozen_ends_the_run(
 ) -> None:
     monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
     made = named(
-        tmp_path, replace(config(), steps=10_000, old_logps=OldLogpsConfig(route="old_logit_model"))
+        tmp_path,
+        replace(config(), max_steps=10_000, old_logps=OldLogpsConfig(route="old_logit_model")),
     )
 
     class Striking(TwoTurns):

@@ -154,7 +154,7 @@ def test_without_vllm_the_run_ends_before_anything_starts(tmp_path: Path) -> Non
     tiny_policy().save(tmp_path / "model")
     config = replace(
         RECIPES["retail"](),
-        policy=str(tmp_path / "model"),
+        model=str(tmp_path / "model"),
         runs=tmp_path / "runs",
         engine=EngineConfig(backend="vllm"),
     )

@@ -175,8 +175,8 @@ def test_synonyms_lead_to_options() -> None:
 
 @pytest.mark.parametrize("call", [unstale.resume, unstale.evaluate])
 def test_a_wrong_argument_of_resume_and_evaluate_is_named(call: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such argument: step\. .* mean steps\?"):
-        call(tmp_path, step=3)
+    with pytest.raises(ConfigError, match=r"no such argument: max_step\. .* mean max_steps\?"):
+        call(tmp_path, max_step=3)
     with pytest.raises(ConfigError, match=r"config must be a RunConfig"):
         call(tmp_path)
 

@@ -127,10 +127,9 @@ def _warnings(run: Row) -> list[str]:
 def freeze(folder: Path) -> Row:
     """Return the answers to what the page of a run asks.
 
-    Raises `ConfigError` if the folder has no run, or one with old names of the options, and OSError
-    if there is no space for the index.
+    Raises `ConfigError` if the folder has no run, and OSError if there is no space for the index.
     """
-    read = RunFolder(folder)
+    RunFolder(folder)  # refuses a folder without a run
     with TemporaryDirectory(prefix="unstale-report-") as made:
         try:
             index = RunIndex(folder, Path(made) / "index.sqlite")
