@@ -779,8 +779,8 @@ import unstale
 from unstale.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
 
 unstale.train(RunConfig(
-    recipe="sums", name="run", max_steps=1, task=TaskConfig(env="sums:tasks"), eval=EvalConfig(tasks=2),
-    schedule=ScheduleConfig(groups_per_step=1, group_size=2),
+    recipe="sums", name="run", max_steps=1, eval=EvalConfig(tasks=2),
+    task=TaskConfig(env="sums:tasks"), schedule=ScheduleConfig(groups_per_step=1, group_size=2),
     engine=EngineConfig(max_completion_tokens=16, max_context=256),
 ))
 """
