@@ -46,7 +46,7 @@ from unstale.config import (
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 from unstale.model.sharding import local
 from unstale.planner.analytic import PASS_TOKENS, TrainingSetup
 from unstale.planner.hardware import DEVICES, Shares
@@ -109,8 +109,8 @@ class CheckedRank:
         for version in range(steps):
             policy.version = version
             began = clock()
-            trainer.old.publishing()
-            trainer.old.published(range(max(0, version - 2), version + 1))
+            trainer.old.before_publish()
+            trainer.old.on_published(range(max(0, version - 2), version + 1))
             publish_s.append(clock() - began)
             batch = lopsided(collate(first if version == 0 else random_batch(size, version)))
             minibatches = trainer.prepare(batch)
@@ -176,7 +176,7 @@ def rank_config(size: Big, count: int, steps: int) -> RunConfig:
     )
 
 
-def make_rank(config: RunConfig, peers: Peers) -> CheckedRank:
+def make_rank(config: RunConfig, peers: RankGroup) -> CheckedRank:
     return CheckedRank(build_rank(config, peers))
 
 

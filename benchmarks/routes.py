@@ -326,14 +326,14 @@ def play(
     for version in range(len(history.copies)):
         advance(policy, history, version)
         with timed(played.published_s):
-            route.publishing()
-            route.published(live(version))
+            route.before_publish()
+            route.on_published(live(version))
         own = list(pieces_of(batches[version : version + 1], version))
         waiting = list(pieces_of(batches[version + 1 : version + 3], version))
         for piece in (*own, *waiting):
-            route.arrived(piece)
+            route.on_piece(piece)
         with timed(played.idle_s):
-            while route.idle():
+            while route.score_while_idle():
                 pass
         if name == "old_logit_model":
             time.sleep(median(history.step_s))  # its process works while the trainer does
@@ -346,7 +346,7 @@ def play(
             played.logps_s[-1] = 0.0
         with timed(played.closing_s):
             if route.needs.closing:
-                route.closing(waiting)
+                route.before_update(waiting)
         route.trained(1.0)
         played.costs = route.costs()
     played.models = route.needs.resident_models
@@ -379,7 +379,7 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
         forwarded = {}
         for name in names if version % 2 else names[::-1]:
             with timed(published[name]):
-                routes[name].published(live(version))
+                routes[name].on_published(live(version))
             with timed(asked[name]):
                 routes[name].logps(batch, torch.empty(0))
             forwarded[name] = routes[name].costs()["forward_tokens"]

@@ -227,7 +227,7 @@ def ours(chosen: argparse.Namespace) -> None:
             batch.behavior_logp.copy_(said)
         else:  # all of it is of the newest version
             batch.version.masked_fill_(batch.sampled, policy.version)
-            old.published(live={policy.version})
+            old.on_published(live={policy.version})
         (part,) = trainer.prepare(batch)
         trainer.backward(part)
         if chosen.gradient and not trainer.steps:

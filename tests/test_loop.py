@@ -60,7 +60,7 @@ from unstale.rollout.timeouts import first_error
 from unstale.techniques import Draw, DrawContext, Outcome, Techniques
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor
-from unstale.trainer.local import LocalTrainer, Rules
+from unstale.trainer.local import LocalTrainer, LossSpec
 
 Route = Callable[[Scorer, ScriptedEngine], OldLogps]
 
@@ -141,7 +141,7 @@ class Log:
 
     def event(self, kind: str, **fields: Any) -> None: ...
 
-    def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
+    def trained(self, step: int, *, points: Any, events: Any) -> None: ...
 
     def failure(self, episode: int, failure: Any, final: bool) -> None: ...
 
@@ -160,7 +160,7 @@ class ScoresAtClosing(OldLogps):
         self.closed: dict[int, set[tuple[int, int]]] = {}
         self.missing: list[int] = []
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         assert not self.engine._pending, "generation goes on while the version is being closed"
         version = self.scorer.version
         assert all(piece.piece.version == version for piece in unscored)
@@ -222,7 +222,7 @@ def toy_machine(
     policy, engine = tiny_policy(dtype=config.trainer.dtype), ScriptedEngine(say, token_delay=delay)
     scorer = LocalScorer(policy, 1.0, 4096)
     old = (route or ScoresAtClosing)(scorer, engine)
-    rules = Rules(config.correction, config.objective)
+    rules = LossSpec(config.correction, config.objective)
     auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
     techniques = Techniques.of(config)
     trainer = LocalTrainer(policy, config, old, auditor.look, techniques=techniques)
@@ -317,13 +317,13 @@ def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None
         kept = [replace(group, trajectories=group.trajectories[:-1]) for group in groups]
         return estimate(kept, **seen)
 
-    closing, late = parts.old_logps.closing, set[int]()
+    closing, late = parts.old_logps.before_update, set[int]()
 
     def note(unscored: Sequence[PendingPiece]) -> None:
         late.update(piece.episode for piece in unscored if piece.episode in consumed)
         closing(unscored)
 
-    parts.old_logps.closing = note  # type: ignore[method-assign]
+    parts.old_logps.before_update = note  # type: ignore[method-assign]
     rows = run(with_credit(parts, without_the_last))
     assert rows[-1]["trainer/action_tokens"] == 2 * 2 * 2 * REPLY
     assert not late
@@ -363,8 +363,8 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
         assert threading.get_ident() == trainers
         heard.append((name, parts.trainer.version, engine.version))
 
-    parts.old_logps.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
-    parts.old_logps.published = partial(hear, "published")  # type: ignore[method-assign]
+    parts.old_logps.before_publish = partial(hear, "publishing")  # type: ignore[method-assign]
+    parts.old_logps.on_published = partial(hear, "published")  # type: ignore[method-assign]
     run(parts)
     assert heard == [
         call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))
@@ -806,7 +806,7 @@ def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     def broken(unscored: Sequence[PendingPiece]) -> None:
         raise FloatingPointError("nan in a score")
 
-    parts.old_logps.closing = broken  # type: ignore[method-assign]
+    parts.old_logps.before_update = broken  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
     assert str(first_error(failure.value)) == "nan in a score"

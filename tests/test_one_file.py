@@ -147,14 +147,14 @@ class Package:
         self.old = build_old_logps(
             OldLogpsConfig(route="snapshot_old"), LocalScorer(self.policy, 1.0, 1)
         )
-        self.old.published({0})
+        self.old.on_published({0})
         self.trainer = LocalTrainer(self.policy, config, self.old)
 
     def finish_step(self) -> None:
         self.trainer.step()
         self.trainer.start_version()
         version = self.trainer.version
-        self.old.published(set(range(max(0, version - OPTIONS.max_staleness), version + 1)))
+        self.old.on_published(set(range(max(0, version - OPTIONS.max_staleness), version + 1)))
 
 
 def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:

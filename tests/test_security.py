@@ -35,7 +35,7 @@ from unstale.engines.embedded.fallback import TransformersRunner
 from unstale.engines.embedded.packed import PackedRunner
 from unstale.model.policy import Policy
 from unstale.trainer.failed_batch import save_failed_batch
-from unstale.weights.recording import WENT_WRONG, WentWrong
+from unstale.weights.recording import WENT_WRONG, FailedStep
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "unstale").rglob("*.py"))
@@ -516,7 +516,7 @@ def test_a_tensor_file_that_lies_about_itself_is_refused(
     path = tmp_path / WENT_WRONG
     path.write_bytes(struct.pack("<Q", size or len(header)) + header.encode() + bytes(8))
     with pytest.raises(ConfigError, match="is not a saved batch of a failed step"):
-        WentWrong.load(path)
+        FailedStep.load(path)
 
 
 def test_nothing_is_written_through_the_links_beside_a_database(

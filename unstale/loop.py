@@ -371,7 +371,7 @@ async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
         taking.add_done_callback(lambda _: run.pending.arrived.set())
         while run.old_logps.needs.idle and not taking.done():
             run.pending.arrived.clear()
-            if not await run.trainer_thread.run(run.old_logps.idle):
+            if not await run.trainer_thread.run(run.old_logps.score_while_idle):
                 await run.pending.arrived.wait()
     return taking.result()
 
@@ -386,7 +386,7 @@ async def learn(
     """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
     Some old-logit routes must score all tokens of the current version before its weights change.
-    For these (`needs.closing`), generation is paused and `closing` is called before the first step.
+    For these (`needs.closing`), generation is paused and `before_update` is called before the first step.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
@@ -400,11 +400,11 @@ async def learn(
         if number == 0 and needs.closing:
             await run.engine.interrupt()
             unscored = run.pending.of_version(trainer.version, excluding=episodes_of(groups))
-            await run.trainer_thread.run(run.old_logps.closing, unscored)
+            await run.trainer_thread.run(run.old_logps.before_update, unscored)
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.step)
-    points = [*trainer.points(), *run.auditor.points()]
-    run.log.learnt(step, points=points, events=run.old_logps.events())
+    points = [*trainer.scatter_sample(), *run.auditor.scatter_sample()]
+    run.log.trained(step, points=points, events=run.old_logps.events())
     return trainer.metrics()
 
 
@@ -542,7 +542,7 @@ class Publication:
         snapshot = None
         if self._checkpoint_due:
             snapshot = run.checkpoints.snapshot(self._progress, run.trainer)
-        run.old_logps.publishing()
+        run.old_logps.before_publish()
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
@@ -551,8 +551,8 @@ class Publication:
         The calls run in the trainer's thread. `live` are the versions whose tokens are still to be
         trained on.
         """
-        await self._run.trainer_thread.run(self._run.old_logps.published, live)
-        await self._run.trainer_thread.run(self._run.auditor.published, live)
+        await self._run.trainer_thread.run(self._run.old_logps.on_published, live)
+        await self._run.trainer_thread.run(self._run.auditor.on_published, live)
         self.scorers_notified.set()
 
 

@@ -48,14 +48,14 @@ from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth, packing_noise, score_truth
-from unstale.trainer.local import Rules
-from unstale.weights.recording import RECORDED, Recorded, Recording, TrainedOn
+from unstale.trainer.local import LossSpec
+from unstale.weights.recording import RECORDED, Recorded, Recording, RecordedBatch
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 NOISE = 1e-5
 SCORING = (1.0, 4096)
-RULES = Rules(CorrectionConfig(low=0.9, high=1.1), ObjectiveConfig())
+RULES = LossSpec(CorrectionConfig(low=0.9, high=1.1), ObjectiveConfig())
 
 
 def tokens(
@@ -230,7 +230,7 @@ def audited(
             version: policy.twin()
         }
         for part in (old, auditor):
-            part.published(set(copies))  # type: ignore[attr-defined]
+            part.on_published(set(copies))  # type: ignore[attr-defined]
         batch = sampled_batch(policy, version, copies, far=0.05)
         rows.append(auditor.look(batch, answer(old, policy, batch)))
     old.close()
@@ -257,7 +257,7 @@ def test_the_auditor_finds_an_exact_route_exact() -> None:
         (0, 0), abs=1e-3
     )
     assert rows[-1]["audit/mask_f1"] == 1
-    points = auditor.points()
+    points = auditor.scatter_sample()
     assert len(points) == 64 and all(
         point["log_d"] == pytest.approx(point["true_log_d"], abs=1e-5) for point in points
     )
@@ -297,7 +297,7 @@ def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
     ]
     assert sorted(auditor.state()["copies"]) == [1, 2, 3]
     rows, auditor = audited("rollout", share=0.0)
-    assert rows == [{}] * 4 and auditor.points() == [] and not auditor.state()["copies"]
+    assert rows == [{}] * 4 and auditor.scatter_sample() == [] and not auditor.state()["copies"]
 
 
 def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> None:
@@ -309,7 +309,7 @@ def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> N
     batch = collate([episode(1, [3, (9, 0)]), episode(2, [3, (9, 0)])])
     with pytest.raises(LookupError, match="version 0"):
         first.look(batch, batch.behavior_logp)
-    first.published({0})
+    first.on_published({0})
     second.restore(first.state())
     one, other = (part.look(batch, batch.behavior_logp) for part in (first, second))
     assert one["audit/logp_error_abs_mean"] == other["audit/logp_error_abs_mean"] > 0
@@ -342,7 +342,7 @@ def test_a_recording_gives_back_what_was_written(tmp_path: Path) -> None:
     batch = collate([episode(7, [3, (4, 0), 2, (5, 1)]), episode(9, [2, (3, 1, False)])])
     recording = Recording(tmp_path)
     recording.version(1, policy.whole_weights())
-    recording.batch(TrainedOn(5, 1, batch))
+    recording.batch(RecordedBatch(5, 1, batch))
     with pytest.raises(FileNotFoundError, match=r"lacks versions \[0\], and each of the 1 rec"):
         Recorded(tmp_path)
     recording.version(0, policy.whole_weights())
@@ -513,13 +513,13 @@ class Listens(OldLogps):
         self.heard: list[tuple[object, ...]] = []
         self.arrivals = 0
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         self.heard.append(("published", self.scorer.version, sorted(live)))
 
-    def arrived(self, piece: PendingPiece) -> None:
+    def on_piece(self, piece: PendingPiece) -> None:
         self.arrivals += 1
 
-    def idle(self) -> bool:
+    def score_while_idle(self) -> bool:
         self.heard.append(("idle", self.arrivals))
         self.arrivals = 0
         return self.heard[-2][0] != "idle"
@@ -529,12 +529,12 @@ class Listens(OldLogps):
         self.heard.append(("logps",))
         return batch.behavior_logp, torch.zeros_like(batch.sampled)
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        assert self.scorer.at_version
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        assert self.scorer.weights_match_version
         self.heard.append(("closing", {piece.piece.version for piece in unscored}, len(unscored)))
 
     def trained(self, kept: float) -> None:
-        assert not self.scorer.at_version and 0.9 < kept <= 1
+        assert not self.scorer.weights_match_version and 0.9 < kept <= 1
         weights = self.scorer.weights()
         self.heard.append(("trained", float(next(iter(weights.values())).double().sum())))
 
@@ -618,7 +618,7 @@ def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() 
     batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
     exact = batch.behavior_logp + 0.01 * batch.sampled
     correction = CorrectionConfig(control="mask", low=0.9, high=1.1, unit="sequence")
-    rules = Rules(correction, ObjectiveConfig())
+    rules = LossSpec(correction, ObjectiveConfig())
     truth = torch.where(batch.clean & batch.sampled, exact, 0.0)
     audited = Truth(batch, 1, truth, exact).compare(exact, rules)
     assert audited.dropped.shape == (2, 4) and not audited.dropped.any()

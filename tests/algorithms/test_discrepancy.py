@@ -65,7 +65,7 @@ def look(dtype: str) -> Seen:
             await engine.start()
             publisher.prepare(policy)
             await publisher.publish()
-            old.published(live={0})
+            old.on_published(live={0})
             async with asyncio.TaskGroup() as group:
                 running = [
                     group.create_task(rollout.episode(task, env_seed=i, noise_seed=i))
@@ -76,7 +76,7 @@ def look(dtype: str) -> Seen:
                 policy.version = 1
                 publisher.prepare(policy)
                 await publisher.publish()
-                old.published(live={0})
+                old.on_published(live={0})
         finally:
             await engine.close()
         episodes = [task.result() for task in running]

@@ -32,7 +32,7 @@ from benchmarks.gpu_runs import (
     slope_per_hour,
 )
 from tests.support.ranks import run_ranks
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 
 STEPS = 3
 GOAL = {goal.name: goal for goal in GOALS}
@@ -49,7 +49,7 @@ LEARNED = Learned(
 )
 
 
-def learn_twice(peers: Peers, folder: Path) -> list[Learned]:
+def learn_twice(peers: RankGroup, folder: Path) -> list[Learned]:
     """Train two new ranks, one after the other, and return what they measured."""
     size = make_size(TINY, folder, "cpu", 4, 40)
     config = rank_config(size, peers.count, STEPS)

@@ -141,12 +141,12 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
     clock.watch(machine)
     for work in (
         machine.trainer.prepare,
-        old.closing,
+        old.before_update,
         old.trained,
         old.costs,
-        old.publishing,
-        old.published,
-        old.idle,
+        old.before_publish,
+        old.on_published,
+        old.score_while_idle,
     ):
         work()
     ((at, spent),) = clock.lines

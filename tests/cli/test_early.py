@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.tiny_runs import tiny_run
 from tests.support.waits import LIMIT_S
-from unstale.cli.early import start_engines
+from unstale.cli.preflight import start_engines
 from unstale.cli.main import parse
 from unstale.cli.recipe_options import configure
 from unstale.durability.journal import JOURNAL, Journal
@@ -103,7 +103,7 @@ def test_garbage_is_collected_after_the_imports_as_before(
     """A host program may have disabled it. One that has imported torch has nothing to save."""
     program = f"""
 import contextlib, gc, sys
-from unstale.cli.early import quick_imports
+from unstale.cli.preflight import quick_imports
 {before}
 with contextlib.suppress(ImportError), quick_imports():
     print(gc.isenabled())
@@ -166,7 +166,7 @@ def test_the_standard_streams_are_not_replaced_while_modules_are_imported() -> N
     program = """
 import sys
 before = sys.stdout, sys.stderr
-from unstale.cli.early import quick_imports
+from unstale.cli.preflight import quick_imports
 with quick_imports():
     assert (sys.stdout, sys.stderr) == before
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import LIMIT_S, wait_until_gone
-from unstale.cli.low_priority import NICENESS
+from unstale.cli.nice import NICENESS
 
 AUTOGROUP = Path("/proc/self/autogroup")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
-from unstale.cli.low_priority import run_at_low_priority
+from unstale.cli.nice import run_at_low_priority
 """
 SLEEPER = f"""{HEAD}
 def act():

@@ -28,7 +28,7 @@ from unstale.records import Batch, Group, ScoredTrajectory, collate
 from unstale.testing import episode
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
-from unstale.weights.recording import WENT_WRONG, WentWrong
+from unstale.weights.recording import WENT_WRONG, FailedStep
 
 HUGE = 3e38
 """A finite float32 whose multiples are not."""
@@ -44,7 +44,7 @@ def a_batch(*, advantage: float = 1.0) -> Batch:
 
 def goes_wrong(machine: Components, batch: Batch) -> str:
     """Return the trainer's error message."""
-    machine.old.published(live={0})
+    machine.old.on_published(live={0})
     with pytest.raises(NOT_FINITE) as error:
         for part in machine.trainer.prepare(batch):
             machine.trainer.backward(part)
@@ -82,7 +82,7 @@ def test_all_parts_of_a_streamed_batch_are_saved(tmp_path: Path) -> None:
     """The last part has no gradient. That of the first is not finite, which `step` detects."""
     streamed = replace(config(tmp_path), trainer=TrainerConfig(stream=True))
     machine = build_components(streamed)
-    machine.old.published(live={0})
+    machine.old.on_published(live={0})
     RunLog.create(tmp_path / "run", streamed).close()
     items = [
         episode(i, [4, (6, 0), 2, (3, 0)], advantage=advantage)
@@ -94,7 +94,7 @@ def test_all_parts_of_a_streamed_batch_are_saved(tmp_path: Path) -> None:
     with pytest.raises(NOT_FINITE) as error:
         machine.trainer.step()
     save_failed_batch(machine.trainer, tmp_path / "run")
-    wrong = WentWrong.load(tmp_path / "run" / WENT_WRONG)
+    wrong = FailedStep.load(tmp_path / "run" / WENT_WRONG)
     assert wrong.batch.episodes[:2] == (0, 1) and wrong.about["divisor"] == "27"
     again, told = tell(tmp_path / "run")
     assert again and str(error.value) in told
@@ -119,7 +119,7 @@ def test_a_batch_that_was_mended_does_not_go_wrong(tmp_path: Path) -> None:
     RunLog.create(tmp_path / "run", config(tmp_path)).close()
     goes_wrong(machine, a_batch(advantage=HUGE))
     save_failed_batch(machine.trainer, tmp_path / "run")
-    wrong = WentWrong.load(tmp_path / "run" / WENT_WRONG)
+    wrong = FailedStep.load(tmp_path / "run" / WENT_WRONG)
     mended = replace(wrong, batch=replace(wrong.batch, advantage=wrong.batch.advantage / HUGE))
     mended.save(tmp_path / "mended.safetensors")
     again, told = tell(tmp_path / "run", tmp_path / "mended.safetensors")

@@ -33,7 +33,7 @@ from unstale.cluster.ranks import Ranks, RanksDied
 from unstale.cluster.ranks_worker import Rank
 from unstale.config import AuditConfig, ConfigError, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.durability.checkpoint import Progress
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.records import Batch, collate
 from unstale.testing import episode, tiny_policy
 
@@ -73,8 +73,8 @@ class Driver:
     def step(self) -> None:
         """Publish the version and train on a batch, which makes the next."""
         version = self.trainer.version
-        self.old.published({max(0, version - 1), version})
-        self.auditor.published({max(0, version - 1), version})
+        self.old.on_published({max(0, version - 1), version})
+        self.auditor.on_published({max(0, version - 1), version})
         for minibatch in self.trainer.prepare(batch_of(version)):
             self.trainer.backward(minibatch)
             self.trainer.step()
@@ -104,7 +104,7 @@ def make_slow_writer(hold: Path) -> Callable[..., Rank]:
                 time.sleep(0.02)
             return Rank.write(self)
 
-    def build(config: RunConfig, peers: Peers) -> Rank:
+    def build(config: RunConfig, peers: RankGroup) -> Rank:
         rank = build_rank(config, peers)
         return SlowWriter(rank.policy, rank.trainer, rank.auditor)
 
@@ -198,10 +198,10 @@ def test_more_trainers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def learn_alone(config: RunConfig) -> dict[str, Tensor]:
-    rank = build_rank(config, ALONE)
+    rank = build_rank(config, SINGLE_PROCESS)
     for version in range(4):
         live = {max(0, version - 1), version}
-        rank.published(live)
+        rank.on_published(live)
         rank.audit_published(live)
         for number in range(rank.prepare(batch_of(version))):
             rank.backward(number)

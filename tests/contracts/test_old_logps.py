@@ -24,7 +24,7 @@ from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, collate
 from unstale.testing import check_old_logps, episode, tiny_policy
 from unstale.trainer.auditor import Auditor
-from unstale.trainer.local import Rules
+from unstale.trainer.local import LossSpec
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -65,10 +65,10 @@ def test_the_audit_uses_no_more_of_a_scorer_than_its_protocol() -> None:
     policy = tiny_policy()
     first, second = (OnlyTheProtocol(LocalScorer(policy, 1.0, 64)) for _ in range(2))
     with closing(maker("snapshot_old")(cast(Scorer, first))) as route:
-        rules = Rules(CorrectionConfig(), ObjectiveConfig())
+        rules = LossSpec(CorrectionConfig(), ObjectiveConfig())
         auditor = Auditor(cast(Scorer, second), route, rules, share=1.0)
-        auditor.published(live=())
-        route.published(live=())
+        auditor.on_published(live=())
+        route.on_published(live=())
         batch = collate([episode(1, [3, (9, 0)]), episode(2, [3, (9, 0)])])
         values, _ = route.logps(batch, torch.empty(0))
         assert auditor.look(batch, values)["audit/tokens"] == 18

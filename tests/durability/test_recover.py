@@ -30,7 +30,7 @@ from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import PendingPiece, collate
 from unstale.testing import check_old_logps, checkpoint_round_trip, episode, nudge, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth
-from unstale.weights.recording import Recorded, Recording, TrainedOn
+from unstale.weights.recording import Recorded, Recording, RecordedBatch
 from unstale.weights.store import StoreFull
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -126,22 +126,22 @@ def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all
     policy = tiny_policy()
     with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy, versions=2)
-        route.closing(pieces_of(1))
+        route.before_update(pieces_of(1))
         state = checkpoint_round_trip(route.state())
     for version in (2, 3, 4):
         nudge(policy, seed=version)
         copies.append(policy.twin())
     first, _ = resumed(name, copies, state=state, disk=Disk(copies), published=4)
     with closing(first):
-        first.publishing()
-        first.published(live=range(5))
+        first.before_publish()
+        first.on_published(live=range(5))
         expect_truth(first, copies)
         later = checkpoint_round_trip(first.state())
     for kept in (state, later, None):
         route, _ = resumed(name, copies, state=kept, disk=Disk(copies), published=5)
         with closing(route):
-            route.publishing()
-            route.published(live=range(5))
+            route.before_publish()
+            route.on_published(live=range(5))
             expect_truth(route, copies)
 
 
@@ -150,7 +150,7 @@ def test_only_what_lacks_is_scored(name: str) -> None:
     policy = tiny_policy()
     with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy)
-        route.closing(pieces_of(4))
+        route.before_update(pieces_of(4))
         state = checkpoint_round_trip(route.state())
     route, _ = resumed(name, copies, state=state, disk=(disk := Disk(copies)), published=4)
     with closing(route):
@@ -174,7 +174,7 @@ def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
         nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
-        route.published(live=range(3))
+        route.on_published(live=range(3))
     state = checkpoint_round_trip(route.state())
     route, disk = build_old_logps(config, LocalScorer(policy, *SCORING)), Disk([*copies, *copies])
     assert isinstance(route, SnapshotOld)
@@ -210,7 +210,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
         policy.version = version
         copies.append(policy.twin())
         if version < 2:
-            auditor.published(range(2))
+            auditor.on_published(range(2))
             batch = sampled_batch(policy, version, dict(enumerate(copies)), far=0.05)
             auditor.look(batch, batch.behavior_logp)
     state, rows = checkpoint_round_trip(auditor.state()), []
@@ -222,13 +222,13 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
         auditor.recover({1: (), 3: ()}, disk := Disk(copies))
         assert disk.read == [3]
         again.assign_new_version(4)
-        auditor.published({3})
+        auditor.on_published({3})
         nudge(again, seed=9, size=0.004)
         again.version = 5
-        auditor.published({3, 4})
+        auditor.on_published({3, 4})
         batch = sampled_batch(again, 7, {3: copies[3], 4: copies[2], 5: again}, far=0.05)
         rows.append({**auditor.look(batch, batch.behavior_logp), "audit/duration_s": 0})
-        assert {point["lag"] for point in auditor.points()} == {
+        assert {point["lag"] for point in auditor.scatter_sample()} == {
             0,
             1,
         }  # 4 stands where 2 stood, and 5 where 3 did
@@ -245,7 +245,7 @@ def test_a_recording_knows_where_the_numbers_jumped(tmp_path: Path) -> None:
     batch = collate([episode(1, [3, (4, 0), (5, 1), (2, 3), (2, 4)])])
     for version in (0, 1, 3, 4):
         recording.version(version, policy.whole_weights())
-    recording.batch(TrainedOn(2, 4, batch, version_gaps))
+    recording.batch(RecordedBatch(2, 4, batch, version_gaps))
     trained = Recorded(tmp_path).batch(2)
     assert trained.version_gaps == version_gaps
     truth = Truth(

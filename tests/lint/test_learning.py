@@ -179,13 +179,13 @@ def learns(config: RunConfig) -> bool:
     waiting: dict[int, list[Group]] = {}
     with closing(trainer.old):
         for step in range(STEPS):
-            trainer.old.publishing()
-            trainer.old.published(live=set(range(step + 1)))
+            trainer.old.before_publish()
+            trainer.old.on_published(live=set(range(step + 1)))
             for due in range(step and step + lag, step + lag + 1):
                 numbers = range(due * groups_per_step, (due + 1) * groups_per_step)
                 waiting[due] = sample(config, policy, numbers)
                 for piece in pieces_of(waiting[due], step):
-                    trainer.old.arrived(piece)
+                    trainer.old.on_piece(piece)
             groups = waiting.pop(step)
             later = [group for groups in waiting.values() for group in groups]
             take_step(config, trainer, groups, pieces_of(later, step))
@@ -204,7 +204,7 @@ def take_step(
     for number, minibatch in enumerate(trainer.prepare(collate(scored))):
         trainer.backward(minibatch)
         if number == 0:
-            trainer.old.closing(unscored)
+            trainer.old.before_update(unscored)
         trainer.step()
 
 

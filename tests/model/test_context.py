@@ -16,7 +16,7 @@ from unstale.config import ConfigError
 from unstale.model.context import ContextGroup
 from unstale.model.forward import ForwardOptions, run_model
 from unstale.model.head import token_logps
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import PrefixTree
 from unstale.records import Batch, collate
@@ -65,7 +65,7 @@ def replaying(policy: Policy, run: PrefixTree) -> PrefixTree:
     return replace(run, routes=routes)
 
 
-def compare_with_one_process(peers: Peers, how: str) -> tuple[float, float, int]:
+def compare_with_one_process(peers: RankGroup, how: str) -> tuple[float, float, int]:
     """Return the largest error of a log-probability, the largest relative error of the gradient
     of a weight matrix (by its norm), and the number of tokens of this rank."""
     assert dist.group.WORLD
@@ -110,7 +110,7 @@ def test_a_divided_pass_equals_that_of_one_process(ranks: int, how: str) -> None
         assert num_tokens == tokens // ranks
 
 
-def no_rows(peers: Peers) -> int:
+def no_rows(peers: RankGroup) -> int:
     """Ask for tokens of the first slice only. Return the rows of this rank."""
     assert dist.group.WORLD
     policy = tiny_policy(seed=5)
@@ -125,7 +125,7 @@ def test_a_rank_without_a_wanted_token_takes_part() -> None:
     assert run_ranks(2, no_rows) == [39, 0]
 
 
-def refusals(peers: Peers) -> list[str]:
+def refusals(peers: RankGroup) -> list[str]:
     """Return the errors for slices and heads that cannot be divided among the ranks."""
     assert dist.group.WORLD
     group = ContextGroup.of(dist.group.WORLD)

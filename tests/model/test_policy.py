@@ -245,11 +245,11 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 def test_the_policy_is_at_its_version_until_its_weights_move() -> None:
     policy = tiny_policy()
-    assert (policy.version, policy.at_version) == (0, True)
+    assert (policy.version, policy.weights_match_version) == (0, True)
     nudge(policy, seed=1)
-    assert (policy.version, policy.at_version) == (0, False)
+    assert (policy.version, policy.weights_match_version) == (0, False)
     policy.version += 1
-    assert (policy.version, policy.at_version) == (1, True)
+    assert (policy.version, policy.weights_match_version) == (1, True)
 
 
 def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_before() -> None:
@@ -258,7 +258,7 @@ def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_b
         policy.version = version
     before = policy.lag(torch.arange(5))
     policy.assign_new_version(7)  # 5 and 6 were published, and their training is lost
-    assert (policy.version, policy.at_version, policy.version_gaps) == (7, True, ((7, 3),))
+    assert (policy.version, policy.weights_match_version, policy.version_gaps) == (7, True, ((7, 3),))
     assert policy.lag(torch.arange(5)).tolist() == before.tolist() == [4, 3, 2, 1, 0]
     assert policy.lag(torch.tensor([5, 6, 7])).tolist() == [0, 0, 0]
     assert policy.lag(8) == -1  # from the future
@@ -267,7 +267,7 @@ def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_b
     assert policy.lag(torch.tensor([[4, 5], [6, 7], [8, 9]])).tolist() == [[2, 1], [0, 2], [1, 0]]
     nudge(policy, seed=1)
     policy.assign_new_version(12)
-    assert not policy.at_version  # a number is no publication
+    assert not policy.weights_match_version  # a number is no publication
     for version in (12, 11):
         with pytest.raises(ValueError, match=f"version {version} is not higher than 12"):
             policy.assign_new_version(version)

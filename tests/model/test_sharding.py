@@ -7,13 +7,13 @@ import torch
 
 from tests.support.ranks import run_ranks
 from unstale.model.expert_products import EXPERTS
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.records import collate
 from unstale.testing import episode, tiny_policy
 
 
-def _scores(peers: Peers, folder: Path, dtype: str) -> list[torch.Tensor]:
+def _scores(peers: RankGroup, folder: Path, dtype: str) -> list[torch.Tensor]:
     policy = Policy.load(folder, dtype=dtype, peers=peers)
     batch = collate([episode(i, [20, (5 + i, 0), 4, (3, 0)]) for i in range(5)])
     return policy.score(batch, batch.sampled, temperature=0.7, max_tokens_per_microbatch=40).logp
@@ -24,12 +24,12 @@ def _scores(peers: Peers, folder: Path, dtype: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_are_those_of_one_process(count: int, dtype: str, tmp_path: Path) -> None:
     tiny_policy(seed=3).save(tmp_path)
-    whole = _scores(Peers(), tmp_path, dtype)
+    whole = _scores(RankGroup(), tmp_path, dtype)
     for scores in run_ranks(count, _scores, tmp_path, dtype):
         assert torch.equal(scores, whole)
 
 
-def _expert_options(peers: Peers, folder: Path) -> tuple[list[str], bool]:
+def _expert_options(peers: RankGroup, folder: Path) -> tuple[list[str], bool]:
     """Return how policy and twin compute experts, and whether packing changes a log-probability."""
     policy = Policy.load(folder, peers=peers, independent_rows=True)
     models = (policy.model, policy.twin().model)

@@ -110,7 +110,7 @@ def run_folder(  # noqa: PLR0913
             if audited:
                 row |= {"audit/tokens": 10.0, "audit/logp_error_abs_mean": 0.1}
             recorder.write(step, row)
-            recorder.learnt(step, points=points, events=())
+            recorder.trained(step, points=points, events=())
         if ended:
             log.event("stopped", reason="finished")
     return path

@@ -356,7 +356,7 @@ def test_the_audited_tokens_of_the_newest_steps_are_shown(
     second = dict(zip(names, (0.5, 0.25, 0.125, 0.625), strict=True))
     with Journal(run / JOURNAL) as journal:
         recorder = Recorder(Outputs(RunLog(run), NoDisplay()), journal=journal)
-        recorder.learnt(7, points=[second | {"lag": 1}], events=())
+        recorder.trained(7, points=[second | {"lag": 1}], events=())
     assert audits.audit(index)["tokens"] == [first] * 40 + [[*second.values()]]
     monkeypatch.setattr(audits, "MAX_STEPS", 1)
     found = audits.audit(index)

@@ -666,7 +666,7 @@ def audit_it(folder: Path) -> Path:
     }
     with Journal(folder / JOURNAL) as journal:
         recorder = Recorder(Outputs(RunLog(folder), NoDisplay()), journal=journal)
-        recorder.learnt(1, points=[point | {"lag": i % 3} for i in range(40)], events=())
+        recorder.trained(1, points=[point | {"lag": i % 3} for i in range(40)], events=())
     exact = route_row("snapshot_old", 0.0, mask_f1=1.0, clip_f1=1.0, exact_fraction=1.0)
     proxy = route_row(
         "rollout",

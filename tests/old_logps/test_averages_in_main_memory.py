@@ -35,7 +35,7 @@ def follow(route: OldLogps, policy: Policy, versions: range) -> list[torch.Tenso
     for version in versions:
         nudge(policy, seed=version)
         policy.version = version
-        route.published(live={version})
+        route.on_published(live={version})
         plan = [4, (5, max(0, version - 2)), 2, (3, version)]
         batch = collate([episode(i, plan) for i in range(3)])
         before = {name: tensor.clone() for name, tensor in policy.weights().items()}

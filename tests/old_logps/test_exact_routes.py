@@ -89,19 +89,19 @@ def play(route: OldLogps, policy: Policy, *, versions: int = 5) -> list[Policy]:
     copies = []
     for version in range(versions):
         if version:
-            route.closing(pieces_of(version - 1))
+            route.before_update(pieces_of(version - 1))
             nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
-        route.publishing()
-        route.published(live=range(version))
+        route.before_publish()
+        route.on_published(live=range(version))
         early, late = pieces_of(version)[::2], pieces_of(version)[1::2]
         for piece in early:
-            route.arrived(piece)
-        while route.idle():
+            route.on_piece(piece)
+        while route.score_while_idle():
             pass
         for piece in late:
-            route.arrived(piece)
+            route.on_piece(piece)
     return copies
 
 
@@ -201,16 +201,16 @@ def test_eager_scores_nothing_once_the_trainer_has_left_the_version() -> None:
     policy = tiny_policy()
     route = Eager(LocalScorer(policy, 1.0, 48), fallback=Sevens())
     policy.version = 2
-    route.published(live=())
+    route.on_published(live=())
     for piece in pieces_of(2):
-        route.arrived(piece)
+        route.on_piece(piece)
     nudge(policy, seed=1)
-    assert not route.idle()
+    assert not route.score_while_idle()
     policy.version = 3
-    route.published(live={2})
+    route.on_published(live={2})
     for piece in pieces_of(3):
-        route.arrived(piece)
-    while route.idle():
+        route.on_piece(piece)
+    while route.score_while_idle():
         pass
     route.costs()
     _, exact = route.logps(BATCH, torch.empty(0))
@@ -225,9 +225,9 @@ def test_what_nobody_can_ask_for_is_forgotten(name: str) -> None:
     with built(name, policy) as route:
         play(route, policy)
         assert _answered(route) >= {0, 1, 2, 3}
-        route.closing(pieces_of(4))
+        route.before_update(pieces_of(4))
         policy.version = 5
-        route.published(live={2, 5})
+        route.on_published(live={2, 5})
         assert _answered(route) == {2}
 
 
@@ -241,10 +241,10 @@ def _answered(route: OldLogps) -> set[int]:
 def test_a_version_closed_without_a_piece_is_missed_with_numbers() -> None:
     policy = tiny_policy()
     route = InterruptSync(LocalScorer(policy, 1.0, 48))
-    route.published(live=())
-    route.closing([])
+    route.on_published(live=())
+    route.before_update([])
     policy.version = 1
-    route.published(live={0})
+    route.on_published(live={0})
     with pytest.raises(LookupError, match=r"2 tokens of versions \[0\] were never scored"):
         route.logps(collate([episode(0, [4, (2, 0), (3, 1)])]), torch.empty(0))
 
@@ -255,7 +255,7 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
     policy = tiny_policy()
     route = InterruptSync(LocalScorer(policy, 1.0, 48))
     policy.version = 3
-    route.published(live=())
+    route.on_published(live=())
     part, _ = BATCH.select([0])
     route.logps(part, torch.empty(0))
     assert route.costs() == {
@@ -263,14 +263,14 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
         "closing_s": 0,
         "stall_s": 0,
     }
-    route.closing([piece for piece in pieces_of(3) if piece.episode != part.episodes[0]])
+    route.before_update([piece for piece in pieces_of(3) if piece.episode != part.episodes[0]])
     assert route.costs() == {
         "forward_tokens": 11 + 16 + 12 + 21,
         "closing_s": 2.5,
         "stall_s": 0,
     }
     policy.version = 4
-    route.published(live={3})
+    route.on_published(live={3})
     assert route.costs() == {
         "forward_tokens": 0,
         "closing_s": 0,
@@ -281,15 +281,15 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
 @contextmanager
 def old_logit_model(policy: Policy) -> Iterator[OldLogitModel]:
     with closing(OldLogitModel(LocalScorer(policy, 1.0, 48))) as route:
-        route.published(live=())
+        route.on_published(live=())
         yield route
 
 
 def advance(policy: Policy, route: OldLogps, seed: int) -> None:
     nudge(policy, seed=seed)
     policy.version += 1
-    route.publishing()
-    route.published(live=range(policy.version))
+    route.before_publish()
+    route.on_published(live=range(policy.version))
 
 
 @pytest.mark.costly
@@ -297,19 +297,19 @@ def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrival
     policy = tiny_policy()
     with ThreadPoolExecutor(1) as trainer, old_logit_model(policy) as route:
         one = pieces_of(0)[0]
-        route.arrived(one)
+        route.on_piece(one)
         assert len(route.state()["answers"]["places"]) == 1  # so version 0 is loaded
         route.costs()
         os.kill(route.pid, signal.SIGSTOP)
         tokens = one.tokens * 150
         for number in range(1000, 1099):  # half a megabyte: more than a socket holds
-            route.arrived(
+            route.on_piece(
                 PendingPiece(number, tokens, len(tokens) - len(one.piece.tokens), one.piece)
             )
         advance(
             policy, route, seed=1
         )  # tells of version 1, and waits for nothing: version 0 is loaded
-        waiting = trainer.submit(route.publishing)
+        waiting = trainer.submit(route.before_publish)
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.5)
         os.kill(route.pid, signal.SIGCONT)
@@ -331,7 +331,7 @@ def test_the_model_on_disk_is_removed_once_loaded_or_by_a_later_run(
         advance(policy, route, seed=1)  # waits until version 0 is loaded
         assert not list(tmp_path.glob("unstale-old-logit-*"))
         for piece in pieces_of(1):
-            route.arrived(piece)
+            route.on_piece(piece)
         assert len(route.state()["answers"]["places"]) == len(pieces_of(1))
 
 
@@ -342,7 +342,7 @@ def test_a_process_that_died_ends_the_next_call_with_its_cause(call: str) -> Non
         os.kill(route.pid, signal.SIGKILL)
         wait_until_gone(route.pid)
         calls: dict[str, Callable[[], object]] = {
-            "publishing": route.publishing,
+            "publishing": route.before_publish,
             "logps": lambda: route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0)),
             "state": route.state,
         }
@@ -357,7 +357,7 @@ def test_a_process_that_dies_while_it_is_waited_for_ends_the_wait() -> None:
     with ThreadPoolExecutor(1) as trainer, old_logit_model(policy) as route:
         os.kill(route.pid, signal.SIGSTOP)
         for piece in pieces_of(0):
-            route.arrived(piece)
+            route.on_piece(piece)
         waiting = trainer.submit(route.state)
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.3)
@@ -373,11 +373,11 @@ def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
     monkeypatch.setattr(child_process, "FROZEN_S", 1.0)
     policy = tiny_policy()
     with old_logit_model(policy) as route:
-        route.arrived(pieces_of(0)[0])
+        route.on_piece(pieces_of(0)[0])
         route.state()  # so it has begun to beat
         os.kill(route.pid, signal.SIGSTOP)
         for piece in pieces_of(0)[1:]:
-            route.arrived(piece)
+            route.on_piece(piece)
         advance(policy, route, seed=1)
         asked = replace(BATCH, sampled=BATCH.version == 0)
         with pytest.raises(
@@ -386,7 +386,7 @@ def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
             route.logps(asked, torch.empty(0))
         for call in (
             route.state,
-            route.publishing,
+            route.before_publish,
             partial(route.logps, asked, torch.empty(0)),
         ):
             with pytest.raises(OldLogitModelDied, match="signal 9"):  # it is not left behind
@@ -396,11 +396,11 @@ def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
 def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None:
     policy = tiny_policy()
     route = OldLogitModel(LocalScorer(policy, 1.0, 48))
-    route.published(live=())
+    route.on_published(live=())
     os.kill(route.pid, signal.SIGSTOP)
     piece, pid = pieces_of(0)[0], route.pid
     for number in range(1000, 1099):  # half a megabyte: more than a socket holds
-        route.arrived(
+        route.on_piece(
             PendingPiece(number, piece.tokens * 150, len(piece.tokens) * 150 - 1, piece.piece)
         )
     with ThreadPoolExecutor(1) as trainer:
@@ -418,17 +418,17 @@ def in_lockstep(*, hindered: bool) -> list[Any]:
                 nudge(policy, seed=version)
             policy.version = version
             copies.append(policy.twin())
-            route.publishing()
-            route.published(live=range(version))
+            route.before_publish()
+            route.on_published(live=range(version))
             pieces = pieces_of(version)
             if hindered:
                 os.kill(route.pid, signal.SIGSTOP)
                 threading.Timer(0.3, os.kill, (route.pid, signal.SIGCONT)).start()
             for piece in pieces[-2::-1] if hindered else pieces[:-1]:
-                route.arrived(piece)
+                route.on_piece(piece)
             asked = replace(BATCH, sampled=BATCH.sampled & (BATCH.version <= version))
             found += [route.logps(asked, torch.empty(0))[0], route.costs()["forward_tokens"]]
-            route.arrived(pieces[-1])
+            route.on_piece(pieces[-1])
         values, _ = route.logps(BATCH, torch.empty(0))
         assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < 1e-5
         return [*found, values, route.costs()["forward_tokens"], *route.state()["answers"].values()]
@@ -455,11 +455,11 @@ def test_a_resumed_route_starts_its_process_at_the_first_publication() -> None:
         route.recover({2: pieces_of(2)}, lambda version: copies[version].weights())
         assert route.costs()["forward_tokens"] == 0  # its state lacked nothing
         for piece in pieces_of(3):
-            route.arrived(piece)
+            route.on_piece(piece)
         with pytest.raises(RuntimeError, match="starts at the first publication"):
             route.pid  # type: ignore[attr-defined]  # noqa: B018
-        route.publishing()
-        route.published(live={2, 3})
+        route.before_publish()
+        route.on_published(live={2, 3})
         nudge(policy, seed=4)
         values, exact = route.logps(batch, torch.empty(0))
     assert torch.equal(exact, batch.sampled)
@@ -471,9 +471,9 @@ def test_a_piece_that_comes_after_its_version_was_left_ends_with_that_cause() ->
     with old_logit_model(policy) as route:
         advance(policy, route, seed=1)
         for piece in pieces_of(1):
-            route.arrived(piece)
+            route.on_piece(piece)
         route.state()  # so version 1 is loaded
-        route.arrived(pieces_of(0)[0])
+        route.on_piece(pieces_of(0)[0])
         with pytest.raises(
             OldLogitModelDied, match="a piece of version 0 came when version 1 was loaded"
         ):
@@ -494,7 +494,7 @@ def test_the_process_ends_when_its_parent_is_gone() -> None:
         "from unstale.old_logps.scoring.local_scorer import LocalScorer; "
         "from unstale.old_logps.old_logit_model import OldLogitModel; "
         "policy = tiny_policy(); route = OldLogitModel(LocalScorer(policy, 1.0, 48)); "
-        "route.published(()); print(route.pid, flush=True); os._exit(0)"
+        "route.on_published(()); print(route.pid, flush=True); os._exit(0)"
     )
     root = Path(__file__).parents[2]
     wait_until_gone(int(run_forked(program, cwd=root)))
@@ -512,9 +512,9 @@ class Witness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.route, name)
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         self.copies.append(self.policy.twin())
-        self.route.published(live)
+        self.route.on_published(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         values, exact = self.route.logps(batch, now)
@@ -529,7 +529,7 @@ def routed(
 
     def arrived(piece: PendingPiece) -> None:
         parts.pending.add(piece)
-        old.arrived(piece)
+        old.on_piece(piece)
 
     config = replace(
         parts.config, trainer=TrainerConfig(lr=3e-3, minibatches_per_batch=minibatches_per_batch)
@@ -554,7 +554,7 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
     """Without lag no batch waits for scores. The process is paused from the first update on."""
     parts = make(tmp_path, count(), budget=0, steps=4)
     route = OldLogitModel(LocalScorer(parts.trainer.policy, 1.0, 256))
-    load, publishing = parts.engine.load, route.publishing
+    load, publishing = parts.engine.load, route.before_publish
     happened: list[str] = []
 
     async def hooked_load(update: Update, version: int) -> None:

@@ -73,7 +73,7 @@ def publish_five(policy: Policy, route: OldLogps) -> list[Policy]:
             nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
-        route.published(live=range(version))
+        route.on_published(live=range(version))
     return copies
 
 
@@ -84,7 +84,7 @@ def test_at_lag_zero_with_no_step_since_publication(route: str) -> None:
         build(route, policy),
         collate([episode(0, [4, (6, 0), 2, (3, 0)]), episode(1, [7, (9, 0)])]),
     )
-    old.published(live={0})
+    old.on_published(live={0})
     values, exact = ask(old, policy, batch)
     log_s = (policy.logps(batch, temperature=1.0).detach() - values)[batch.sampled]
     if route == "rollout":
@@ -105,7 +105,7 @@ def test_once_a_step_is_taken_the_current_policy_stands_for_no_version() -> None
     policy, batch = tiny_policy(), collate([episode(0, [4, (6, 0)])])
     recompute, snapshot = build("current_recompute", policy), build("snapshot_old", policy)
     for route in (recompute, snapshot):
-        route.published(live={0})
+        route.on_published(live={0})
     truth = plain_logps(policy, batch.tokens.tolist()).float()
     nudge(policy, seed=1)
     assert not ask(recompute, policy, batch)[1].any()
@@ -189,7 +189,7 @@ def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
     route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     for version, live in ((0, {0}), (1, {0, 1}), (2, {1, 2})):
         policy.version = version
-        route.published(live)
+        route.on_published(live)
     with pytest.raises(LookupError, match=r"version 0 is not stored, only \[1, 2\]"):
         route.logps(collate([episode(0, [4, (2, 0), (2, 1)])]), torch.empty(0))
 
@@ -266,14 +266,14 @@ def test_the_average_scores_with_the_average_and_counts_each_version_once() -> N
     policy, batch = tiny_policy(), collate([episode(0, [4, (5, 0), 2, (3, 1)])])
     route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5)
     first = {name: tensor.clone() for name, tensor in policy.weights().items()}
-    route.published(live={0})
+    route.on_published(live={0})
     at_first, _ = route.logps(batch, torch.empty(0))
     alone = plain_logps(policy, batch.tokens.tolist()).float()
     torch.testing.assert_close(at_first[batch.sampled], alone[batch.sampled], atol=1e-5, rtol=0)
     nudge(policy, seed=1)
     policy.version = 1
-    route.published(live={0, 1})
-    route.published(live={1})
+    route.on_published(live={0, 1})
+    route.on_published(live={1})
     # w_1 = 0.5 + 1: the average holds a third of version 0 and two thirds of version 1, and is a
     # third of a version old
     assert route.average.weight == 1.5 and route.average.age == pytest.approx(1 / 3)
@@ -336,7 +336,7 @@ def follow(route: PpoEwmaAsync, policy: Policy, lags: list[int], *, first: int =
     ages = []
     for version, lag in enumerate(lags, start=first):
         policy.version = version
-        route.published(live={version})
+        route.on_published(live={version})
         route.logps(collate([episode(version, [3, (4, version - lag)])]), torch.empty(0))
         route.trained(kept=1.0)
         nudge(policy, seed=version)
@@ -448,12 +448,12 @@ def test_an_average_of_optimizer_steps_counts_steps() -> None:
     policy = tiny_policy()
     route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5, every_step=True)
     policy.version = 0
-    route.published(live={0})
+    route.on_published(live={0})
     for step in range(3):
         nudge(policy, seed=step)
         route.trained(kept=1.0)
     policy.version = 1
-    route.published(live={0, 1})
+    route.on_published(live={0, 1})
     assert route.average.weight == 1 + 0.5 + 0.25 + 0.125
 
 

@@ -65,7 +65,7 @@ def publish(policy: Policy, *routes: SnapshotOld, versions: int = 5) -> list[Pol
         policy.version = version
         copies.append(policy.twin())
         for route in routes:
-            route.published(live=range(version))
+            route.on_published(live=range(version))
     return copies
 
 
@@ -164,11 +164,11 @@ def test_what_nobody_needs_does_not_count_against_the_memory_limit() -> None:
     route = build(OldLogpsConfig(storage="full", memory_gb=2.5 * one_copy / 1e9), policy)
     for version in range(5):
         policy.version = version
-        route.published(live={version - 1, version})
+        route.on_published(live={version - 1, version})
     assert route.scorer.store.versions == (3, 4)
     policy.version = 5
     with pytest.raises(StoreFull, match=r"version 5 .* versions \[3, 4\] are still needed"):
-        route.published(live={3, 4, 5})
+        route.on_published(live={3, 4, 5})
 
 
 def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again() -> None:
@@ -177,11 +177,11 @@ def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again()
     publish(policy, route)
     batch = collate([episode(i, plan) for i, plan in enumerate(VERSIONS_IN_TURNS)])
     other.restore(route.state())
-    other.published(live=range(5))
+    other.on_published(live=range(5))
     assert torch.equal(other.logps(batch, NOTHING)[0], route.logps(batch, NOTHING)[0])
     nudge(policy, seed=9)
     with pytest.raises(ValueError, match="version 4 is stored already, with other weights"):
-        other.published(live=range(5))
+        other.on_published(live=range(5))
     other.close()
 
 

@@ -142,8 +142,8 @@ def test_a_checkpoint_of_ranks_copies_what_is_predicted(dtype: str, tmp_path: Pa
     policy = load_policy(made)
     trainer, _ = build_trainer(made, policy, build_scorer(made, policy))
     with closing(trainer.old):
-        trainer.old.publishing()
-        trainer.old.published(live={0})
+        trainer.old.before_publish()
+        trainer.old.on_published(live={0})
         groups = sample(made, policy, [0])
         (minibatch,) = trainer.prepare(collate(build_advantage(made.advantage)(groups)))
         trainer.backward(minibatch)
@@ -290,8 +290,8 @@ def test_a_trainer_holds_at_most_24_bytes_a_weight(dtype: str, deltas: float) ->
     weights = sum(weight.numel() for weight in policy.model.parameters())
     with closing(trainer.old):
         for step in range(2):
-            trainer.old.publishing()
-            trainer.old.published(live=set(range(step + 1)))
+            trainer.old.before_publish()
+            trainer.old.on_published(live=set(range(step + 1)))
             groups = sample(made, policy, [step])
             (minibatch,) = trainer.prepare(collate(build_advantage(made.advantage)(groups)))
             trainer.backward(minibatch)

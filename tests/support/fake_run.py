@@ -249,7 +249,7 @@ def fake_run(  # noqa: PLR0913
             log.write(step, metrics)
             episodes.step(step, metrics["rollout/success_rate"], rng)
             points = _points(metrics["schedule/staleness_histogram"], rng)
-            recorder.learnt(step, points=points, events=())
+            recorder.trained(step, points=points, events=())
         episodes.close(steps)
         if steps == planned:
             log.event("stopped", reason="all steps done")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.forked import CONTEXT
 from tests.support.waits import LIMIT_S
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 
 PATIENCE = datetime.timedelta(seconds=LIMIT_S)
 
@@ -67,7 +67,7 @@ def _work(pipe: Connection, place: tuple[str, int, int], work: bytes) -> None:
             "gloo", init_method=address, rank=rank, world_size=count, timeout=PATIENCE
         )
         function, arguments = pickle.loads(work)
-        answer = None, function(Peers.of_group(), *arguments)
+        answer = None, function(RankGroup.of_group(), *arguments)
     except BaseException:  # noqa: BLE001 - the test that waits for it reports it
         answer = traceback.format_exc(), None
     pipe.send_bytes(pickle.dumps(answer))

@@ -20,7 +20,7 @@ from unstale.records import collate
 from unstale.techniques import StepSeen, Techniques
 from unstale.techniques.outer_step import OuterStep, OuterStepConfig
 from unstale.testing import episode
-from unstale.trainer.halves import GradientHalves
+from unstale.trainer.halves import GradientNoiseScale
 
 NONE = RunConfig(recipe="mine")
 NO_WEIGHT = torch.zeros(1, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_the_noise_is_that_of_the_whole_gradient() -> None:
     weight = torch.zeros(1)
 
     def noise(groups: tuple[int, ...], gradients: list[float]) -> float:
-        halves = GradientHalves()
+        halves = GradientNoiseScale()
         chosen, _ = batch.select(range(len(groups)))
         split = halves.split(replace(chosen, group=groups), range(len(groups)))
         assert sorted(split[0] + split[1]) == list(range(len(groups)))

@@ -214,7 +214,7 @@ def a_trainer(*, route: str = "snapshot_old", replay: Replay | None = None) -> L
         trainer=TrainerConfig(optimizer="SGD", lr=0.1),
     )
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
-    old.published(live={0})
+    old.on_published(live={0})
     techniques = Techniques({"replay": replay} if replay else {})
     return LocalTrainer(policy, config, old, techniques=techniques)
 
@@ -235,7 +235,7 @@ def learn(trainer: LocalTrainer, fresh: Sequence[FreshGroup], *, live: set[int])
         groups, trainer.version, lag=trainer.lag, identify=tasks.__getitem__
     )
     trainer.start_version()
-    trainer.old.published(live)
+    trainer.old.on_published(live)
     return batch
 
 

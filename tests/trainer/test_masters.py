@@ -46,7 +46,7 @@ def make(policy: Policy, **options: object) -> LocalTrainer:
 
 def learn(trainer: LocalTrainer, step: int) -> dict[str, float]:
     trainer.policy.version = step
-    trainer.old.published(range(max(0, step - 2), step + 1))
+    trainer.old.on_published(range(max(0, step - 2), step + 1))
     for minibatch in trainer.prepare(mixed_batch(step)):
         trainer.backward(minibatch)
         trainer.step()
@@ -106,7 +106,7 @@ def test_old_logps_are_exactly_those_of_the_stored_versions(rounding: str) -> No
         stored[step] = {name: each.clone() for name, each in trainer.weights().items()}
         learn(trainer, step)
     trainer.policy.version = 4
-    trainer.old.published([2, 3, 4])
+    trainer.old.on_published([2, 3, 4])
     stored[4] = {name: each.clone() for name, each in trainer.weights().items()}
     batch = mixed_batch(4)
     old_logp, exact = trainer.old.logps(batch, torch.empty(0))
@@ -137,7 +137,7 @@ def test_a_restored_trainer_rounds_as_one_that_never_stopped(dtype: str, roundin
     assert torch.equal(passes(other.policy), passes(kept.policy))
     for trainer in (kept, other):
         trainer.policy.version = 2
-        trainer.old.published([2])
+        trainer.old.on_published([2])
         batch = collate([episode(i, [9, (7, 2)], advantage=1.0 - i % 2 * 2) for i in range(4)])
         for minibatch in trainer.prepare(batch):
             trainer.backward(minibatch)
@@ -170,7 +170,7 @@ def test_a_float16_gradient_below_its_range_is_scaled() -> None:
     for advantage, scale in ((1.0, 1.0), (1e-5, FIRST), (1e-5, 1.0)):
         trainer = make(tiny_policy(dtype="float16"), dtype="float16")
         trainer.policy.version = 0
-        trainer.old.published([0])
+        trainer.old.on_published([0])
         batch = mixed_batch(0)
         (minibatch,) = trainer.prepare(replace(batch, advantage=batch.advantage * advantage))
         trainer._loss_scale.value = scale
@@ -186,7 +186,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     learn(trainer, 0)
     narrow, wide = passes(trainer.policy), masters(trainer)
     trainer.policy.version = 1
-    trainer.old.published([0, 1])
+    trainer.old.on_published([0, 1])
     (minibatch,) = trainer.prepare(mixed_batch(1))
     trainer.backward(minibatch)
     next(iter(trainer._master.values())).grad[0] = torch.inf
@@ -205,7 +205,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
 
 def test_an_infinite_gradient_is_an_error_without_a_scale() -> None:
     trainer = make(tiny_policy(dtype="bfloat16"))
-    trainer.old.published([0])
+    trainer.old.on_published([0])
     (minibatch,) = trainer.prepare(mixed_batch(0))
     trainer.backward(minibatch)
     next(iter(trainer._master.values())).grad[0] = torch.inf

@@ -28,11 +28,11 @@ from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import OldLogpsConfig
 from unstale.durability.checkpoint import Checkpoints, Progress
 from unstale.model.lora import Lora
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole
 from unstale.testing import nudge, tiny_policy
-from unstale.weights.recording import WENT_WRONG, WentWrong
+from unstale.weights.recording import WENT_WRONG, FailedStep
 
 VERSIONS = 3
 
@@ -45,7 +45,7 @@ class Kind:
     lora: Lora | None = None
     experts: int = 0
 
-    def load(self, folder: Path, peers: Peers = ALONE, *, trained: bool = True) -> Policy:
+    def load(self, folder: Path, peers: RankGroup = SINGLE_PROCESS, *, trained: bool = True) -> Policy:
         folder = folder / ("moe" if self.experts else "dense")
         return Policy.load(folder, dtype=self.dtype, lora=self.lora, peers=peers, trained=trained)
 
@@ -103,11 +103,11 @@ class Given:
     wholes: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def give(peers: Peers, folder: Path, runs: Path) -> dict[str, Given]:
+def give(peers: RankGroup, folder: Path, runs: Path) -> dict[str, Given]:
     return {name: give_kind(kind, peers, folder, runs / name) for name, kind in KINDS.items()}
 
 
-def give_kind(kind: Kind, peers: Peers, folder: Path, run: Path) -> Given:
+def give_kind(kind: Kind, peers: RankGroup, folder: Path, run: Path) -> Given:
     """Publish and record versions that differ in all words, and then in few."""
     policy = kind.load(folder, peers)
     config = replace(SMALL, old_logps=OldLogpsConfig(route="rollout"))
@@ -216,7 +216,7 @@ def test_a_recording_has_the_whole_weights(
         assert all(torch.equal(written[name], tensor) for name, tensor in truth.items())
 
 
-def follow(peers: Peers, folder: Path, given: Mapping[str, Sequence[Given]]) -> None:
+def follow(peers: RankGroup, folder: Path, given: Mapping[str, Sequence[Given]]) -> None:
     """Check that ranks that divide a model otherwise get every version, bit for bit."""
     for name, ranks in given.items():
         policy = KINDS[name].load(folder, peers, trained=False)
@@ -244,18 +244,18 @@ def test_another_number_of_ranks_that_only_score_takes_the_parts(
 ) -> None:
     given = {name: [rank[name] for rank in ranks] for name in KINDS}
     if count == 1:
-        follow(ALONE, folder, given)
+        follow(SINGLE_PROCESS, folder, given)
     else:
         run_ranks(count, follow, folder, given)
 
 
-def train_experts(peers: Peers, folder: Path, run: Path) -> tuple[dict[str, Tensor], Tensor]:
+def train_experts(peers: RankGroup, folder: Path, run: Path) -> tuple[dict[str, Tensor], Tensor]:
     """Train on a batch, and restore the checkpoint from before. Return weights and gradient."""
     trainer, parts = components(peers, folder / "moe", SMALL)
     before = masters(trainer)
     checkpoints = Checkpoints(run, parts, peers=peers)
     name = checkpoints.save(Progress(), trainer.policy)
-    trainer.old.published([0])
+    trainer.old.on_published([0])
     (minibatch,) = trainer.prepare(batch_of(0))
     trainer.backward(minibatch)
     found = [
@@ -274,18 +274,18 @@ def train_experts(peers: Peers, folder: Path, run: Path) -> tuple[dict[str, Tens
 @pytest.mark.costly
 def test_a_rank_without_experts_trains_and_writes_checkpoints(folder: Path, tmp_path: Path) -> None:
     """The third of three ranks has none of the 4 experts of a layer."""
-    alone, gradient = train_experts(ALONE, folder, tmp_path / "alone")
+    alone, gradient = train_experts(SINGLE_PROCESS, folder, tmp_path / "alone")
     for weights, found in run_ranks(3, train_experts, folder, tmp_path / "ranks"):
         assert (found - gradient).norm() < 1e-5 * gradient.norm()
         assert all((weights[name] - tensor).abs().max() < 1e-5 for name, tensor in alone.items())
 
 
-def fail(peers: Peers, folder: Path, run: Path) -> tuple[str, str]:
+def fail(peers: RankGroup, folder: Path, run: Path) -> tuple[str, str]:
     """Save a batch at which ranks stop: first where that is impossible. Return both messages."""
     policy = KINDS["bfloat16"].load(folder, peers)
     trainer, auditor = build_trainer(SMALL, policy, build_scorer(SMALL, policy))
     rank = Rank(policy, trainer, auditor)
-    rank.published([0])
+    rank.on_published([0])
     batch = batch_of(0)
     rank.prepare(replace(batch, advantage=torch.full_like(batch.advantage, torch.inf)))
     with pytest.raises(FloatingPointError):
@@ -296,7 +296,7 @@ def fail(peers: Peers, folder: Path, run: Path) -> tuple[str, str]:
     wholes = {name: tensor.clone() for name, tensor in policy.whole_weights()}
     assert gathered.most == max(tensor.nbytes for tensor in wholes.values())
     if peers.rank == 0:
-        weights = dict(WentWrong.load(run / WENT_WRONG).weights)
+        weights = dict(FailedStep.load(run / WENT_WRONG).weights)
         assert weights.keys() == wholes.keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in wholes.items())
     return refused, saved

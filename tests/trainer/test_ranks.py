@@ -44,7 +44,7 @@ from unstale.durability.checkpoint import (
 )
 from unstale.expert_routes import ExpertRoutes
 from unstale.model.lora import Lora
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
@@ -149,7 +149,7 @@ def with_routes(item: ScoredTrajectory) -> ScoredTrajectory:
     return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
 
-def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
+def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
     """Train for some steps, on batches whose tokens are up to two versions old."""
     options = config.trainer
     lora = LORA if options.lora_rank else None
@@ -170,8 +170,8 @@ def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
     for step in range(STEPS):
         policy.version = step
         live = range(max(0, step - 2), step + 1)
-        trainer.old.published(live)
-        auditor.published(live)
+        trainer.old.on_published(live)
+        auditor.on_published(live)
         for later in range(step, min(step + 3, STEPS)) if config.old_logps.exact else ():
             truth[later, step] = current_logps(trainer, batch_of(later, replay=replay), step)
         batch = batch_of(step, replay=replay)
@@ -205,7 +205,7 @@ def current_logps(trainer: LocalTrainer, batch: Batch, version: int) -> Tensor:
     return trainer.policy.score(batch, where, temperature=1.0, max_tokens_per_microbatch=size).logp
 
 
-def learn_all(peers: Peers, folder: Path, variants: tuple[str, ...]) -> dict[str, Outcome]:
+def learn_all(peers: RankGroup, folder: Path, variants: tuple[str, ...]) -> dict[str, Outcome]:
     return {name: learn(peers, folder, VARIANTS[name]) for name in variants}
 
 
@@ -221,7 +221,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
     """Return what every rank of several has learnt, or one process for 0."""
     if not count:
-        return [learn_all(ALONE, folder, tuple(VARIANTS))]
+        return [learn_all(SINGLE_PROCESS, folder, tuple(VARIANTS))]
     return run_ranks(count, learn_all, folder, VARIANTS_OF[count])
 
 
@@ -253,7 +253,7 @@ CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plai
 
 
 def learn_in_context_groups(
-    peers: Peers, folder: Path, variants: tuple[str, ...]
+    peers: RankGroup, folder: Path, variants: tuple[str, ...]
 ) -> dict[str, Outcome]:
     return learn_all(peers.in_context_groups(2), folder, variants)
 
@@ -288,10 +288,10 @@ def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
             assert one.metrics[-1][name] == other.metrics[-1][name]
 
 
-def gradient(peers: Peers, folder: Path) -> Tensor:
+def gradient(peers: RankGroup, folder: Path) -> Tensor:
     policy = Policy.load(folder, peers=peers)
     trainer, _ = build_trainer(SMALL, policy, build_scorer(SMALL, policy))
-    trainer.old.published([0])
+    trainer.old.on_published([0])
     (minibatch,) = trainer.prepare(batch_of(0))
     trainer.backward(minibatch)
     return torch.cat(
@@ -302,16 +302,16 @@ def gradient(peers: Peers, folder: Path) -> Tensor:
 @pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_gradient_is_that_of_one_process(count: int, folder: Path) -> None:
-    whole = gradient(ALONE, folder)
+    whole = gradient(SINGLE_PROCESS, folder)
     for found in run_ranks(count, gradient, folder):
         assert (found - whole).norm() < 1e-6 * whole.norm()
 
 
-def fail(peers: Peers, folder: Path) -> str:
+def fail(peers: RankGroup, folder: Path) -> str:
     """Train on a batch of which one sequence, so one pass of one rank, has an infinite loss."""
     policy = Policy.load(folder, peers=peers)
     trainer, _ = build_trainer(SMALL, policy, build_scorer(SMALL, policy))
-    trainer.old.published([0])
+    trainer.old.on_published([0])
     batch = batch_of(0)
     advantage = batch.advantage.where(batch.sequence != 2, torch.inf)
     (minibatch,) = trainer.prepare(replace(batch, advantage=advantage))
@@ -326,12 +326,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_an_error_on_all(folder: Path) 
     assert "the loss of optimizer step 1 is" in messages[0]
 
 
-def check_each(peers: Peers, folder: Path, names: Sequence[str]) -> None:
+def check_each(peers: RankGroup, folder: Path, names: Sequence[str]) -> None:
     for route in names:
         check(peers, folder, OldLogpsConfig(route=route))
 
 
-def check_settings(peers: Peers, folder: Path) -> None:
+def check_settings(peers: RankGroup, folder: Path) -> None:
     check(peers, folder, OldLogpsConfig(route="snapshot_old", placement="own"))
     check(peers, folder, OldLogpsConfig(route="snapshot_old", storage="full"), LORA)
     for config in EXACT_SETTINGS:
@@ -339,7 +339,7 @@ def check_settings(peers: Peers, folder: Path) -> None:
     check_second_model(peers, folder)
 
 
-def check(peers: Peers, folder: Path, config: OldLogpsConfig, lora: Lora | None = None) -> None:
+def check(peers: RankGroup, folder: Path, config: OldLogpsConfig, lora: Lora | None = None) -> None:
     check_old_logps(
         lambda scorer: build_old_logps(config, scorer),
         lora=lora,
@@ -347,24 +347,24 @@ def check(peers: Peers, folder: Path, config: OldLogpsConfig, lora: Lora | None 
     )
 
 
-def check_any_order(peers: Peers, folder: Path, config: OldLogpsConfig) -> None:
+def check_any_order(peers: RankGroup, folder: Path, config: OldLogpsConfig) -> None:
     """Check that a batch of any version is scored, bit for bit, as when it was current."""
     policy = Policy.load(folder, peers=peers)
     old = build_old_logps(config, LocalScorer(policy, 1.0, 32))
     batches, truth = [], []
     for version in range(4):
         policy.version = version
-        old.publishing()
-        old.published(range(version + 1))
+        old.before_publish()
+        old.on_published(range(version + 1))
         episodes = [episode(10 * version + i, [5 + i, (6, version)]) for i in range(3)]
         pieces = [piece for each in episodes for piece in pending(each)]
         for piece in pieces:
-            old.arrived(piece)
+            old.on_piece(piece)
         batch = collate(episodes)
         scored = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=32)
         batches.append(batch)
         truth.append(scored.logp)
-        old.closing(pieces)
+        old.before_update(pieces)
         nudge(policy, seed=version + 1)
     for version in (2, 0, 3, 1, 3, 0):
         values, exact = old.logps(batches[version], torch.empty(0))
@@ -373,7 +373,7 @@ def check_any_order(peers: Peers, folder: Path, config: OldLogpsConfig) -> None:
     old.close()
 
 
-def check_second_model(peers: Peers, folder: Path) -> None:
+def check_second_model(peers: RankGroup, folder: Path) -> None:
     """Check that a model that only scores, with the weights of the trained one, scores as it."""
     trained = Policy.load(folder, dtype="bfloat16", peers=peers)
     second = Policy.load(folder, dtype="bfloat16", peers=peers, trained=False)
@@ -421,7 +421,7 @@ def test_every_setting_of_a_route_keeps_its_contract_on_two_ranks(tmp_path: Path
 
 
 def components(
-    peers: Peers, folder: Path, config: RunConfig
+    peers: RankGroup, folder: Path, config: RunConfig
 ) -> tuple[LocalTrainer, Mapping[str, Stateful]]:
     policy = Policy.load(
         folder,
@@ -441,12 +441,12 @@ def numbers(trainer: LocalTrainer) -> list[Tensor]:
     return [*(t.clone() for _, t in trainer.policy.whole_weights()), *state, old_logp]
 
 
-def save(peers: Peers, folder: Path, run: Path, config: RunConfig) -> tuple[str, list[Tensor]]:
+def save(peers: RankGroup, folder: Path, run: Path, config: RunConfig) -> tuple[str, list[Tensor]]:
     trainer, parts = components(peers, folder, config)
     for step in range(3):
         trainer.policy.version = step
         for part in (trainer.old, parts["auditor"]):
-            part.published(range(step + 1))
+            part.on_published(range(step + 1))
         if step < 2:
             for minibatch in trainer.prepare(batch_of(step)):
                 trainer.backward(minibatch)
@@ -457,7 +457,7 @@ def save(peers: Peers, folder: Path, run: Path, config: RunConfig) -> tuple[str,
 
 
 def load(
-    peers: Peers, folder: Path, run: Path, name: str, config: RunConfig
+    peers: RankGroup, folder: Path, run: Path, name: str, config: RunConfig
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     trainer, parts = components(peers, folder, config)
     checkpoints = Checkpoints(run, parts, peers=peers)
@@ -473,12 +473,12 @@ SAVED = {
 }
 
 
-def save_all(peers: Peers, folder: Path, run: Path) -> dict[str, tuple[str, list[Tensor]]]:
+def save_all(peers: RankGroup, folder: Path, run: Path) -> dict[str, tuple[str, list[Tensor]]]:
     return {kind: save(peers, folder, run / kind, config) for kind, config in SAVED.items()}
 
 
 def load_all(
-    peers: Peers, folder: Path, run: Path, names: Mapping[str, str]
+    peers: RankGroup, folder: Path, run: Path, names: Mapping[str, str]
 ) -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
     return {kind: load(peers, folder, run / kind, names[kind], SAVED[kind]) for kind in SAVED}
 
@@ -499,16 +499,16 @@ def test_a_checkpoint_of_some_ranks_is_read_by_others(
                 assert all(torch.equal(*pair) for pair in pairs)
 
 
-def save_new(peers: Peers, folder: Path, run: Path) -> str:
+def save_new(peers: RankGroup, folder: Path, run: Path) -> str:
     trainer, parts = components(peers, folder, SMALL)
     return Checkpoints(run, parts, peers=peers).save(Progress(), trainer.policy)
 
 
-def load_new(peers: Peers, folder: Path, run: Path, name: str) -> bool:
+def load_new(peers: RankGroup, folder: Path, run: Path, name: str) -> bool:
     trainer, parts = components(peers, folder, SMALL)
     checkpoints = Checkpoints(run, parts, peers=peers)
     checkpoints.restore(checkpoints.load(name))
-    trainer.old.published([0])
+    trainer.old.on_published([0])
     minibatches = trainer.prepare(batch_of(0))
     return bool(minibatches[0].old_logp.isfinite().all())
 
@@ -522,7 +522,7 @@ Published = list[tuple[PublishedPart, list[Part], dict[str, Tensor]]]
 """What a rank has published of each version, and the whole weights of the version."""
 
 
-def publish(peers: Peers, folder: Path, run: Path, config: RunConfig) -> Published:
+def publish(peers: RankGroup, folder: Path, run: Path, config: RunConfig) -> Published:
     """Publish four versions, of which the third is whole. Return each with the true weights."""
     policy = Policy.load(
         folder,
@@ -541,7 +541,7 @@ def publish(peers: Peers, folder: Path, run: Path, config: RunConfig) -> Publish
         policy.version = step
         live = range(max(0, step - 2), step + 1)
         size, part = rank.publish(live, base)
-        rank.published(live)
+        rank.on_published(live)
         rank.audit_published(live)
         whole = {name: tensor.clone() for name, tensor in policy.whole_weights()}
         found.append((size, [each.copy() for each in part], whole))
@@ -552,7 +552,7 @@ def publish(peers: Peers, folder: Path, run: Path, config: RunConfig) -> Publish
 
 
 def publish_all(
-    peers: Peers, folder: Path, runs: Path, variants: tuple[str, ...]
+    peers: RankGroup, folder: Path, runs: Path, variants: tuple[str, ...]
 ) -> dict[str, Published]:
     return {name: publish(peers, folder, runs / name, VARIANTS[name]) for name in variants}
 
@@ -593,14 +593,14 @@ def test_ranks_publish_differences_of_their_parts(folder: Path, tmp_path: Path) 
         assert Checkpoints(run, {}).versions == [0]
 
 
-def refused(peers: Peers, folder: Path, run: Path, name: str) -> str:
+def refused(peers: RankGroup, folder: Path, run: Path, name: str) -> str:
     _, parts = components(peers, folder, SMALL)
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(run, parts, peers=peers).load(name)
     return str(caught.value)
 
 
-def load_out_of_sight(peers: Peers, folder: Path, run: Path, name: str) -> None:
+def load_out_of_sight(peers: RankGroup, folder: Path, run: Path, name: str) -> None:
     """Load a checkpoint that only the first rank has in its run folder."""
     _, parts = components(peers, folder, SMALL)
     own = run / "elsewhere" if peers.rank else run
@@ -608,7 +608,7 @@ def load_out_of_sight(peers: Peers, folder: Path, run: Path, name: str) -> None:
         Checkpoints(own, parts, peers=peers).load(name)
 
 
-def save_without_peer(peers: Peers, folder: Path, run: Path) -> None:
+def save_without_peer(peers: RankGroup, folder: Path, run: Path) -> None:
     trainer, parts = components(peers, folder, SMALL)
     if peers.rank == 1:
         dist.destroy_process_group()  # the first rank's connection to this one ends
@@ -618,10 +618,10 @@ def save_without_peer(peers: Peers, folder: Path, run: Path) -> None:
     assert not isinstance(caught.value, CheckpointError)
 
 
-def save_without_manifest(peers: Peers, folder: Path, run: Path) -> None:
+def save_without_manifest(peers: RankGroup, folder: Path, run: Path) -> None:
     """Write a checkpoint, the parts of another without its manifest, and then all of it."""
     trainer, parts = components(peers, folder, SMALL)
-    trainer.old.published([0])
+    trainer.old.on_published([0])
     checkpoints = Checkpoints(run, parts, peers=peers.for_another_thread(), copies=True)
     name = checkpoints.save(Progress(), trainer.policy)
     snapshot = checkpoints.snapshot(Progress(1), trainer.policy)

@@ -111,8 +111,8 @@ def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> t
     for version in (0, 1):
         policy.version = version
         live = set(range(version + 1))
-        trainer.old.published(live)
-        auditor.published(live)
+        trainer.old.on_published(live)
+        auditor.on_published(live)
         if version == 0:
             nudge(policy, seed=1)
     return trainer, auditor

@@ -83,10 +83,10 @@ def make(
         ),
     )
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
-    old.published(live={0})
+    old.on_published(live={0})
     nudge(policy, seed=1)
     policy.version = 1
-    old.published(live={0, 1})
+    old.on_published(live={0, 1})
     named = Techniques({str(number): each for number, each in enumerate(techniques)}, needs=needs)
     return LocalTrainer(policy, config, old, techniques=named)
 
@@ -208,7 +208,7 @@ def test_halves_of_the_groups_have_the_whole_gradient_and_its_noise() -> None:
     kl = {
         lag: [
             math.exp(each["log_s"]) - 1 - each["log_s"]
-            for each in trainer.points()
+            for each in trainer.scatter_sample()
             if each["lag"] == lag
         ]
         for lag in (0, 1)

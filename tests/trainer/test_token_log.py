@@ -29,7 +29,7 @@ from unstale.config import (
 )
 from unstale.config.techniques import Need
 from unstale.model.lora import Lora
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Provenance, StoredLogps, collate
@@ -70,10 +70,10 @@ def make(
         **sections,
     )
     old = build_old_logps(config.old_logps, LocalScorer(policy, 1.0, 64))
-    old.published(live={0})
+    old.on_published(live={0})
     nudge(policy, seed=1)
     policy.version = 1
-    old.published(live={0, 1})
+    old.on_published(live={0, 1})
     named = Techniques({str(number): each for number, each in enumerate(shapers)}, needs=needs)
     return LocalTrainer(policy, config, old, techniques=named)
 
@@ -286,11 +286,11 @@ def test_a_replayed_episode_has_its_stored_values() -> None:
     assert flags(each, TokenFlag.EXACT) == exact[is_replayed].tolist()
 
 
-def values_of(peers: Peers, folder: Path, variants: Mapping[str, RunConfig]) -> Any:
+def values_of(peers: RankGroup, folder: Path, variants: Mapping[str, RunConfig]) -> Any:
     return {name: learn_on(peers, folder, config) for name, config in variants.items()}
 
 
-def learn_on(peers: Peers, folder: Path, config: RunConfig) -> list[list[TokenValues]]:
+def learn_on(peers: RankGroup, folder: Path, config: RunConfig) -> list[list[TokenValues]]:
     """Train for some steps. Return the values of each step."""
     options = config.trainer
     lora = Lora(options.lora_rank) if options.lora_rank else None
@@ -299,14 +299,14 @@ def learn_on(peers: Peers, folder: Path, config: RunConfig) -> list[list[TokenVa
     found = []
     for step in range(STEPS):
         policy.version = step
-        trainer.old.published(range(max(0, step - 2), step + 1))
+        trainer.old.on_published(range(max(0, step - 2), step + 1))
         batch = batch_of(step)
         found.append([*learn(trainer, replace(batch, group=(0, 0, 1, 1, 2))).values()])
     trainer.old.close()
     return found
 
 
-def in_context_groups(peers: Peers, folder: Path, variants: Mapping[str, RunConfig]) -> Any:
+def in_context_groups(peers: RankGroup, folder: Path, variants: Mapping[str, RunConfig]) -> Any:
     return values_of(peers.in_context_groups(2), folder, variants)
 
 
@@ -318,7 +318,7 @@ def test_ranks_have_the_values_of_one_process(tmp_path: Path, function: Any) -> 
     variants = {
         name: replace(VARIANTS[name], journal=JournalConfig(token_share=0.6)) for name in names
     }
-    alone = values_of(ALONE, tmp_path, variants)
+    alone = values_of(SINGLE_PROCESS, tmp_path, variants)
     first, *_ = run_ranks(2, function, tmp_path, variants)
     for name in names:
         for one, two in zip(alone[name], first[name], strict=True):

@@ -75,10 +75,10 @@ def make(
         trainer=TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer),
     )
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
-    old.published(live={0})
+    old.on_published(live={0})
     nudge(policy, seed=1)
     policy.version = 1
-    old.published(live={0, 1})
+    old.on_published(live={0, 1})
     return LocalTrainer(policy, config, old)
 
 
@@ -312,9 +312,9 @@ def test_after_a_step_the_policy_is_no_longer_at_its_version() -> None:
     trainer = make(tiny_policy())
     (part,) = trainer.prepare(a_batch())
     trainer.backward(part)
-    assert trainer.policy.at_version
+    assert trainer.policy.weights_match_version
     trainer.step()
-    assert not trainer.policy.at_version and trainer.policy.version == 1
+    assert not trainer.policy.weights_match_version and trainer.policy.version == 1
 
 
 def test_a_reference_kl_pulls_back_to_where_the_run_began() -> None:
@@ -421,14 +421,14 @@ def test_metrics_say_what_happened_by_lag() -> None:
         == metrics["trainer/sequence_tokens"]
         == len(batch.tokens) - 3
     )
-    points = trainer.points()
+    points = trainer.scatter_sample()
     assert len(points) == 29 and {point["lag"] for point in points} == {0, 1}
     then = version_0.logps(batch, temperature=1.0)[batch.sampled & (batch.version == 0)].detach()
     behavior = batch.behavior_logp[batch.sampled & (batch.version == 0)]
     at_lag_1 = sorted(point["log_d"] for point in points if point["lag"] == 1)
     assert at_lag_1 == pytest.approx(sorted((then - behavior).tolist()), abs=1e-4)
     learn(trainer, collate([episode(i, [2, (60, 1)]) for i in range(10)]))
-    assert len(trainer.points()) == 256
+    assert len(trainer.scatter_sample()) == 256
 
 
 def test_the_current_policy_is_run_only_for_a_route_that_asks() -> None:
@@ -553,7 +553,7 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped() -> None:
     state = checkpoint_round_trip(one.state())
     other = make(tiny_policy(seed=5), route="rollout", **options)
     other.restore(state)
-    assert (other.steps, other.policy.version, other.policy.at_version) == (1, 1, False)
+    assert (other.steps, other.policy.version, other.policy.weights_match_version) == (1, 1, False)
     for trainer in (one, other):
         for _ in range(2):
             learn(trainer, a_batch())
@@ -643,7 +643,7 @@ def test_the_audit_sees_the_batch_before_anything_moves() -> None:
     seen: list[tuple[Batch, Tensor]] = []
 
     def audit(batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
-        assert trainer.policy.at_version
+        assert trainer.policy.weights_match_version
         seen.append((batch, old_logp))
         return {"audit/seen": 1.0}
 
@@ -661,7 +661,7 @@ def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> N
     figures = learn(trainer, collate([episode(i, [4, (3, 1)], advantage=0.0) for i in range(3)]))
     assert torch.equal(weights(trainer.policy), before)
     assert figures["trainer/action_tokens"] == 9 and figures["objective/loss"] == 0
-    assert trainer.points() == []
+    assert trainer.scatter_sample() == []
 
 
 def test_a_trainer_says_how_its_policy_is_run() -> None:

@@ -93,7 +93,7 @@ def test_the_route_and_the_engine_share_one_delta_per_version() -> None:
             if version:
                 step(policy, version)
             await publish(publisher, policy, range(version))
-            route.published(live=range(version))
+            route.on_published(live=range(version))
             sizes.append(publisher.bytes)
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ from unstale.techniques import NO_TECHNIQUES, HiddenStates, StatesQuery, Techniq
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
-from unstale.trainer.rules import Rules
+from unstale.trainer.rules import LossSpec
 from unstale.weights.publish import DirectPublisher, Publisher
 from unstale.weights.recording import Recording
 
@@ -56,7 +56,7 @@ def build_trainer(
     make = config.old_logps.make_on_rank if on_rank else config.old_logps.make
     old: OldLogps = make(scorer, lockstep=config.deterministic)
     techniques = Techniques.of(config)
-    rules = Rules(config.correction, config.objective, techniques)
+    rules = LossSpec(config.correction, config.objective, techniques)
     auditor = Auditor(
         build_scorer(config, policy),
         old,

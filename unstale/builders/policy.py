@@ -8,7 +8,7 @@ from unstale.config import (
 from unstale.engines.registry import engine_spec, packs_weights
 from unstale.model.forward import ForwardOptions
 from unstale.model.lora import Lora
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
 
 
@@ -20,7 +20,7 @@ def lora_of(config: RunConfig) -> Lora | None:
     return Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
 
 
-def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool = True) -> Policy:
+def load_policy(config: RunConfig, peers: RankGroup | None = None, *, trained: bool = True) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA.
 
     `peers` are the ranks among which it is divided. Without `peers` the model is whole. It is then
@@ -34,7 +34,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
         dtype=options.dtype,
         device=device,
         lora=lora_of(config),
-        peers=peers or ALONE,
+        peers=peers or SINGLE_PROCESS,
         independent_rows=config.deterministic,
         trained=trained,
         chat_template=config.chat_template,

@@ -30,7 +30,7 @@ from unstale.engines.pool import EnginePool
 from unstale.envs import (
     Taskset,
 )
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import delta_store
 from unstale.rollout.generator import Generator
@@ -39,7 +39,7 @@ from unstale.trainer.threads import trainer_threads
 from unstale.weights.publish import Publisher
 
 
-def build_rank(config: RunConfig, peers: Peers) -> Rank:
+def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call it."""
     torch.set_num_threads(trainer_threads(config))
     policy = load_policy(config, peers.in_context_groups(config.cluster.context))
@@ -49,7 +49,7 @@ def build_rank(config: RunConfig, peers: Peers) -> Rank:
     return Rank(policy, trainer, auditor, store)
 
 
-def build_scoring_rank(config: RunConfig, peers: Peers) -> ScoringRank:
+def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
     """Return one of several ranks that only score. All ranks must call it."""
     torch.set_num_threads(1)
     policy = load_policy(config, peers, trained=False)

@@ -186,7 +186,7 @@ class _Listeners:
 
     def on_piece(self, piece: PendingPiece) -> None:
         self.pending.add(piece)
-        self.old.arrived(piece)
+        self.old.on_piece(piece)
 
     def on_failure(self, episode: int, failure: Failure, final: bool) -> None:
         self.pending.discard([episode])

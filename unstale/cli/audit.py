@@ -50,7 +50,7 @@ from unstale.trainer.auditor import (
     spread,
     with_error,
 )
-from unstale.trainer.rules import Rules
+from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
@@ -79,7 +79,7 @@ def audit(
         recorded = Recorded(run / RECORDED)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
-    rules = Rules(config.correction, config.objective, Techniques.of(config))
+    rules = LossSpec(config.correction, config.objective, Techniques.of(config))
     options = variants(config.old_logps, routes, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}
@@ -184,7 +184,7 @@ class Replay:
 
     recorded: Recorded
     policy: Policy
-    rules: Rules
+    rules: LossSpec
     truths: dict[int, list[Truth]]
     """Version of the policy -> batches that were trained on with it, with true old
     log-probabilities.
@@ -203,7 +203,7 @@ class Replay:
         policy: Policy,
         scorer: Scorer,
         *,
-        rules: Rules,
+        rules: LossSpec,
         advance: Callable[[], None],
     ) -> "Replay":
         """Compute the true `old_logp` of every recorded token, to which all routes are compared.
@@ -288,11 +288,11 @@ class Replay:
             if held <= version
         }
         with spent.clock():
-            old.publishing()
-            old.published(live | {version})
+            old.before_publish()
+            old.on_published(live | {version})
             for piece in self.pieces.get(version, ()):
-                old.arrived(piece)
-            while old.idle():
+                old.on_piece(piece)
+            while old.score_while_idle():
                 pass
 
     def _ask(self, old: OldLogps, truth: Truth, spent: Spent) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ class Replay:
             if old.needs.closing:
                 passed = frozenset(truth.batch.episodes)
                 held = self.pieces.get(truth.version, [])
-                old.closing([piece for piece in held if piece.episode not in passed])
+                old.before_update([piece for piece in held if piece.episode not in passed])
         if old.needs.now:
             seconds, tokens = self.now[truth.version]
             spent.seconds += seconds

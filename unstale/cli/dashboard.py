@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from unstale.cli.low_priority import run_at_low_priority
+from unstale.cli.nice import run_at_low_priority
 from unstale.config import ConfigError, install
 from unstale.config.checks import bounded
 from unstale.durability.console import Console

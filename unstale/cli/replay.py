@@ -14,7 +14,7 @@ from unstale.config.options import stored_config
 from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
 from unstale.trainer.records import NOT_FINITE, Minibatch
-from unstale.weights.recording import WENT_WRONG, WentWrong
+from unstale.weights.recording import WENT_WRONG, FailedStep
 
 
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
@@ -31,7 +31,7 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
             f"{path} is missing: no step of this run failed, or the file was moved; give --batch"
         )
     config = stored_config(RunFolder(run).config())
-    saved = WentWrong.load(path)
+    saved = FailedStep.load(path)
     try:
         _again(config, saved)
     except NOT_FINITE as error:
@@ -43,7 +43,7 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     return False
 
 
-def _again(config: RunConfig, saved: WentWrong) -> None:
+def _again(config: RunConfig, saved: FailedStep) -> None:
     columns = saved.columns
     batch = saved.batch
     if saved.about["stage"] == "old_logps":

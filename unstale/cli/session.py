@@ -11,7 +11,7 @@ from typing import Any
 
 from unstale import loop
 from unstale.builders import Components, build, build_components
-from unstale.cli.early import new_folder
+from unstale.cli.preflight import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import changes_to_run, resume_command

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from unstale.cli.early import new_folder, quick_imports, refuse_early, start_engines
+from unstale.cli.preflight import new_folder, quick_imports, refuse_early, start_engines
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, fit_context, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install

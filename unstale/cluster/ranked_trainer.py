@@ -139,7 +139,7 @@ class RankedTrainer:
     def metrics(self) -> Mapping[str, float]:
         return self.results.metrics
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         return self.results.points
 
     def tokens(self) -> list[TokenValues]:
@@ -161,21 +161,21 @@ class RankedOldLogps(OldLogps):
         self._trainer = trainer
         self._call: Callable[..., Any] = trainer.call
 
-    def publishing(self) -> None:
-        self._call("publishing")
+    def before_publish(self) -> None:
+        self._call("before_publish")
 
-    def published(self, live: Collection[int]) -> None:
-        self._call("published", tuple(live))
+    def on_published(self, live: Collection[int]) -> None:
+        self._call("on_published", tuple(live))
 
-    def arrived(self, piece: PendingPiece) -> None:
+    def on_piece(self, piece: PendingPiece) -> None:
         if self.needs.idle:  # other routes have no use for it, and expert routes are large
-            self._trainer.ranks.later("arrived", piece)
+            self._trainer.ranks.later("on_piece", piece)
 
-    def idle(self) -> bool:
-        return bool(self._call("idle"))
+    def score_while_idle(self) -> bool:
+        return bool(self._call("score_while_idle"))
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        self._call("closing", tuple(unscored))
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        self._call("before_update", tuple(unscored))
 
     def events(self) -> list[dict[str, Any]]:
         return self._trainer.results.events
@@ -191,14 +191,14 @@ class RankedAuditor:
     def __init__(self, trainer: RankedTrainer) -> None:
         self._trainer = trainer
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         self._trainer.call("audit_published", tuple(live))
 
     def record(self, folder: Path) -> None:
         """Record every version and batch for `unstale audit`. Every rank must reach `folder`."""
         self._trainer.ranks.later("record", folder.absolute())
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         return self._trainer.results.audit_points
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:

@@ -23,7 +23,7 @@ from unstale.cluster import session
 from unstale.cluster.gpus import divide_gpus
 from unstale.cluster.ranks_worker import MakeRank, Rank
 from unstale.cluster.weight_objects import Reference
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 START_S = 600.0
@@ -111,7 +111,7 @@ class _RankActor:
         if self._rank is not None:
             self._rank.close()
         self._rank = None  # frees its memory before the next is made
-        self._rank = make(Peers.of_group())
+        self._rank = make(RankGroup.of_group())
 
     def run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> Any:
         """Run calls of `Rank` methods in order. Return the last one's result on the first rank."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from unstale.cluster.weight_objects import Part, arrays
 from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress, Stateful
-from unstale.model.peers import Peers
+from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.model.versions import VersionGaps
 from unstale.old_logps import OldLogps
@@ -112,8 +112,8 @@ class Rank:
         self._minibatches = ()
         return StepResults(
             self.trainer.metrics(),
-            self.trainer.points(),
-            self.auditor.points(),
+            self.trainer.scatter_sample(),
+            self.auditor.scatter_sample(),
             self._old.events(),
             self.trainer.tokens() if self.policy.peers.rank == 0 else [],
         )
@@ -154,17 +154,17 @@ class Rank:
         words = sum(encoded.words for encoded in delta.tensors.values())
         return PublishedPart(delta.base, words, delta.nbytes), arrays(file_parts(delta))
 
-    def publishing(self) -> None:
-        self._old.publishing()
+    def before_publish(self) -> None:
+        self._old.before_publish()
 
-    def published(self, live: Collection[int]) -> None:
-        self._old.published(live)
+    def on_published(self, live: Collection[int]) -> None:
+        self._old.on_published(live)
 
     def audit_published(self, live: Collection[int]) -> None:
-        self.auditor.published(live)
+        self.auditor.on_published(live)
 
-    def arrived(self, piece: PendingPiece) -> None:
-        self._old.arrived(piece)
+    def on_piece(self, piece: PendingPiece) -> None:
+        self._old.on_piece(piece)
 
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
         self._scores.add_scores(rows, forward_tokens)
@@ -172,11 +172,11 @@ class Rank:
     def add_waits(self, publish_s: float, score_s: float) -> None:
         self._scores.add_waits(publish_s, score_s)
 
-    def idle(self) -> bool:
-        return self._old.idle()
+    def score_while_idle(self) -> bool:
+        return self._old.score_while_idle()
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        self._old.closing(unscored)
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        self._old.before_update(unscored)
 
     def snapshot(self, progress: Progress) -> None:
         self._snapshot = self.checkpoints.snapshot(progress, self.trainer)
@@ -219,7 +219,7 @@ def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
     return delta if delta.base == base else None
 
 
-MakeRank = Callable[[Peers], Any]
+MakeRank = Callable[[RankGroup], Any]
 """Makes the object whose methods one rank calls, such as a `Rank`, after the rank has joined its
 process group. It can be pickled.
 """

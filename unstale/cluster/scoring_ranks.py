@@ -69,7 +69,7 @@ class ScoringRank:
         wanted = sum(words(tensor).numel() for tensor in weights.values())
         if given != wanted:
             raise ValueError(f"the trainer ranks gave {given} of the {wanted} words of this rank")
-        self._policy.at_version = False
+        self._policy.weights_match_version = False
         self._version = version
 
     def score(self, pieces: Pieces) -> Reply:
@@ -159,23 +159,23 @@ class RankedOldLogitModel(RankedOldLogps):
         self._model = SecondModel(link, self._add_scores, lockstep=lockstep)
         trainer.collect = self.collect
 
-    def publishing(self) -> None:
+    def before_publish(self) -> None:
         """Wait until the second model has loaded the version that was published last."""
         self._add_waits(self._model.wait_until_loaded(), 0.0)
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         """Load the current version into the second model, from the parts that the ranks posted.
 
         No rank gathers whole weights.
         """
         self._add_waits(self._model.finish_version(), 0.0)
-        super().published(live)
+        super().on_published(live)
         version = self._trainer.version
         if version != self._model.sent:
             self._model.load(version, self._trainer.step_from(self._model.sent))
 
-    def arrived(self, piece: PendingPiece) -> None:
-        self._model.arrived(piece)
+    def on_piece(self, piece: PendingPiece) -> None:
+        self._model.on_piece(piece)
 
     def collect(self, batch: Batch | None) -> None:
         """Wait for the scores of a batch, or of everything sent if it is None."""

@@ -44,7 +44,7 @@ from unstale.durability.checkpoint_shards import (
     write_parts,
 )
 from unstale.durability.run_folder import flush_to_disk
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.weights.bits import words
 from unstale.weights.codec import advance, all_of, file_parts, loads
 from unstale.weights.publish import VersionedWeights
@@ -97,7 +97,7 @@ class Checkpoints:
         parts: Mapping[str, Stateful],
         *,
         keep: int = 2,
-        peers: Peers = ALONE,
+        peers: RankGroup = SINGLE_PROCESS,
         copies: bool = False,
     ) -> None:
         self._folder = run / CHECKPOINTS

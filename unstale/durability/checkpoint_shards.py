@@ -43,7 +43,7 @@ from unstale.durability.checkpoint_files import (
     write_tensors,
 )
 from unstale.durability.run_folder import flush_to_disk
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.sharding import is_sharded, local, part_of
 from unstale.weights.bits import words
 from unstale.weights.store import VersionStore
@@ -62,7 +62,7 @@ def is_divided(body: Mapping[str, Any]) -> bool:
     return "parts" in body
 
 
-def write_parts(checkpoint: Checkpoint, folder: Path, peers: Peers) -> None:
+def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
     """Write a checkpoint. All ranks must call this, each with its own state.
 
     Raises ValueError, on all ranks, if what is read back differs from what was written.
@@ -97,7 +97,7 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: Peers) -> None:
             write_manifest(checkpoint, folder, {**others, "shapes": shapes, "parts": written[1:]})
 
 
-def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: Peers) -> Checkpoint:
+def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: RankGroup) -> Checkpoint:
     """Read a checkpoint. All ranks must call this, and each gets its own state.
 
     `body` is the content of the manifest. Raises ValueError, on all ranks, if a file was changed.
@@ -138,7 +138,7 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
     return forward_weights(body, load_file(folder / state_file(0)) | _load(wanted, folder))
 
 
-def _load(targets: dict[str, Tensor], folder: Path, peers: Peers = ALONE) -> dict[str, Tensor]:
+def _load(targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS) -> dict[str, Tensor]:
     """Read the trainer's tensors into `targets`: all ranks together, or one process alone."""
     alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))

@@ -155,7 +155,7 @@ def restore(
             f"{run} lacks a version that journaled pieces need: {error}"
         ) from error
     for piece in current:
-        old_logps.arrived(piece)
+        old_logps.on_piece(piece)
     if is_renumbered:  # the new number must be on disk before an engine loads it
         _save(run, checkpoints, stored.state.progress, policy)
     return stored.state

@@ -1,4 +1,4 @@
-"""Rules by which a pool of engines chooses an engine for a request.
+"""LossSpec by which a pool of engines chooses an engine for a request.
 
 The engines may be divided into two groups: one for requests with much new context (prefill), one
 for the others (decode). This is P/D-Serve's division, and RollArt's map of phases to hardware. The

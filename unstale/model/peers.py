@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class RankGroup:
     """The ranks of a process group. By default, a single process without a group.
 
     Tensors given to the methods are on the CPU.
@@ -38,11 +38,11 @@ class Peers:
     """The group with which the methods communicate. None for torch's default process group."""
 
     @classmethod
-    def of_group(cls) -> "Peers":
+    def of_group(cls) -> "RankGroup":
         """Return the ranks of the process group that this process has joined."""
         return cls(dist.get_rank(), dist.get_world_size())
 
-    def in_context_groups(self, size: int) -> "Peers":
+    def in_context_groups(self, size: int) -> "RankGroup":
         """Return these ranks in groups of `size`, which divide the tokens of each pass.
 
         All ranks must call this. Raises ValueError unless `size` divides their number.
@@ -54,7 +54,7 @@ class Peers:
         groups = _divided_groups(dist.group.WORLD, self.count, size)
         return replace(self, context=ContextGroup.of(groups[self.rank // size]))
 
-    def for_another_thread(self) -> "Peers":
+    def for_another_thread(self) -> "RankGroup":
         """Return the same ranks with a second group, which one other thread may use meanwhile.
 
         All ranks must call this. The group exchanges values in main memory only.
@@ -75,7 +75,7 @@ class Peers:
         pass counts on one rank, or on all ranks of one context group. A rank with too few passes
         runs the cheapest one again, and that result must not count.
 
-        >>> Peers(0, 2).deal([5, 9, 1]), Peers(1, 2).deal([5, 9, 1])
+        >>> RankGroup(0, 2).deal([5, 9, 1]), RankGroup(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
         """
         if self.count == 1:
@@ -125,8 +125,8 @@ class Peers:
             raise first
 
 
-ALONE = Peers()
-"""The `Peers` of a process that does not share its model with others."""
+SINGLE_PROCESS = RankGroup()
+"""The `RankGroup` of a process that does not share its model with others."""
 
 
 @cache

@@ -46,7 +46,7 @@ from unstale.model.loading import (
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
 from unstale.model.packing_check import check_bitwise, check_length, check_packing
-from unstale.model.peers import ALONE, Peers
+from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
 from unstale.model.versions import VersionGaps, lag_of, num_batches
@@ -60,7 +60,7 @@ Placement = Literal["twin", "own"]
 class Policy:
     """A causal language model with its tokenizer and the version number of its weights.
 
-    `version` counts published weights. `at_version` is True until the next optimizer step, while
+    `version` counts published weights. `weights_match_version` is True until the next optimizer step, while
     the weights are still those of `version`. The model is in eval mode, so a log-probability
     depends only on weights and tokens. With LoRA, the weights of the policy are those of the
     adapters, and `base` is the checksum of the frozen model.
@@ -76,7 +76,7 @@ class Policy:
         *,
         lora: Lora | None = None,
         base: int = 0,
-        peers: Peers = ALONE,
+        peers: RankGroup = SINGLE_PROCESS,
     ) -> None:
         if lora:
             adapters.inject(model, lora)
@@ -90,7 +90,7 @@ class Policy:
         self._held: dict[str, Tensor] | None = None
         """Weights in main memory, which are put into the model only during a forward pass."""
         self._version = 0
-        self.at_version = True
+        self.weights_match_version = True
         self.version_gaps: VersionGaps = ()
         self._checked_length = 0
         """The number of tokens for which `check_length` has checked the model."""
@@ -128,7 +128,7 @@ class Policy:
         dtype: str = "float32",
         device: str | None = None,
         lora: Lora | None = None,
-        peers: Peers = ALONE,
+        peers: RankGroup = SINGLE_PROCESS,
         independent_rows: bool = False,
         trained: bool = True,
         chat_template: str = "",
@@ -288,9 +288,9 @@ class Policy:
 
     @version.setter
     def version(self, version: int) -> None:
-        """Set the version number of the current weights. `at_version` becomes True."""
+        """Set the version number of the current weights. `weights_match_version` becomes True."""
         self._version = version
-        self.at_version = True
+        self.weights_match_version = True
 
     def assign_new_version(self, version: int) -> None:
         """Give the current weights a new version number.
@@ -450,7 +450,7 @@ class Policy:
         return sharding.parts_of(weights, self._tensors()) if self._is_sharded else dict(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` into the model. `at_version` becomes False.
+        """Copy `weights` into the model. `weights_match_version` becomes False.
 
         On a sharded model they are this rank's parts. Raises ValueError unless names and shapes
         match.
@@ -467,7 +467,7 @@ class Policy:
         if wrong:
             raise ValueError(f"weights do not fit the model: {wrong[:4]}")
         self._write(weights)
-        self.at_version = False
+        self.weights_match_version = False
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:
         self._folder = None

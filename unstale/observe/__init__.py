@@ -35,7 +35,7 @@ class RunRecorder(Protocol):
         """
         ...
 
-    def learnt(
+    def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
         """Record discrepancy and staleness ratio of some tokens of a batch, and route events.

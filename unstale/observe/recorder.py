@@ -118,7 +118,7 @@ class Recorder:
         with self._log.span(lane, label):
             yield
 
-    def learnt(
+    def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
         """Record sampled tokens of a step in the journal, and log events of the old-logit route."""

@@ -44,33 +44,33 @@ class OldLogps:
 
     needs = Needs()
 
-    def publishing(self) -> None:
+    def before_publish(self) -> None:
         """Prepare for a publication. No engine has the current version of the weights yet.
 
         The method may wait until work on earlier versions is complete.
         """
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         """Receive the notice that every engine has loaded the current version of the weights.
 
         All pieces (runs of tokens) that earlier versions sampled have arrived. `live` are the
         versions that sampled tokens which are still to be trained on.
         """
 
-    def arrived(self, piece: PendingPiece) -> None:
+    def on_piece(self, piece: PendingPiece) -> None:
         """Receive a piece (a run of tokens of one version) that an engine sampled.
 
         Called on the event loop, so it must not block.
         """
 
-    def idle(self) -> bool:
+    def score_while_idle(self) -> bool:
         """Do at most about one forward pass of work, while the trainer waits for episodes.
 
         Return False if there was no work to do.
         """
         return False
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         """Score pieces of the current version, before an optimizer step changes its weights.
 
         `unscored` has all pieces that this version sampled and that no batch has contained yet.

@@ -36,7 +36,7 @@ class CurrentRecompute(OldLogps):
                 f"got {tuple(now.shape)}"
             )
         exact = batch.sampled & False
-        if self._scorer.at_version:
+        if self._scorer.weights_match_version:
             exact = has_clean_behavior(batch) & (batch.version == self._scorer.version)
         return now.where(batch.sampled, 0.0), exact
 

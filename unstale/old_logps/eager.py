@@ -44,10 +44,10 @@ class Eager(OldLogps):
         self._num_tokens = 0
         self._num_covered = 0
 
-    def publishing(self) -> None:
-        self.fallback.publishing()
+    def before_publish(self) -> None:
+        self.fallback.before_publish()
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         self._cache.keep({*live, self._scorer.version})
         self._sort()
         self._waiting = {
@@ -55,22 +55,22 @@ class Eager(OldLogps):
             for version, waiting in self._waiting.items()
             if version >= self._scorer.version
         }
-        self.fallback.published(live)
+        self.fallback.on_published(live)
 
-    def arrived(self, piece: PendingPiece) -> None:
+    def on_piece(self, piece: PendingPiece) -> None:
         self._arrived.append(piece)
-        self.fallback.arrived(piece)
+        self.fallback.on_piece(piece)
 
-    def idle(self) -> bool:
+    def score_while_idle(self) -> bool:
         self._sort()
         waiting = self._waiting.get(self._scorer.version)
-        if not self._scorer.at_version or not waiting:
-            return self.fallback.idle()
+        if not self._scorer.weights_match_version or not waiting:
+            return self.fallback.score_while_idle()
         self._cache.score(waiting.take(self._scorer.max_tokens))
         return True
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        self.fallback.closing(self._cache.missing(unscored))
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        self.fallback.before_update(self._cache.missing(unscored))
 
     def trained(self, kept: float) -> None:
         self.fallback.trained(kept)

@@ -52,7 +52,7 @@ class EwmaProx(OldLogps):
         self._every_step = every_step
         self._version: int | None = None
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         if self._scorer.version == self._version:
             return
         self._version = self._scorer.version

@@ -39,13 +39,13 @@ class InterruptSync(CachedRoute):
         self._stall_s = 0.0
         self._closing_s = 0.0
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         if self._paused_at is not None:
             self._stall_s += time.perf_counter() - self._paused_at
             self._paused_at = None
-        super().published(live)
+        super().on_published(live)
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         self._paused_at = began = time.perf_counter()
         self.cache.score(by_key(self.cache.missing(unscored)))
         self._closing_s += time.perf_counter() - began

@@ -117,14 +117,14 @@ class OldLogitModel(SecondModelScores):
         """The version of the weights that the process has loaded. -1 before the first."""
         return self._model.loaded
 
-    def publishing(self) -> None:
+    def before_publish(self) -> None:
         """Wait until the process has loaded the version that was published last.
 
         It has then scored all pieces of earlier versions.
         """
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         """Send the weights of the current version to the process.
 
         With `lockstep`, wait until it has them.
@@ -133,19 +133,19 @@ class OldLogitModel(SecondModelScores):
 
         version = self._scorer.version
         self.add_waits(self._model.finish_version(), 0.0)
-        super().published(live)
+        super().on_published(live)
         if version != self._model.sent:
             self._model.load(version, file_of(self._scorer.weights()))
 
-    def arrived(self, piece: PendingPiece) -> None:
-        self._model.arrived(piece)
+    def on_piece(self, piece: PendingPiece) -> None:
+        self._model.on_piece(piece)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for the scores of the batch and return them.
 
         Raises LookupError if a sampled token of the batch was never passed to `arrived`.
         """
-        current = self._scorer.version if self._scorer.at_version else -1
+        current = self._scorer.version if self._scorer.weights_match_version else -1
         self.add_waits(0.0, self._model.wait_for(pieces_of(batch, current=current)))
         return super().logps(batch, now)
 

@@ -82,7 +82,7 @@ class PpoEwmaAsync(OldLogps):
         """Add the weights of the current version to the averages, before a step changes them."""
         from unstale.algorithms.proximal import beta_for_age
 
-        if not self._scorer.at_version:
+        if not self._scorer.weights_match_version:
             raise RuntimeError(
                 f"version {self._scorer.version} is gone: "
                 "its first batch was not scored before a step"

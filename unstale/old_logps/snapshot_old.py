@@ -46,7 +46,7 @@ class SnapshotOld(OldLogps):
         scorer.keep_versions(make_store, placement=placement)
         self.scorer = scorer
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         # before `put` as well, because dropped versions must not count against the memory limit
         self.scorer.keep(live)
         self.scorer.put()

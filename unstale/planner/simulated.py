@@ -171,7 +171,7 @@ class SimulatedTrainer:
     def metrics(self) -> Mapping[str, float]:
         return {}
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         return []
 
     def tokens(self) -> list[TokenValues]:
@@ -253,7 +253,7 @@ class SimulatedRoute(OldLogps):
         self.needs = needs
         self._trainer = trainer
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         """Take the seconds of scoring the unfinished episodes up to their present length."""
         episodes = {piece.episode for piece in unscored}
         self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
@@ -360,9 +360,9 @@ class NullCheckpoints:
 class NullAudit:
     """An audit that measures nothing."""
 
-    def published(self, live: Collection[int]) -> None: ...
+    def on_published(self, live: Collection[int]) -> None: ...
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         return []
 
 
@@ -449,7 +449,7 @@ class SimulatedRecorder:
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
 
-    def learnt(
+    def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None: ...
 

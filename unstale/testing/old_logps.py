@@ -82,11 +82,11 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, versions: 
         _publish(route, policy, version)
         versions.add(policy)
         for piece in _pieces_of(version, _PLANS):
-            route.arrived(piece)
-        while version == 1 and route.idle():
+            route.on_piece(piece)
+        while version == 1 and route.score_while_idle():
             pass
         if version < 2:
-            route.closing(_pieces_of(version, _PLANS))
+            route.before_update(_pieces_of(version, _PLANS))
     batch = collate([episode(number, plan) for number, plan in enumerate(_PLANS)])
     before = {name: getattr(batch, name).clone() for name in ("tokens", "behavior_logp", "version")}
     values, exact = _ask(route, policy, batch)
@@ -102,7 +102,7 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, versions: 
         f"costs must be finite and >= 0: {costs}"
     )
     restored.restore(checkpoint_round_trip(route.state()))
-    restored.published(live={0, 1, 2})
+    restored.on_published(live={0, 1, 2})
     restored_values, restored_exact = _ask(restored, policy, batch)
     assert torch.equal(restored_values, values), "a restored route must return the same values"
     assert torch.equal(restored_exact, exact), "a restored route must mark the same tokens as exact"
@@ -127,13 +127,13 @@ def _check_recovery(
         _run_to_checkpoint(route, policy, lambda: versions.add(policy))
         state = checkpoint_round_trip(route.state())
         for piece in _pieces_of(2, _INTERRUPTED)[1::2]:
-            route.arrived(piece)
+            route.on_piece(piece)
         for version in (3, 4):
             _publish(route, policy, version)
             versions.add(policy)
             for piece in _pieces_of(version, _INTERRUPTED):
-                route.arrived(piece)
-            route.closing(_pieces_of(version, _INTERRUPTED))
+                route.on_piece(piece)
+            route.before_update(_pieces_of(version, _INTERRUPTED))
             nudge(policy, seed=version + 1)
     past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
     batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
@@ -147,7 +147,7 @@ def _check_recovery(
         _publish(route, again, 5)
         versions.add(again)
         for piece in _pieces_of(5, _INTERRUPTED):
-            route.arrived(piece)
+            route.on_piece(piece)
         values, exact = _ask(route, again, batch)
     _check_shape(batch, values, exact)
     _check_claims(batch, values, exact, versions)
@@ -180,10 +180,10 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], 
         published()
         arrived = _pieces_of(version, _INTERRUPTED)[:: 2 if version == 2 else 1]
         for piece in arrived:
-            route.arrived(piece)
-        while version == 1 and route.idle():
+            route.on_piece(piece)
+        while version == 1 and route.score_while_idle():
             pass
-        route.closing(arrived)
+        route.before_update(arrived)
         nudge(policy, seed=version + 1)
         route.trained(kept=1.0)
 
@@ -194,8 +194,8 @@ def _scorer(policy: Policy) -> Scorer:
 
 def _publish(route: OldLogps, policy: Policy, version: int) -> None:
     policy.version = version
-    route.publishing()
-    route.published(live=set(range(version + 1)))
+    route.before_publish()
+    route.on_published(live=set(range(version + 1)))
 
 
 _PLANS: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = (

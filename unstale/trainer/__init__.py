@@ -81,7 +81,7 @@ class Trainer(Protocol):
         """Return the metrics of the last batch, after all its steps."""
         ...
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         """Return `log_d`, `log_s` and `lag` of some sampled tokens of the last batch, for plots.
 
         log_d is the discrepancy between trainer and engine, log_s the change by newer weights.
@@ -103,13 +103,13 @@ class AuditObserver(Protocol):
     The audit measures the error of old log-probabilities.
     """
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         """Receive the notice that every engine has loaded the newest version of the weights.
 
         `live` are the versions that sampled tokens which are still to be trained on.
         """
         ...
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         """Return the true and the estimated ratios of some tokens (as logarithms), for plots."""
         ...

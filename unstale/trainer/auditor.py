@@ -22,8 +22,8 @@ from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
 from unstale.trainer.bitwise import require_equal
 from unstale.trainer.metrics import rows_of
-from unstale.trainer.rules import Rules
-from unstale.weights.recording import Recording, TrainedOn
+from unstale.trainer.rules import LossSpec
+from unstale.weights.recording import Recording, RecordedBatch
 
 WINDOW = 4096
 """Number of audited tokens, from several steps, for figures that need more tokens than one step
@@ -67,7 +67,7 @@ class Truth:
     logp: Tensor
     version_gaps: VersionGaps = ()
 
-    def compare(self, prox: Tensor, rules: Rules) -> Audited:
+    def compare(self, prox: Tensor, rules: LossSpec) -> Audited:
         """Compare a route's old log-probabilities `prox` `[T]` with the true ones.
 
         Tokens without a true value (`has_clean_behavior`) are left out. If a ratio is aggregated
@@ -169,7 +169,7 @@ class Auditor:
     """
 
     def __init__(
-        self, scorer: Scorer, old: OldLogps, rules: Rules, *, share: float, is_bitwise: bool = False
+        self, scorer: Scorer, old: OldLogps, rules: LossSpec, *, share: float, is_bitwise: bool = False
     ) -> None:
         """Make the auditor of the route `old`.
 
@@ -188,7 +188,7 @@ class Auditor:
         self._steps = 0
         self._seconds = 0.0
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         """Keep a copy of the current weights, and drop the versions that are not in `live`."""
         if self.recording:
             self.recording.version(self._scorer.version, self._scorer.whole_weights())
@@ -208,7 +208,7 @@ class Auditor:
         self._steps += 1
         scorer = self._scorer
         if self.recording:
-            self.recording.batch(TrainedOn(self._steps, scorer.version, batch, scorer.version_gaps))
+            self.recording.batch(RecordedBatch(self._steps, scorer.version, batch, scorer.version_gaps))
         if not self._share:
             return {}
         began = time.perf_counter()
@@ -235,7 +235,7 @@ class Auditor:
             "audit/duration_s": seconds,
         }
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         """Return lag, log D and log S of some tokens, for plots.
 
         D is the discrepancy, S the staleness ratio. They are given by the route's values and by the

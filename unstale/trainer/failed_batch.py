@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from unstale.trainer.local import LocalTrainer
-from unstale.weights.recording import WENT_WRONG, WentWrong
+from unstale.weights.recording import WENT_WRONG, FailedStep
 
 
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
@@ -33,7 +33,7 @@ def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
         weights.skip()
         return ""
     try:
-        WentWrong(minibatch.batch, columns, weights, about).save(folder / WENT_WRONG)
+        FailedStep(minibatch.batch, columns, weights, about).save(folder / WENT_WRONG)
     except OSError as error:
         return f"the batch could not be saved: {error}"
     return f"the batch was saved; to compute it again: unstale replay {folder}"

@@ -10,7 +10,7 @@ from unstale.records import Batch
 from unstale.techniques.sequences import group_of
 
 
-class GradientHalves:
+class GradientNoiseScale:
     """The gradient that the first half of a step's groups has, and the sizes of both halves.
 
     The gradient of a step is a sum over groups, which are independent of each other. Episodes of

@@ -35,14 +35,14 @@ from unstale.techniques import (
 )
 from unstale.token_values import TokenValues
 from unstale.trainer import bitwise
-from unstale.trainer.halves import GradientHalves
+from unstale.trainer.halves import GradientNoiseScale
 from unstale.trainer.loss import Loss
 from unstale.trainer.loss_scale import LossScale
 from unstale.trainer.masters import Masters
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
-from unstale.trainer.rules import Rules
+from unstale.trainer.rules import LossSpec
 from unstale.trainer.scoring import Audit, Scoring, select
 from unstale.trainer.stream import AddedParts
 from unstale.trainer.token_log import TokenLog
@@ -68,7 +68,7 @@ class LocalTrainer:
         """Create the optimizer. `audit` is called before the first optimizer step on a batch."""
         self.policy = policy
         self.config = config.trainer
-        self.rules = Rules(config.correction, config.objective, techniques)
+        self.rules = LossSpec(config.correction, config.objective, techniques)
         self.scoring = Scoring(policy, config, old, self.rules, techniques)
         self._loss = Loss(policy, config, old, self.rules, self.scoring)
         self.old = old
@@ -91,7 +91,7 @@ class LocalTrainer:
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
-        self._halves = GradientHalves() if "halves" in techniques.needs else None
+        self._halves = GradientNoiseScale() if "halves" in techniques.needs else None
         self._metrics = StepMetrics()
         self._added = AddedParts()
         self.divisor = 0
@@ -312,7 +312,7 @@ class LocalTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._update(is_skipped=plan.skip)
-        self.policy.at_version = False
+        self.policy.weights_match_version = False
         self.steps += 1
         self.old.trained(self._metrics.kept_share)
         self._metrics.grad_norms.append(math.nan if overflows else norm)
@@ -380,8 +380,8 @@ class LocalTrainer:
         ranks = self._peers.gather({name: costs[name] for name in costs if "bytes" in name})
         return costs | {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
 
-    def points(self) -> list[dict[str, float]]:
-        return self._metrics.points()
+    def scatter_sample(self) -> list[dict[str, float]]:
+        return self._metrics.scatter_sample()
 
     def tokens(self) -> list[TokenValues]:
         return self._metrics.tokens.values()
@@ -392,7 +392,7 @@ class LocalTrainer:
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
             "version": self.policy.version,
-            "at_version": self.policy.at_version,
+            "at_version": self.policy.weights_match_version,
             "jumps": self.policy.version_gaps,
             "base": self.policy.base,
             "rounded_at": self._masters.rounded_at,
@@ -412,7 +412,7 @@ class LocalTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self.policy.version = state["version"]
-        self.policy.at_version = state["at_version"]
+        self.policy.weights_match_version = state["at_version"]
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _describe_experts(self, batch: Batch) -> dict[str, float]:

@@ -19,7 +19,7 @@ from unstale.records import Batch
 from unstale.techniques import Techniques
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.records import Minibatch
-from unstale.trainer.rules import Rules
+from unstale.trainer.rules import LossSpec
 from unstale.trainer.scoring import Scoring, require_finite
 
 
@@ -27,7 +27,7 @@ class Loss:
     """Computes the loss of some sequences of a minibatch."""
 
     def __init__(
-        self, policy: Policy, config: RunConfig, old: OldLogps, rules: Rules, scoring: Scoring
+        self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec, scoring: Scoring
     ) -> None:
         self._policy = policy
         self._temperature = config.engine.temperature
@@ -51,7 +51,7 @@ class Loss:
         logp, entropy = self._forward_pass(microbatch, passes)
         current_logp = logp.detach()
         require_finite(microbatch, logp=current_logp)
-        if self._is_bitwise and self._policy.at_version:
+        if self._is_bitwise and self._policy.weights_match_version:
             is_own = microbatch.sampled & (microbatch.version == self._policy.version)
             self._scoring.require_equal(microbatch, "logp", current_logp, is_own)
         if self._is_inline:

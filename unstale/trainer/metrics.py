@@ -298,7 +298,7 @@ class StepMetrics:
             "replay/s_ess_share": effective_sample_size(log_s),
         }
 
-    def points(self) -> list[dict[str, float]]:
+    def scatter_sample(self) -> list[dict[str, float]]:
         """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens, for plots."""
         columns = {name: self._column(name) for name in ("log_d", "log_s", "lag")}
         num_tokens = len(columns["lag"])

@@ -17,7 +17,7 @@ from unstale.techniques import NO_TECHNIQUES, Techniques
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class LossSpec:
     """The configured correction and objective, as functions of log-probabilities `[T]`.
 
     The correction acts on D = old_logp / behavior_logp, the objective on S = logp / old_logp, as

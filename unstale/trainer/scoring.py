@@ -25,7 +25,7 @@ from unstale.trainer import bitwise
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.records import FailedBatch, Minibatch
-from unstale.trainer.rules import Rules
+from unstale.trainer.rules import LossSpec
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
 """A function that returns metrics of the error of the route's `old_logp` `[T]`. The tensor is empty
@@ -52,7 +52,7 @@ class Scoring:
     """Computes what the optimizer steps of a batch need, apart from its loss."""
 
     def __init__(
-        self, policy: Policy, config: RunConfig, old: OldLogps, rules: Rules, techniques: Techniques
+        self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec, techniques: Techniques
     ) -> None:
         """`old` is the old-logit route. A copy of `policy` is kept if the loss or a technique
         compares with the policy before training.

@@ -47,7 +47,7 @@ _ROUTES = ("routes.complete", "routes.places", "routes.experts")
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedOn:
+class RecordedBatch:
     """A batch, the step that trained on it, and the version of the policy before that step."""
 
     step: int
@@ -81,7 +81,7 @@ class Recording:
         else:
             weights.skip()
 
-    def batch(self, trained: TrainedOn) -> None:
+    def batch(self, trained: RecordedBatch) -> None:
         if not self._writes:
             return
         columns = _columns(trained.batch)
@@ -131,13 +131,13 @@ class Recorded:
     def weights(self, version: int) -> dict[str, Tensor]:
         return load_file(self._folder / "versions" / _name(version))
 
-    def batch(self, step: int) -> TrainedOn:
+    def batch(self, step: int) -> RecordedBatch:
         path = self._folder / "batches" / _name(step)
         with safe_open(path, framework="pt") as file:
             about = file.metadata()
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         version_gaps = tuple((first, skipped) for first, skipped in json.loads(about["jumps"]))
-        return TrainedOn(int(about["step"]), int(about["version"]), _batch(columns), version_gaps)
+        return RecordedBatch(int(about["step"]), int(about["version"]), _batch(columns), version_gaps)
 
     def _needed(self, step: int) -> set[int]:
         trained = self.batch(step)
@@ -145,7 +145,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class WentWrong:
+class FailedStep:
     """The batch and weights that gave a number that is not finite, to compute the step again.
 
     `columns` are further tensors `[T]`, with one entry per token of the batch. `about` describes
@@ -170,7 +170,7 @@ class WentWrong:
         _write(path, WholeWeights(columns | layout, read), dict(self.about))
 
     @classmethod
-    def load(cls, path: Path) -> "WentWrong":
+    def load(cls, path: Path) -> "FailedStep":
         """Read the file that `save` wrote. Raises ConfigError for any other file."""
         try:
             return cls._read(path)
@@ -178,7 +178,7 @@ class WentWrong:
             raise ConfigError(f"{path} is not a saved batch of a failed step: {error}") from error
 
     @classmethod
-    def _read(cls, path: Path) -> "WentWrong":
+    def _read(cls, path: Path) -> "FailedStep":
         groups: dict[str, dict[str, Tensor]] = {"batch": {}, "column": {}, "weight": {}}
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}

@@ -1,6 +1,6 @@
 """Answer what another route or other limits would have kept and clipped on the same tokens.
 
-The correction and the objective are the trainer's own (`trainer.rules.Rules`), on tensors of the
+The correction and the objective are the trainer's own (`trainer.rules.LossSpec`), on tensors of the
 values that the journal keeps. Sequences are whole, because limits may act on a whole sequence. The
 tokens and their `logp` are those of the run. With other options the run would have learnt something
 else, and later steps would have had other tokens.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.records import Batch
-    from unstale.trainer.rules import Rules
+    from unstale.trainer.rules import LossSpec
 
 COMPUTED = (Needs(), Needs(inline=True), Needs(now=True, forwards="one"))
 """Needs of the routes whose `old_logp` follows from the values that the journal keeps."""
@@ -82,14 +82,14 @@ class Settings:
         """True if `old_logp` is computed anew from the two other log-probabilities."""
         return bool(self.route)
 
-    def rules(self) -> "Rules":
+    def rules(self) -> "LossSpec":
         """Return the trainer's rules: correction, objective, and the techniques in the loss."""
         from unstale.techniques import Techniques
-        from unstale.trainer.rules import Rules
+        from unstale.trainer.rules import LossSpec
 
         options = completed_options(self.config)
         made = {entry.name: entry.makes(options[entry.name]) for entry in in_loss(self.config)}
-        return Rules(self.correction, self.objective, Techniques(made))
+        return LossSpec(self.correction, self.objective, Techniques(made))
 
 
 def in_loss(config: RunConfig) -> list[Entry]:
@@ -246,7 +246,7 @@ class _Weights:
     """The part of a scorer that a route without other weights uses: the version, and lags."""
 
     version: int
-    at_version: bool = True
+    weights_match_version: bool = True
 
     def lag(self, version: "Tensor") -> "Tensor":
         """Return the versions between each of `version` and the current one, as in the tables."""

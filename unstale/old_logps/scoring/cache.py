@@ -123,7 +123,7 @@ class LogpCache:
                 known[span] = True
         known &= batch.sampled
         current = batch.sampled & ~known & (batch.version == self._scorer.version)
-        if self._scorer.at_version and current.any():
+        if self._scorer.weights_match_version and current.any():
             scored = self._scorer.score(batch, current)
             values = torch.where(current, scored.logp, values)
             known = known | current

@@ -21,7 +21,7 @@ class CachedRoute(OldLogps):
         self.cache = LogpCache(scorer)
         self._scorer = scorer
 
-    def published(self, live: Collection[int]) -> None:
+    def on_published(self, live: Collection[int]) -> None:
         self.cache.keep({*live, self._scorer.version})
 
     def state(self) -> Mapping[str, Any]:

@@ -84,8 +84,8 @@ class LocalScorer:
         return self.policy.version
 
     @property
-    def at_version(self) -> bool:
-        return self.policy.at_version
+    def weights_match_version(self) -> bool:
+        return self.policy.weights_match_version
 
     @property
     def version_gaps(self) -> VersionGaps:
@@ -107,7 +107,7 @@ class LocalScorer:
         return self._score(self._model(version), batch, where)
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        current = self.version if use_trained and self.at_version else None
+        current = self.version if use_trained and self.weights_match_version else None
         logp = torch.zeros(len(batch.tokens), dtype=self.dtype)
         forward_tokens = 0
         versions = set(batch.version[where].tolist())

@@ -124,7 +124,7 @@ class Scorer(Protocol):
         ...
 
     @property
-    def at_version(self) -> bool:
+    def weights_match_version(self) -> bool:
         """True while the trainer has the weights of `version`: until the next optimizer step."""
         ...
 

@@ -66,7 +66,7 @@ class SecondModel:
         self._link.load(version, weights)
         self.sent = version
 
-    def arrived(self, piece: "PendingPiece") -> None:
+    def on_piece(self, piece: "PendingPiece") -> None:
         """Send a piece, or keep it for later with `lockstep`. Does not block."""
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
