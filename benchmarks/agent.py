@@ -156,8 +156,8 @@ def report(chosen: argparse.Namespace, *, quiet: bool = False) -> None:
         "",
         *learnt(runs, chosen.seeds),
         "",
-        "The minutes are those of the agent's run with its two evaluations. `make bench-demo` runs "
-        "the built-in environment with more seeds.",
+        "The minutes are those of the agent's run with its two evaluations. `python -m "
+        "benchmarks.demo` runs the built-in environment with more seeds.",
         "",
         "The agent's calls, counted from the journal:",
         "",

@@ -28,7 +28,7 @@ from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.model.policy import Policy
-from unstale.observe.report import page as report_page
+from unstale.observe.dashboard import frozen
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.rollout.transcript import Transcript
 from unstale.trainer.local import LocalTrainer
@@ -135,7 +135,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
         Place(EmbeddedEngine, "sample", 200, 0.1),
         Place(EmbeddedEngine, "interrupt", 5, 0.05),
     ),
-    "scoring": (Place(SnapshotOld, "logps", 4, 0.2), Place(SnapshotOld, "published", 4, 0.02)),
+    "scoring": (Place(SnapshotOld, "logps", 4, 0.2), Place(SnapshotOld, "on_published", 4, 0.02)),
     "optimizer step": (
         Place(LocalTrainer, "backward", 4, 0.3),
         Place(LocalTrainer, "step", 4, 0.03),
@@ -162,7 +162,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     ),
     "the end": (
         Place(Policy, "save", 1, 0.1),
-        Place(report_page, "write_report", 1),
+        Place(frozen, "write_report", 1),
         Place(session, "write_survivors", 1),
     ),
 }

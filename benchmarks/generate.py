@@ -1,9 +1,9 @@
 """Compare the sampled tokens per second of the embedded engine, transformers and vLLM.
 
-`make bench-generate` runs it. All engines play the same episodes of several turns at temperature 1:
-the same lengths of replies, and the same tool results, which cost no time. A number of episodes is
-played at the same time, and one that ends is replaced by the next. Each engine is a process that is
-stopped while another one is measured.
+All engines play the same episodes of several turns at temperature 1: the same lengths of replies,
+and the same tool results, which cost no time. A number of episodes is played at the same time, and
+one that ends is replaced by the next. Each engine is a process that is stopped while another one is
+measured.
 """
 
 import argparse
@@ -175,7 +175,7 @@ class Player:
         self.error = (
             ""
             if python.exists() or kind.startswith("ours")
-            else f"no {PYTHONS[kind]}: make bench-peers"
+            else f"no {PYTHONS[kind]}: make env-peers"
         )
         self._limit_s = arguments.limit
         self._cpu_time = arguments.cpu_time

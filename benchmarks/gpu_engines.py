@@ -1,4 +1,4 @@
-"""Measure engines for `make gpu-check`: publication to vLLM, and replayed expert routes.
+"""Measure engines for `benchmarks.gpu_check`: publication to vLLM, and replayed expert routes.
 
 Where vLLM is not installed, or there is no GPU, the embedded engine takes its place.
 """

@@ -1,4 +1,4 @@
-"""Kill processes of a run, and watch the memory and speed of another, for `make gpu-check`.
+"""Kill processes of a run, and watch the memory and speed of another, for `benchmarks.gpu_check`.
 
     python -m benchmarks.gpu_runs FOLDER --gpus 0        # the kills alone; FOLDER is for the run
 

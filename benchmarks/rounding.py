@@ -35,6 +35,7 @@ from unstale.records import (
     Trajectory,
     collate,
 )
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.codec import encode_all
 
@@ -98,9 +99,7 @@ def measure(folder: Path, lr: float, rounding: str, options: argparse.Namespace)
         policy.version = step
         batch = batch_of(policy, step, options.siblings)
         began = time.perf_counter()
-        for minibatch in trainer.prepare(batch):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, batch)
         found.step_s.append(time.perf_counter() - began)
         found.due.append(trainer.metrics()["trainer/due_weight_share"])
         _compare(before, trainer.weights(), found)

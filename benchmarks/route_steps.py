@@ -32,11 +32,11 @@ from unstale.recipes.routes import RECIPES as ROUTES
 
 SCORING, CLOSING, PUBLISHING, IDLE = "scoring", "closing", "publishing", "idle"
 PARTS = {
-    "publishing": PUBLISHING,
-    "published": PUBLISHING,
+    "before_publish": PUBLISHING,
+    "on_published": PUBLISHING,
     "trained": PUBLISHING,
-    "closing": CLOSING,
-    "idle": IDLE,
+    "before_update": CLOSING,
+    "score_while_idle": IDLE,
 }
 """The route's methods, and the part of a step that each counts as.
 

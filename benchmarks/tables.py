@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: alternating rounds, summaries, and dated tables and pictures."""
+"""Helpers of the benchmarks: alternating rounds, summaries, tables and pictures."""
 
 import os
 import shlex
@@ -106,7 +106,7 @@ def columns(*names: str) -> list[str]:
 
 
 def peers(environment: str, *names: str) -> str:
-    """Return the versions of packages in an environment that `make bench-peers` created."""
+    """Return the versions of packages in an environment that `make env-peers` created."""
     folders = [str(folder) for folder in (ROOT / environment).glob("lib/python*/site-packages")]
     installed = {package.name: package.version for package in distributions(path=folders)}
     return ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in names)
@@ -125,17 +125,17 @@ def revision() -> str:
     return name if changed else name.removesuffix("-dirty")
 
 
-def _dated(name: str) -> Path:
+def _target(name: str) -> Path:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    return RESULTS / f"{date.today()}-{name}"
+    return RESULTS / name
 
 
 def write(question: str, title: str, lines: Sequence[str], *, quiet: bool = False) -> Path:
-    """Write a table to `<date>-<question>.md`, with command, commit, machine and versions.
+    """Write a table to `<question>.md`, with the date, command, commit, machine and versions.
 
     It is also printed, unless it is not complete yet (`quiet`).
     """
-    target = _dated(f"{question}.md")
+    target = _target(f"{question}.md")
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [
         f"# {title}, {date.today()}",
@@ -171,7 +171,7 @@ def legend_below(*panels: Any, ncols: int = 4, **options: Any) -> None:
 
 def written_today(question: str) -> str:
     """Return the table of a question that was written today, an empty string if there is none."""
-    target = _dated(f"{question}.md")
+    target = _target(f"{question}.md")
     return target.read_text() if target.exists() else ""
 
 
@@ -179,7 +179,7 @@ def written_today(question: str) -> str:
 def picture(
     question: str, *, width: float = 7.2, height: float = 3.6, panels: int = 1
 ) -> Iterator[Any]:
-    """Yield axes, an array of them for several panels, and save them as `<date>-<question>.png`.
+    """Yield axes, an array of them for several panels, and save them as `<question>.png`.
 
     This needs matplotlib, from the extra `bench`.
     """
@@ -195,5 +195,5 @@ def picture(
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
     yield axes
-    figure.savefig(_dated(f"{question}.png"))
+    figure.savefig(_target(f"{question}.png"))
     pyplot.close(figure)

@@ -5,8 +5,12 @@
 The policy has 1.2 million parameters and sees no policy document. It practises conversations with
 the scripted customer, all of tau2's split `train`. Conversations of more than 2,048 tokens are left
 out. FOLDER/untrained gets the policy before practice, and FOLDER/practice the one after it.
-`make bench-tau2-policy` trains that one further, and measures all of them. It needs tau2-bench
-(docs/libraries.md).
+It needs tau2-bench (docs/libraries.md). To train that one further, and to measure all of them:
+
+    unstale train llm --config benchmarks/tau2_policy.toml --policy FOLDER/practice --runs FOLDER \\
+        --name rl
+    python -m benchmarks.tau2 FOLDER/untrained FOLDER/practice FOLDER/rl/policy --small \\
+        --splits test train --tasks 60
 """
 
 import argparse

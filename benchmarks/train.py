@@ -654,7 +654,7 @@ def main() -> None:
         return
     if not chosen.peers.is_file():
         raise SystemExit(
-            f"{chosen.peers} is not there: --peers names a python that has trl (make bench-peers)"
+            f"{chosen.peers} is not there: --peers names a python that has trl (make env-peers)"
         )
     with tempfile.TemporaryDirectory() as folder:
         write("train", "The trainer beside TRL's", measure(Bench(chosen, Path(folder))))

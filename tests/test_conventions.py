@@ -52,8 +52,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/registry.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",
-        "rewards/unit_test_worker.py",
-        "rewards/unit_test_worker.py",
+        *["rewards/unit_test_worker.py"] * 3,
         "rollout/episode.py",
         "rollout/timeouts.py",
     ]
@@ -125,7 +124,7 @@ def test_the_environment_of_the_real_servers_has_every_dependency() -> None:
     """It is installed without dependencies, from a list; only torch is installed apart."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split("[<>=]", each)[0] for each in project["dependencies"]}
-    lines = (ROOT / "constraints-engines.txt").read_text().splitlines()
+    lines = (ROOT / "constraints/engines.txt").read_text().splitlines()
     assert needed - {line.partition("==")[0].replace("_", "-").lower() for line in lines} == {
         "torch"
     }
@@ -141,7 +140,7 @@ def test_public_names_are_sorted_and_importable() -> None:
     ("modules", "heavy"),
     [
         (
-            "unstale.cli.main, unstale.observe.report.page, unstale.recipes",
+            "unstale.cli.main, unstale.observe.report.compare_page, unstale.recipes",
             {"torch", "transformers", "ray", "vllm"},
         ),
         # The engine's process, which every run starts.

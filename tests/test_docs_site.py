@@ -186,4 +186,4 @@ def test_every_target_of_make_in_the_docs_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = {words[1] for _, words in commands() if words[:1] == ["make"]}
     used |= {name for page in PAGES for name in re.findall(r"`make ([a-z0-9-]+)", page.read_text())}
-    assert {"docs", "bench-generate"} <= used <= targets
+    assert {"docs", "env-peers"} <= used <= targets

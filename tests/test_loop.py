@@ -451,7 +451,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
         (parts.trainer, "step"),
     ):
         hear(owner, name)
-    hear(parts.old_logps, "published")
+    hear(parts.old_logps, "on_published")
     bring = parts.publisher.publish
 
     async def publish() -> None:
@@ -462,16 +462,16 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     parts.publisher.publish = publish  # type: ignore[method-assign]
     run(parts)
     between = (
-        ["prepare {0}", "backward {0}", "published {0}"]
+        ["prepare {0}", "backward {0}", "on_published {0}"]
         if beside
-        else ["published {0}", "prepare {0}", "backward {0}"]
+        else ["on_published {0}", "prepare {0}", "backward {0}"]
     )
     first, *rest = (
-        ["published 0", "prepare 0", "backward 0", "step 0"],
+        ["on_published 0", "prepare 0", "backward 0", "step 0"],
         *([*between, "step {0}"] for _ in range(2)),
     )
     told = [call.format(number) for number, calls in enumerate((first, *rest)) for call in calls]
-    assert heard == [*told, "published 3"]
+    assert heard == [*told, "on_published 3"]
 
 
 def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:

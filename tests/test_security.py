@@ -196,7 +196,7 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "observe/trackers/__init__.py",
     }
     assert {path for path, name, _ in calls() if name == "build_taskset"} <= {
-        "build.py",
+        "builders/sampling.py",
         "cli/supervised_start.py",
         "cli/session.py",
         "cli/sft.py",
@@ -353,8 +353,9 @@ def test_code_that_a_model_folder_brings_along_is_not_run(
 
 
 WATCH = """
-import json, os, sys
+import json, os, sys, tempfile
 
+tempfile.gettempdir()  # finds the folder by writing a file into it
 sys.path.insert(0, "")  # as `python -m` has it
 from unstale.cli import main
 

@@ -47,7 +47,7 @@ This page is written by `python -m tools.techniques_page` from the techniques' o
 
 Eight techniques were compared with the plain recipe `retail` at equally many sampled tokens, each
 with 5 seeds, 40 steps, and tokens up to 2 and up to 6 versions old
-([study](../benchmarks/results/2026-11-23-techniques.md), 120 runs, written before they ran). **None
+([study](../benchmarks/results/techniques.md), 120 runs, written before they ran). **None
 is told apart from the plain recipe**: the tests find differences of 27 points and more. Success of
 the plain recipe was 67% and 59%. Mean differences, in points:
 

@@ -14,15 +14,24 @@ INSTALLED = (
     *PYTHON,
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib")),
 )
-_NOT_USER = (PACKAGE, *INSTALLED, "<frozen ")
 _MAX_SOURCE = 120
 _MAX_TEXT = 1200
 _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
+def is_hidden(file: str, function: str) -> bool:
+    """Return True for code of this package, and generated code as `__init__` of a dataclass."""
+    generated = file == "<string>" and function.startswith("__")
+    return generated or file.startswith((PACKAGE, "<frozen "))
+
+
+def _is_user(file: str, function: str) -> bool:
+    return not (file.startswith(INSTALLED) or is_hidden(file, function))
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame outside this package and installed libraries, if there is one."""
-    while frame and frame.f_code.co_filename.startswith(_NOT_USER):
+    while frame and not _is_user(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame
 
@@ -56,7 +65,7 @@ def lines_of_dump(dump: str) -> list[str]:
     lines = []
     for thread in dump.split("(most recent call first):\n")[1:]:
         for file, line, function in _DUMPED.findall(thread):
-            if not file.startswith(_NOT_USER):
+            if _is_user(file, function):
                 lines.append(show_line(file, int(line), function))
                 break
     return list(dict.fromkeys(lines))

@@ -386,7 +386,8 @@ async def learn(
     """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
     Some old-logit routes must score all tokens of the current version before its weights change.
-    For these (`needs.closing`), generation is paused and `before_update` is called before the first step.
+    For these (`needs.closing`), generation is paused and `before_update` is called before the first
+    step.
     """
     trainer = run.trainer
     needs = run.old_logps.needs

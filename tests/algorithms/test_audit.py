@@ -49,7 +49,7 @@ from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth, packing_noise, score_truth
 from unstale.trainer.local import LossSpec
-from unstale.weights.recording import RECORDED, Recorded, Recording, RecordedBatch
+from unstale.weights.recording import RECORDED, Recorded, RecordedBatch, Recording
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 

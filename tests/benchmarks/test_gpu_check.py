@@ -1,4 +1,4 @@
-"""Test `make gpu-check`: what the ranks measure, and when a goal is met.
+"""Test `python -m benchmarks.gpu_check`: what the ranks measure, and when a goal is met.
 
 The script as a whole runs in `tests/cluster/test_gpu_check_run.py`, because it needs Ray.
 """

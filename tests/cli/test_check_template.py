@@ -441,3 +441,25 @@ def test_the_command_says_it_in_its_exit_code(
     assert code(str(tmp_path / "nowhere")) == 2 and code(str(tmp_path)) == 2
     assert code(str(numbered), "--conversations", "0") == 2
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError: Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth exceeded"),
+        ("{% for i in [1] %}" * 60 + "{% endfor %}" * 60, "SyntaxError: too many statically"),
+        (
+            "{% if messages | length > 2 %}{% for i in range(99999) %}{% for j in range(99999) %}"
+            "{% endfor %}{% endfor %}{% endif %}",
+            "the chat template: it blocked",
+        ),
+    ],
+)
+def test_a_hostile_template_ends_in_one_line(
+    template: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_checks, "CONVERSATION_S", 0.5)
+    tokenizer_of("qwen3", template + QWEN3).save_pretrained(tmp_path)
+    result = check_template(tmp_path, console=Console(file=io.StringIO()))
+    assert not result and reason in result.error and result.error.isprintable()

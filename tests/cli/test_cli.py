@@ -111,11 +111,34 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("eval", "nope", "--k", "3", "--attempts", "2"), "--k must be at most --attempts (2)"),
         (
             ("lint", "retail", "--lr", "1"),
-            "unknown argument --lr; did you mean --sft.lr or --trainer.lr?",
+            "unknown argument --lr; did you mean --trainer.lr or --sft.lr (the second is of a",
         ),
         (
             ("lint", "llm", "--num_generations", "8"),
             "unknown argument --num_generations; did you mean --schedule.group_size?",
+        ),
+        (
+            ("lint", "llm", "--num_generations", "8", "--learning_rate=1", "--runz", "x"),
+            "unknown argument --num_generations; did you mean --schedule.group_size? "
+            "unknown argument --learning_rate=1; did you mean --trainer.lr? "
+            "unknown argument --runz; did you mean --runs?",
+        ),
+        (
+            ("lint", "llm", "--loss_type", "dr_grpo"),
+            "dr_grpo is objective.loss_aggregation constant, objective.constant N",
+        ),
+        (
+            ("lint", "llm", "--objective.kind", "dr_grpo"),
+            "it is ppo_clip here, with advantage.estimator = dr_grpo, objective.loss_aggregation = "
+            "constant and objective.constant = the largest",
+        ),
+        (
+            ("lint", "llm", "--per_device_train_batch_size", "8"),
+            "--schedule.groups_per_step or --trainer.max_tokens_per_microbatch (the first counts",
+        ),
+        (
+            ("train", "bugs.tml"),
+            "bugs.tml is no recipe, and no such file exists: a file of options ends",
         ),
         (("lint", "llm", "--max_completion_length=8"), "did you mean --engine.max_completion_tok"),
         (
@@ -274,6 +297,12 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
         (
             "[actor_rollout_ref.rollout]\nn = 8",
             "unknown option actor_rollout_ref.rollout.n; did you mean schedule.group_size?",
+        ),
+        (
+            "[actor.rollout]\nn = 8\nkl_loss_coef = 1\n[trainer]\nlrr = 1",
+            "run.toml: unknown option actor.rollout.n; did you mean schedule.group_size? unknown "
+            "option actor.rollout.kl_loss_coef; did you mean objective.kl_coef? unknown option "
+            "trainer.lrr; did you mean trainer.lr",
         ),
         (
             "[objective]\nkind = 'grpo'",

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.tiny_runs import tiny_run
 from tests.support.waits import LIMIT_S
-from unstale.cli.preflight import start_engines
 from unstale.cli.main import parse
+from unstale.cli.preflight import start_engines
 from unstale.cli.recipe_options import configure
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunLog

@@ -26,6 +26,7 @@ from unstale.durability.run_folder import RunLog
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Group, ScoredTrajectory, collate
 from unstale.testing import episode
+from unstale.trainer import train_on
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.recording import WENT_WRONG, FailedStep
@@ -46,9 +47,7 @@ def goes_wrong(machine: Components, batch: Batch) -> str:
     """Return the trainer's error message."""
     machine.old.on_published(live={0})
     with pytest.raises(NOT_FINITE) as error:
-        for part in machine.trainer.prepare(batch):
-            machine.trainer.backward(part)
-            machine.trainer.step()
+        train_on(machine.trainer, batch)
     return str(error.value)
 
 

@@ -17,7 +17,9 @@ import pytest
 
 from tests.support.forked import Forked
 from tests.support.waits import LIMIT_S, wait_until
+from unstale import stop_signals
 from unstale.durability.run_folder import RunLog, read_jsonl
+from unstale.envs.guard import Watchdog
 from unstale.frames import lines_of_dump
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -206,3 +208,14 @@ def test_without_a_supervisor_a_hang_is_written_into_a_file(kind: str, tmp_path:
             process.kill()
     lines = lines_of_dump(found.read_text())
     assert any(re.search(r"script.py, line 11, in reward: re.match", line) for line in lines), lines
+
+
+def test_the_watch_begins_before_the_first_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code may hold the lock from its first call on, so that no thread sends a sign of life."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    monkeypatch.setattr(stop_signals, "_supervisor", (os.getpid(), writing))
+    with Watchdog():
+        assert os.read(reading, 10) == b"\n"
+    os.close(reading)
+    os.close(writing)

@@ -1,4 +1,4 @@
-"""Test that `make gpu-check` runs as a whole at tiny sizes, with trainer ranks on Ray.
+"""Test that `benchmarks.gpu_check` runs as a whole at tiny sizes, with trainer ranks on Ray.
 
 It also kills a rank, a raylet, an engine host and an engine process of one run.
 """

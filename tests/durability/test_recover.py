@@ -30,7 +30,7 @@ from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import PendingPiece, collate
 from unstale.testing import check_old_logps, checkpoint_round_trip, episode, nudge, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth
-from unstale.weights.recording import Recorded, Recording, RecordedBatch
+from unstale.weights.recording import Recorded, RecordedBatch, Recording
 from unstale.weights.store import StoreFull
 
 pytestmark = pytest.mark.usefixtures("forked_children")

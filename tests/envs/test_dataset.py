@@ -125,7 +125,7 @@ def test_own_rewards_may_be_named_async_or_wrong(
     assert play_with("later") == {"reward": 2.0}
     with pytest.raises(
         EnvError,
-        match=r"^the reward function text: rewards must be a finite number or .*, got 'good'",
+        match=r"^the reward function text .*line 3.: rewards must be a finite .*, got 'good'",
     ):
         play_with("text")
     with pytest.raises(ConfigError, match=r"own_reward:one' cannot be used: too many positional"):
@@ -190,8 +190,13 @@ def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Pat
         ('{"prompt": 3}\n', r"prompt must be text, or messages"),
         ('{"prompt": null}\n', r"bad\.jsonl, line 1: prompt is empty \(null\)$"),
         ('{"prompt": []}\n', r"prompt must end with a user message"),
-        ('{"prompt": "a"}\n', r"1 rows and none for"),
-        ("", r"0 rows and none for"),
+        (
+            '{"prompt": "a"}\n{"prompt": "b"\n',
+            r"line 2: .* JSON: Expecting ',' delimiter, column 15$",
+        ),
+        ('{"prompt": "a"}\n', r"1 rows with 1 different prompts, none for"),
+        ('{"prompt": "a"}\n' * 60, r"60 rows with 1 .* Equal prompts are in one split"),
+        ("", r"bad.jsonl has no rows$"),
     ],
 )
 def test_mistakes_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:

@@ -169,3 +169,8 @@ def test_synonyms_lead_to_options() -> None:
         assert set(targets) <= options().keys() and name not in options(), name
     for name in ("num_generations", "max_completion_length", "learning_rate", "max_async_level"):
         assert f"`{name}`" in page and name in SYNONYMS
+
+
+def test_an_option_in_place_of_the_configuration_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no such argument: model\. .* mean policy\?"):
+        unstale.train(model="x")

@@ -150,7 +150,7 @@ MESSAGES = {
     hostile.ManyMessages: "Turn.messages has 100,000 messages; with task.isolate = process",
     hostile.SwallowsCancellation: "TimeoutError: no answer within 1 s",
     hostile.AwaitsATaskThatSwallows: "TimeoutError: no answer within 1 s",
-    hostile.PlainAndEndless: "TimeoutError: no answer within 1 s",
+    hostile.PlainAndEndless: "TimeoutError: no answer within 1 s (tests/support/hostile_envs.py, ",
     hostile.NeverCloses: "TimeoutError: no answer within 2 s",
     hostile.NotJson: "cannot be sent to the run as JSON: Object of type set",
 }

@@ -212,7 +212,8 @@ def test_a_context_of_the_recipe_fits_the_policy_and_one_of_the_user_is_refused(
     policy.save(tmp_path / "model")
     words = ["train", "llm", "--policy", str(tmp_path / "model")]
     assert configure(parse(words)).engine.max_context == 2048
-    assert "engine.max_context is 2048 instead of 4096" in capsys.readouterr().err
+    said = f"2048 instead of 4096, because the policy in {tmp_path / 'model'} has"
+    assert f"note: engine.max_context is {said}" in capsys.readouterr().err
     chosen = configure(parse([*words, "--engine.max_context", "4096"]))
     assert chosen.engine.max_context == 4096
     assert "but the policy has 2048 positions" in str(check(chosen).refusals)

@@ -258,7 +258,11 @@ def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_b
         policy.version = version
     before = policy.lag(torch.arange(5))
     policy.assign_new_version(7)  # 5 and 6 were published, and their training is lost
-    assert (policy.version, policy.weights_match_version, policy.version_gaps) == (7, True, ((7, 3),))
+    assert (policy.version, policy.weights_match_version, policy.version_gaps) == (
+        7,
+        True,
+        ((7, 3),),
+    )
     assert policy.lag(torch.arange(5)).tolist() == before.tolist() == [4, 3, 2, 1, 0]
     assert policy.lag(torch.tensor([5, 6, 7])).tolist() == [0, 0, 0]
     assert policy.lag(8) == -1  # from the future

@@ -28,6 +28,7 @@ from unstale.envs.references import Reference, encode_conversation
 from unstale.model.policy import Policy
 from unstale.records import Batch
 from unstale.techniques import Techniques
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, reference_batch
 
@@ -88,9 +89,7 @@ def test_a_step_raises_the_likelihood_of_its_batch(policy: Policy) -> None:
     trainer = LocalTrainer(policy, config, old, techniques=Techniques({"sft": objective}))
     nll = []
     for _ in range(2):
-        for minibatch in trainer.prepare(batch(policy)):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, batch(policy))
         nll.append(objective.take_nll())
     assert 0.2 < nll[1] < nll[0] < 5
 

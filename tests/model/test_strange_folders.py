@@ -5,6 +5,7 @@ configurations of wrong forms end in `ConfigError`, and a template that never en
 """
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from unstale.builders import build_chat, sampling
 from unstale.config import SHIPPED_POLICY, ConfigError
+from unstale.config.hub import require_model
 from unstale.envs import guard
 from unstale.envs.registry import build_taskset
+from unstale.lint import policy_files
 from unstale.model.loading import load_model
 from unstale.model.policy import Policy
 from unstale.recipes import make_recipe
@@ -144,3 +147,11 @@ def test_templates_that_fail_or_never_end_are_refused(
     policy.tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=words):
         build_chat(config, policy, taskset)
+
+
+def test_a_pipe_for_a_configuration_is_not_opened(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert policy_files.positions(folder) is None
+    with pytest.raises(ConfigError, match="it has no config"):
+        require_model(folder)

@@ -5,8 +5,10 @@ linter says of the arms is shown; runs that finished are kept, others begun agai
 nobody else, runs at the same time have cores of their own, Ctrl-C ends the run in progress, and a
 killed command continues; the page escapes what it shows and draws inside its frames."""
 
+import html
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -276,15 +278,14 @@ def test_a_falling_learning_rate_and_different_code_are_said(tmp_path: Path) -> 
     assert "(cosine)" in told and "different versions of the code: abc1234, def5678" in told
 
 
-def pictures(text: str) -> list[tuple[float, float, str]]:
-    found = re.findall(
-        r'<svg[^>]*viewBox="0 0 (\S+) (\S+)"[^>]*>(.*?)</svg>', text, flags=re.DOTALL
-    )
-    return [(float(width), float(height), inner) for width, height, inner in found]
+def plots(text: str) -> list[dict[str, Any]]:
+    """Return what the script of a page draws."""
+    found = re.findall(r'<div data-plot="([^"]*)"', text)
+    return [json.loads(html.unescape(each)) for each in found]
 
 
 @pytest.mark.costly
-def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path) -> None:
+def test_the_page_is_complete_escaped_and_has_its_plots(tmp_path: Path) -> None:
     for arm in ("snapshot_old", "rollout", "beta <b>"):
         for seed in range(3):
             folder = fake_run(
@@ -297,19 +298,15 @@ def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path
     text = (tmp_path / "compare.html").read_text()
     assert "beta &lt;b&gt;" in text and "<b>-seed" not in text and "beta <b>" not in text
     assert 'href="beta%20%3Cb%3E-seed2/report.html"' in text
-    drawn = pictures(text)
-    assert len(drawn) == 16  # eight plots, wide and narrow
-    assert (
-        sum(inner.count('class="band') for *_, inner in drawn) == 18
-    )  # three arms, three plots, two sizes
-    for width, height, inner in drawn:
-        assert "nan" not in inner
-        for path in re.findall(r'<path class="(?:line|band)[^"]*" d="([^"]*)"', inner):
-            spots = [
-                tuple(map(float, spot.split(",")))
-                for spot in re.findall(r"-?[\d.]+,-?[\d.]+", path)
-            ]
-            assert spots and all(47 <= x <= width - 13 and 11 <= y <= height - 39 for x, y in spots)
+    drawn = plots(text)
+    assert len(drawn) == 8
+    lines = [line for plot in drawn for line in plot["series"]]
+    assert sum("low" in line for line in lines) == 9  # three arms in three plots have intervals
+    for line in lines:
+        columns = [line[name] for name in ("x", "y", "low", "high") if name in line]
+        assert len({len(column) for column in columns}) == 1
+        assert all(math.isfinite(value) for column in columns for value in column)
+    assert {line["name"] for line in lines} == {"snapshot_old", "rollout", "beta <b>"}
     data = json.loads((tmp_path / "compare.json").read_text())
     assert [arm["finished"] for arm in data["arms"]] == [3, 3, 3]
     assert data["arms"][0]["final"]["n"] == 3

@@ -288,7 +288,7 @@ def test_the_pages_need_nothing_from_elsewhere(client: Client) -> None:
             wanted |= set(re.findall(r'from "\./([^"]+)"', file.read_text()))
         if file.name.endswith((".js", ".css", ".html")):
             assert not re.search(OUTSIDE, file.read_text()), file.name
-    assert {"main.js", "vendor/uPlot.js", "report.css"} <= wanted
+    assert {"main.js", "vendor/uPlot.min.js", "base.css"} <= wanted
     for name in wanted:
         assert client.request(f"/{name}")[0] == 200, name
     assert b"MIT" in client.request("/vendor/uPlot-LICENSE.txt")[2]

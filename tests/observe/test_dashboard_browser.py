@@ -7,7 +7,7 @@
 - A page follows a growing run, and an address of a token leads to the token.
 - Controls have names, text has enough contrast, and axe-core finds nothing serious.
 
-The long tests of the pages are in `test_dashboard_long.py` (`make test-dashboard`).
+The long tests of the pages are in `test_dashboard_long.py` (`pytest -m slow tests/observe`).
 """
 
 import json
@@ -168,7 +168,7 @@ def test_text_of_a_run_is_text(page: Page, client: Client) -> None:
     page.resize(1280, 900)
     for path in PAGES:
         go(page, client, path)
-        assert page.run("document.scripts.length") == 1, path
+        assert page.run("document.scripts.length") == 2, path
         assert (
             page.run("document.querySelectorAll('main img, main iframe, main script').length") == 0
         )
@@ -333,7 +333,7 @@ def test_plots_of_one_run_are_compared_and_series_are_asked_for_together(
 def test_marks_of_an_axis_are_not_rounded_to_equal_ones(page: Page) -> None:
     def marks(unit: str, *values: float) -> object:
         return page.run(
-            "import(new URL('chart.js', document.querySelector('script[src]').src)).then("
+            "import(new URL('chart.js', document.querySelector('script[type=module]').src)).then("
             f"({{ Plot }}) => Plot.prototype.marks.call({{ unit: '{unit}' }}, {list(values)}))"
         )
 

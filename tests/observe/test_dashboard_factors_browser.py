@@ -108,7 +108,7 @@ def test_the_page_is_complete_and_readable(
         " return new Set(new Uint32Array(d.buffer)).size; })()"
     )
     assert page.run(inked) > 20  # points, shading, lines and texts have colours of their own
-    assert page.run("document.scripts.length") == 1
+    assert page.run("document.scripts.length") == 2
     assert page.run("document.querySelectorAll('main img, main b > b, main script').length") == 0
     assert NAME in page.run("document.getElementById('trail').innerText")
     assert page.errors == []

@@ -3,9 +3,11 @@
 - Every sign that a run cannot learn is found, with its first step, the number of steps and what to
   do. A run that learns has no finding.
 - Signs that a small batch may show by chance count after three steps in a row.
+- A check holds only if enough steps had the metrics that it needs. A run whose first steps had no
+  advantage is not called sound, and neither is one with failed episodes.
 - A finding is an event and a line in the display, once, also across a resume.
-- The report lists all checks. A run with a finding, or without better held-out success, is not
-  green.
+- The report lists all checks, each with its finding. Held-out success that did not rise is not
+  called better.
 """
 
 import random
@@ -17,10 +19,11 @@ import pytest
 
 from tests.support.fake_run import NoDisplay, fake_metrics, fake_run
 from unstale.durability.run_folder import RunFolder, RunLog, dumps
+from unstale.observe.dashboard.frozen import freeze, write_and_summarize, write_and_warn
 from unstale.observe.health import CHECKS, examine
 from unstale.observe.recorder import Outputs, Recorder
-from unstale.observe.report.page import write_report
 from unstale.observe.trackers import RunOutcome
+from unstale.records import Failure, Task
 
 HEALTHY = {
     "trainer/tokens_with_gradient": 100.0,
@@ -96,6 +99,60 @@ def test_a_run_that_learns_and_one_without_metrics_have_no_finding() -> None:
     assert not examine([{"step": 0, "completion/truncated_share": 1.0}]).findings
 
 
+UNIFORM = SIGNS["no_advantage"][0] | SIGNS["constant_rewards"][0]
+
+
+def test_a_check_holds_only_after_enough_steps_with_its_metrics() -> None:
+    def passed(*changes: dict[str, Any]) -> dict[str, bool | None]:
+        health = examine(rows(*changes))
+        return {check.name: health.passed(check) for check in CHECKS}
+
+    two = passed(UNIFORM, UNIFORM)
+    assert [name for name in two if two[name]] == ["missing_rewards", "kept_share", "all_truncated"]
+    assert two["no_advantage"] is False and two["constant_rewards"] is None
+    assert passed({}, {}, {})["entropy_collapse"] is None  # they only give the first entropy
+    assert passed(*[UNIFORM] * 16)["faint_gradient"] is None
+    invalid = {"completion/invalid_format_share": 0.0}
+    assert all(passed(*[invalid] * 6).values()) and not passed(*[{}] * 6)["invalid_formats"]
+
+
+def test_a_run_without_an_advantage_so_far_learned_nothing_from_its_first_step_on() -> None:
+    health = examine(rows(UNIFORM))
+    assert (found := health.findings["no_advantage"]).step == 1
+    assert "nothing was learned" in found.text and health.update(rows({}, UNIFORM)[1]) == []
+    assert health.findings["no_advantage"].steps == 2
+    health.update(rows({}, {}, {})[2])  # the first two were chance
+    assert not health.findings and examine(rows(UNIFORM, {}, UNIFORM, UNIFORM)).findings == {}
+    (found,) = examine(rows({}, *[SIGNS["no_advantage"][0]] * 3)).findings.values()
+    assert (found.step, found.steps) == (2, 3)
+
+
+def test_the_first_step_without_an_advantage_is_a_warning_at_once(tmp_path: Path) -> None:
+    display = Notes()
+    with RunLog.create(tmp_path, {}) as log:
+        recorder = Recorder(Outputs(log, display))
+        recorder.write(1, HEALTHY | UNIFORM)
+        recorder.write(2, HEALTHY | UNIFORM)
+    (note,) = display.notes
+    assert note.startswith("warning: since step 1, no token had an advantage, so nothing was")
+    assert "Warning, in 2 of 2 steps: no token had an advantage" in write_and_summarize(tmp_path)
+
+
+def test_failed_episodes_are_a_warning_with_the_most_frequent_error(tmp_path: Path) -> None:
+    with RunLog.create(tmp_path, {}) as log:
+        recorder = Recorder(Outputs(log, NoDisplay()))
+        recorder.write(1, HEALTHY)
+        assert not write_and_warn(tmp_path)[1]
+        for index, error in enumerate(
+            ("OSError: gone", "ValueError: row 3\nof 7", "ValueError: row 3\n")
+        ):
+            failure = Failure(Task("rows", "train", index % 2), stage="reward", error=error)
+            recorder.failure(index, failure, final=True)
+    said = "3 episodes of 2 tasks failed, most often with: ValueError: row 3"
+    assert write_and_warn(tmp_path)[1] == [f"Warning: {said}"]
+    assert f"Warning: {said}" in write_and_summarize(tmp_path).splitlines()
+
+
 def test_a_finding_is_an_event_and_a_line_once_also_after_a_resume(tmp_path: Path) -> None:
     log = RunLog.create(tmp_path, {})
     bad = HEALTHY | SIGNS["constant_rewards"][0]
@@ -117,43 +174,20 @@ def test_a_finding_is_an_event_and_a_line_once_also_after_a_resume(tmp_path: Pat
 
 def test_the_report_lists_the_checks(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=20)
-    page = write_report(folder).read_text()
-    section = page.split('id="health"')[1].split("</section>")[0]
-    assert "No sign was found" in section
-    assert "Checked and found sound" in section
-    assert all(check.title in section for check in CHECKS)
-    assert "badge good" in page and "outcome better" in page
+    found = freeze(folder)["run"]
+    assert [check["title"] for check in found["checks"]] == [check.title for check in CHECKS]
+    assert not any(check["text"] for check in found["checks"]) and found["outcome"]["better"]
     (folder / "metrics.jsonl").write_text(
         "".join(dumps(row) + "\n" for row in rows({}, *[SIGNS["all_truncated"][0]] * 5))
     )
-    page = write_report(folder).read_text()
-    section = page.split('id="health"')[1].split("</section>")[0]
-    assert "5 of 6 steps, first step 2:" in section
-    assert "a limit ended every episode" in section
-    assert "No sign was found" not in section and "badge good" not in page
+    (wrong,) = (check for check in freeze(folder)["run"]["checks"] if check["text"])
+    assert (wrong["name"], wrong["step"], wrong["steps"]) == ("all_truncated", 2, 5)
+    assert "a limit ended every episode" in wrong["text"]
 
 
-def test_success_that_did_not_rise_is_not_green(tmp_path: Path) -> None:
+def test_success_that_did_not_rise_is_not_better(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=6)
     events = [row for row in RunFolder(folder).rows("events.jsonl") if row["kind"] != "eval"]
     events += [{"kind": "eval", "step": step, "success": 0.0, "tasks": 9} for step in (0, 6)]
     (folder / "events.jsonl").write_text("".join(dumps(row) + "\n" for row in events))
-    page = write_report(folder).read_text()
-    assert "badge good" not in page and "outcome better" not in page
-    assert "line good" not in page
-
-
-def test_the_reason_of_the_end_is_in_the_report(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", steps=6)
-    with RunLog(folder) as log:
-        log.event("stopped", reason="finished", detail="all 6 steps are done")
-    assert "Ended: all 6 steps are done" in write_report(folder).read_text()
-    with RunLog(folder) as log:
-        log.event("stopped", reason="Ctrl-C", detail="to continue: unstale train --resume x")
-    assert "Ended by Ctrl-C; to continue: unstale train" in write_report(folder).read_text()
-    with RunLog(folder) as log:
-        log.failed("Traceback: no disk")
-        log.event("stopped", reason="failed", detail="OSError: no disk")
-    page = write_report(folder).read_text()
-    assert '<p class="end bad">The run failed: OSError: no disk</p>' in page
-    assert "<pre>Traceback: no disk</pre>" in page
+    assert not freeze(folder)["run"]["outcome"]["better"]

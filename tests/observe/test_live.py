@@ -44,6 +44,15 @@ def after_steps(steps: int, route: str = "snapshot_old") -> LiveDisplay:
     return display
 
 
+def test_a_step_without_an_advantage_has_no_speed_of_the_trainer() -> None:
+    console, out = plain_console()
+    with LiveDisplay(fake_config(), console=console, quiet_s=1e6) as display:
+        display.update({"step": 1, "trainer/tokens_per_s": 0.0, "reward/mean": -1e-9})
+    assert "no advantage, nothing trained" in out.getvalue() and "tok/s" not in out.getvalue()
+    assert "reward 0.00" in out.getvalue()
+    assert "no advantage" in shown(display, 80) and "-0.00" not in shown(display, 80)
+
+
 def test_one_plain_line_per_step() -> None:
     console, out = plain_console()
     clock = FakeClock()

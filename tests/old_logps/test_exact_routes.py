@@ -574,7 +574,7 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
         happened.append(f"loaded {route.loaded}")
 
     monkeypatch.setattr(parts.engine, "load", hooked_load)
-    monkeypatch.setattr(route, "publishing", hooked_publishing)
+    monkeypatch.setattr(route, "before_publish", hooked_publishing)
     with closing(route):
         rows = run(routed(parts, route))
     assert happened == [

@@ -34,6 +34,7 @@ from unstale.model.lora import Lora
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint, require_disk_to_resume
 from unstale.records import collate
 from unstale.testing import tiny_policy
+from unstale.trainer import train_on
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -145,9 +146,7 @@ def test_a_checkpoint_of_ranks_copies_what_is_predicted(dtype: str, tmp_path: Pa
         trainer.old.before_publish()
         trainer.old.on_published(live={0})
         groups = sample(made, policy, [0])
-        (minibatch,) = trainer.prepare(collate(build_advantage(made.advantage)(groups)))
-        trainer.backward(minibatch)
-        trainer.step()
+        train_on(trainer, collate(build_advantage(made.advantage)(groups)))
         parts = {"trainer": trainer, "old": trainer.old}
         checkpoints = Checkpoints(tmp_path, parts, copies=True)
         before = places_and_sizes(every_tensor())

@@ -346,6 +346,8 @@ def test_a_subclass_equals_the_type_itself() -> None:
 def test_no_trick_passes_a_test(program: str) -> None:
     """The answer for 12 and 18 is 6. Any other value fails, however it is returned."""
     assert share(program, TESTS[:1], sandbox.Limits(seconds=1.0)) == 0
+    nested = ["assert (gcd(12, 18) == 6) is True", "assert int(gcd(12, 18) == 6) == 1"]
+    assert share(program, nested, sandbox.Limits(seconds=1.0)) == 0
 
 
 def test_what_is_expected_is_not_where_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +396,7 @@ def test_the_usual_assertions_of_data_sets() -> None:
         " 'list': [1, float('inf')], 'decimal': Decimal('1.5'), 'big': 2**100}"
     )
     right = f"from decimal import Decimal\nf = {values}.get\nsum = lambda a, b: 6"
-    assert share(right, [*tests[:6], *tests[7:]]) == 1
+    assert share(right, [*tests[:6], *tests[7:], "assert (f('zero') == 0) == True"]) == 1
     cheat = "class X(int):\n  def __eq__(self, o): return True\nabs = lambda x: 0\n"
     nan = f"{cheat}import math; math.isclose = lambda *_: True\nf = lambda x: float('nan')"
     tests.remove("assert (f('true'))")  # not a number is true

@@ -217,6 +217,7 @@ def test_any_error_fails_the_episode_with_one_line(
         ("reward", "1", "Turn.reward must be a finite number, got '1'"),
         ("facts", 3.0, "Turn.facts must be numbers by name, got 3.0"),
         ("facts", {"calls": "two"}, "Turn.facts['calls'] must be a finite number, got 'two'"),
+        ("messages", (Message("assistant2", ""),), "developer, user, assistant, tool, got 'ass"),  # type: ignore[arg-type]
         ("messages", "hello", "Turn.messages must be a tuple of Message(role, content)"),
         ("messages", ({"role": "user"},), "got {'role': 'user'}"),
         ("messages", (Message("user", None),), "with content as text"),  # type: ignore[arg-type]
@@ -379,6 +380,44 @@ def test_a_run_whose_tasks_are_all_cancelled_names_the_environment(tmp_path: Pat
         RunFailed, match=r"^the environment of listed/.* cancelled the tasks of the"
     ):
         session.train(config, console=quiet())
+
+
+@pytest.mark.parametrize("rewards", ["good", {"right": None}])
+def test_an_error_in_a_field_of_a_turn_has_the_line_of_the_user(rewards: Any) -> None:
+    def step() -> Turn:
+        return Turn((), rewards=rewards)
+
+    with pytest.raises(EnvError) as error:
+        step()
+    line = step.__code__.co_firstlineno + 1
+    file = Path(__file__).relative_to(Path.cwd())
+    assert guard.describe(error.value).endswith(f"({file}, line {line}, in step: {RETURN})")
+
+
+RETURN = "return Turn((), rewards=rewards)"
+
+
+def test_a_result_that_is_no_turn_names_class_and_line() -> None:
+    caller = guard.EnvCaller(ReturnsNothing(), "x", lambda seconds: None)
+
+    async def main() -> None:
+        await caller.turn(caller.env.step, Message("assistant", ""))
+
+    line = ReturnsNothing.step.__code__.co_firstlineno
+    shown = (
+        rf"ReturnsNothing\.step\(\) must return a Turn, got None \(.*, line {line}, in step: .*def"
+    )
+    with pytest.raises(EnvError, match=shown):
+        asyncio.run(main())
+
+
+def no_taskset() -> object:
+    return type("MyTasks", (), {"name": "mine", "train": print, "env": print})()
+
+
+def test_all_that_a_task_set_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"MyTasks has no held_out, tools; unstale.envs.Taskset"):
+        build_taskset(TaskConfig(env=f"{__name__}:no_taskset"))
 
 
 def failing_tasks() -> Listed:

@@ -3,7 +3,7 @@
 A pair from different slots is accepted, or refused with a fix. A new technique is covered without
 a change here, unless it needs options of its own (`CONDITIONS`). A named pair trains the tiny model
 for three steps with two resumes, of which one is after a kill. Such a run must be equal to one that
-was not disturbed. `make pairs` runs all named pairs.
+was not disturbed. `pytest -m slow tests/techniques/test_pairs.py` runs all named pairs.
 """
 
 import math
@@ -88,7 +88,7 @@ NAMED: tuple[str, ...] = (
     "novelty outer_step",
     "opob beta_sampler",
 )
-"""Combinations that are trained. `make test-all` trains the first `QUICK`, `make pairs` all."""
+"""Combinations that are trained. `make test-all` trains the first `QUICK`, `-m slow` all."""
 QUICK = 2
 OTHERS = tuple(f"{each} ess_lr" for each in techniques() if each not in " ".join(NAMED).split())
 """Techniques that are in no named combination, each with one from another slot."""

@@ -20,6 +20,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, collate
 from unstale.testing import episode, tiny_policy
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.loss_scale import FIRST
 
@@ -47,9 +48,7 @@ def make(policy: Policy, **options: object) -> LocalTrainer:
 def learn(trainer: LocalTrainer, step: int) -> dict[str, float]:
     trainer.policy.version = step
     trainer.old.on_published(range(max(0, step - 2), step + 1))
-    for minibatch in trainer.prepare(mixed_batch(step)):
-        trainer.backward(minibatch)
-        trainer.step()
+    train_on(trainer, mixed_batch(step))
     return dict(trainer.metrics())
 
 
@@ -139,9 +138,7 @@ def test_a_restored_trainer_rounds_as_one_that_never_stopped(dtype: str, roundin
         trainer.policy.version = 2
         trainer.old.on_published([2])
         batch = collate([episode(i, [9, (7, 2)], advantage=1.0 - i % 2 * 2) for i in range(4)])
-        for minibatch in trainer.prepare(batch):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, batch)
     assert torch.equal(passes(other.policy), passes(kept.policy))
     assert torch.equal(masters(other), masters(kept))
 

@@ -45,7 +45,9 @@ class Kind:
     lora: Lora | None = None
     experts: int = 0
 
-    def load(self, folder: Path, peers: RankGroup = SINGLE_PROCESS, *, trained: bool = True) -> Policy:
+    def load(
+        self, folder: Path, peers: RankGroup = SINGLE_PROCESS, *, trained: bool = True
+    ) -> Policy:
         folder = folder / ("moe" if self.experts else "dense")
         return Policy.load(folder, dtype=self.dtype, lora=self.lora, peers=peers, trained=trained)
 

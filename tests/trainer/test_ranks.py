@@ -25,6 +25,7 @@ from unstale.builders import build_old_logps, build_scorer, build_trainer
 from unstale.cluster.ranks_worker import PublishedPart, Rank
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import (
+    SHIPPED_POLICY,
     AuditConfig,
     ClusterConfig,
     ConfigError,
@@ -58,6 +59,7 @@ from unstale.records import (
     walk,
 )
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.codec import advance
 
@@ -248,6 +250,25 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
+def score_by_the_shipped_policy(peers: RankGroup) -> Tensor:
+    """Return log-probabilities by a model with 2 key heads: one for each of 2 ranks."""
+    policy = Policy.load(SHIPPED_POLICY, dtype="float32", device="cpu", peers=peers)
+    batch = batch_of(0)
+    scored = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=512)
+    return scored.logp
+
+
+def score_in_context_groups(peers: RankGroup) -> Tensor:
+    return score_by_the_shipped_policy(peers.in_context_groups(2))
+
+
+def test_ranks_with_one_key_head_each_score_as_one_process() -> None:
+    """The exchange of one head is a view of values that may not have arrived."""
+    alone = score_by_the_shipped_policy(SINGLE_PROCESS)
+    for found in run_ranks(2, score_in_context_groups):
+        assert torch.allclose(found, alone, rtol=0, atol=1e-5) and len(found)
+
+
 CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
 """The variants that run on this number of ranks, of which each two divide a pass."""
 
@@ -408,7 +429,7 @@ def pending(scored: ScoredTrajectory) -> list[PendingPiece]:
     ],
 )
 def test_every_route_keeps_its_contract_on_two_ranks(names: list[str], tmp_path: Path) -> None:
-    """`make ranks` tests the others, too."""
+    """`pytest tests/trainer/test_ranks.py` tests the others, too."""
     assert set(ROUTES) >= SECOND_OF_KIND
     tiny_policy().save(tmp_path)
     run_ranks(2, check_each, tmp_path, names)
@@ -448,9 +469,7 @@ def save(peers: RankGroup, folder: Path, run: Path, config: RunConfig) -> tuple[
         for part in (trainer.old, parts["auditor"]):
             part.on_published(range(step + 1))
         if step < 2:
-            for minibatch in trainer.prepare(batch_of(step)):
-                trainer.backward(minibatch)
-                trainer.step()
+            train_on(trainer, batch_of(step))
     checkpoints = Checkpoints(run, parts, peers=peers)
     name = checkpoints.save(Progress(2, {"x": 1.5}), trainer.policy)
     return name, numbers(trainer)
@@ -642,9 +661,7 @@ def save_without_manifest(peers: RankGroup, folder: Path, run: Path) -> None:
     checkpoints.restore(checkpoints.load(name))
     with ThreadPoolExecutor(1) as files:  # over the parts that are left
         writing = files.submit(checkpoints.write, snapshot)
-        for minibatch in trainer.prepare(batch_of(0)):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, batch_of(0))
     checkpoints.restore(checkpoints.load(writing.result()))
     assert all(torch.equal(saved[name], tensor) for name, tensor in masters(trainer).items())
 

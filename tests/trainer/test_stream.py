@@ -33,6 +33,7 @@ from unstale.model.lora import Lora
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Group, ScoredTrajectory, collate
 from unstale.testing import episode, nudge, tiny_policy
+from unstale.trainer import train_on
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import LocalTrainer
 
@@ -132,9 +133,7 @@ def learn(
         trainer.add(batch_of(part, replay=replay))
         assert torch.equal(weights(trainer), before)
     numbers = sorted(number for part in parts for number in part)
-    (minibatch,) = trainer.prepare(batch_of(numbers, replay=replay))
-    trainer.backward(minibatch)
-    trainer.step()
+    train_on(trainer, batch_of(numbers, replay=replay))
     assert isinstance(auditor, Auditor)
     trainer.old.close()
     return weights(trainer) - before, trainer.metrics()
@@ -223,9 +222,7 @@ def test_the_entropy_is_that_of_equally_many_tokens_of_every_part(
     trainer, _ = build(True)
     trainer.add(batch_of((3,)))
     assert trainer._metrics.expected_tokens == 4 * 14 and trainer._metrics.entropy_every == 5
-    (minibatch,) = trainer.prepare(batch_of(range(4)))
-    trainer.backward(minibatch)
-    trainer.step()
+    train_on(trainer, batch_of(range(4)))
     assert trainer._metrics.entropy_every == 4
     assert trainer.metrics()["policy/entropy_mean"] == pytest.approx(
         exact["policy/entropy_mean"], rel=0.1

@@ -30,6 +30,7 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Provenance, collate
 from unstale.techniques import Shaped, Signals, StepPlan, StepSeen, Techniques
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 
 PLANS: tuple[tuple[list, float], ...] = (
@@ -100,9 +101,7 @@ def gradient(trainer: LocalTrainer, batch: Batch) -> Tensor:
 def change(trainer: LocalTrainer, batch: Batch) -> Tensor:
     """Return the change of the weights by the steps of a batch."""
     before = torch.cat([each.flatten().clone() for each in trainer.policy.weights().values()])
-    for part in trainer.prepare(batch):
-        trainer.backward(part)
-        trainer.step()
+    train_on(trainer, batch)
     return torch.cat([each.flatten() for each in trainer.policy.weights().values()]) - before
 
 
@@ -236,9 +235,7 @@ def test_tokens_that_the_policy_did_not_sample_are_in_no_weight() -> None:
         logp[planted] = behavior
         sees = Plans(StepPlan())
         trainer = make(sees)
-        for part in trainer.prepare(replace(batch, provenance=foreign, behavior_logp=logp)):
-            trainer.backward(part)
-            trainer.step()
+        train_on(trainer, replace(batch, provenance=foreign, behavior_logp=logp))
         found.append(sees.seen[0].log_weight)
     assert torch.equal(found[0], found[1])
 

@@ -36,6 +36,7 @@ from unstale.records import Batch, Provenance, StoredLogps, collate
 from unstale.techniques import Shaped, Signals, Techniques
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.token_values import TokenFlag, TokenValues
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 
 PLANS: tuple[tuple[list[int | tuple[int, int]], float], ...] = (
@@ -102,9 +103,7 @@ def a_batch() -> Batch:
 
 
 def learn(trainer: LocalTrainer, batch: Batch) -> dict[int, TokenValues]:
-    for part in trainer.prepare(batch):
-        trainer.backward(part)
-        trainer.step()
+    train_on(trainer, batch)
     found = trainer.tokens()
     assert [each.episode for each in found] == sorted({each.episode for each in found})
     return {each.episode: each for each in found}

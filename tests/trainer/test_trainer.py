@@ -37,6 +37,7 @@ from unstale.records import (
     collate,
 )
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.masters import Masters
 from unstale.trainer.optimizer import lr_factor, make_optimizer
@@ -91,9 +92,7 @@ def weights(policy: Policy) -> Tensor:
 
 
 def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
-    for part in trainer.prepare(batch):
-        trainer.backward(part)
-        trainer.step()
+    train_on(trainer, batch)
     return trainer.metrics()
 
 

@@ -20,7 +20,9 @@ def lora_of(config: RunConfig) -> Lora | None:
     return Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
 
 
-def load_policy(config: RunConfig, peers: RankGroup | None = None, *, trained: bool = True) -> Policy:
+def load_policy(
+    config: RunConfig, peers: RankGroup | None = None, *, trained: bool = True
+) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA.
 
     `peers` are the ranks among which it is divided. Without `peers` the model is whole. It is then

@@ -108,7 +108,7 @@ class Mean:
         return cls(fmean(known) if known else math.nan, error, len(known))
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} ± {self.error:.3f} ({self.number})"
+        return f"{self.value:z.3f} ± {self.error:.3f} ({self.number})"
 
 
 @dataclass(frozen=True, slots=True)

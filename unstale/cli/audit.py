@@ -34,8 +34,8 @@ from unstale.config.routes import routes
 from unstale.durability.console import Console
 from unstale.durability.run_folder import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.model.policy import Policy
+from unstale.observe.dashboard.frozen import write_report
 from unstale.observe.report.audited import COLUMNS, cells
-from unstale.observe.report.page import write_report
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Provenance, Sampled

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from unstale.cli.template_checks import (
+    CONVERSATION_S,
     EXCERPT,
     QUESTION,
     TEMPLATE_ERRORS,
@@ -26,9 +28,11 @@ from unstale.cli.template_checks import (
 from unstale.config import ConfigError
 from unstale.config.chat_templates import read_template
 from unstale.config.files import read_mapping
+from unstale.config.hub import reading
 from unstale.durability.console import Console
 from unstale.envs import Message
 from unstale.envs.chat import DAY, Chat
+from unstale.envs.guard import Watchdog, time_limit
 from unstale.model.loading import load_tokenizer
 
 
@@ -69,18 +73,21 @@ def check_template(
     console = console or Console(soft_wrap=True)
     tokenizer = load_tokenizer(folder, read_template(chat_template))
     tokenizer.model_max_length = sys.maxsize  # otherwise it prints a warning
+    ends = stop_tokens_of(folder)
     try:
-        ends = stop_tokens_of(folder)
-        chat = Chat(tokenizer, (), ends=ends, template_kwargs=template_kwargs)
-        facts = Table(show_header=False, box=None)
-        for name, fact in _facts(chat):
-            facts.add_row(f"[bold]{name}[/]", escape(fact))
-        console.print(facts, highlight=False)
-        chat = chat.with_tools(TOOLS)
-    except TEMPLATE_ERRORS as error:
-        console.print(f"[bold red]breaks:[/] {escape(str(error))}", highlight=False)
-        return TemplateResult(error=str(error))
-    results = run_checks(chat, conversations)
+        with reading(folder, "chat template"), Watchdog(partial(print, file=sys.stderr)):
+            with time_limit("the chat template", CONVERSATION_S, "use another template"):
+                chat = Chat(tokenizer, (), ends=ends, template_kwargs=template_kwargs)
+                facts = Table(show_header=False, box=None)
+                for name, fact in _facts(chat):
+                    facts.add_row(f"[bold]{name}[/]", escape(fact))
+                chat = chat.with_tools(TOOLS)
+            console.print(facts, highlight=False)
+            results = run_checks(chat, conversations)
+    except ConfigError as error:
+        named = error.__cause__ if isinstance(error.__cause__, TEMPLATE_ERRORS) else error
+        console.print(f"[bold red]breaks:[/] {escape(str(named))}", highlight=False)
+        return TemplateResult(error=str(named))
     _print_results(results, console)
     return TemplateResult(results)
 

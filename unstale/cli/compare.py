@@ -76,7 +76,7 @@ class Arm:
         with naming(name):
             rest, values = split_options([f"--{word.removeprefix('--')}" for word in words])
             if rest:
-                refuse_unknown(rest[0])
+                refuse_unknown(rest)
         return cls(name, values)
 
 

@@ -1,17 +1,23 @@
 """The completion script for a shell: commands, recipes, and every option with its choices."""
 
+import argparse
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import shtab
 
-from unstale.cli.main import make_parser
 from unstale.cli.recipe_options import SHORT, option_names
 from unstale.config.options import options
 from unstale.recipes import recipe_names
 
+MakeParser = Callable[[], tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]]
 
-def completion(shell: str) -> str:
-    """Return the script that lets a shell complete the command line."""
+
+def completion(shell: str, make_parser: MakeParser) -> str:
+    """Return the script that lets a shell complete the command line.
+
+    `make_parser` returns the parser of the command line, and that of each command by name.
+    """
     parser, verbs = make_parser()
     for verb in verbs.values():
         for action in list(verb._actions):

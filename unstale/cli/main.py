@@ -95,8 +95,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             verb.epilog = options_help(words, values, whose)
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
-        refuse_unknown(unknown[0], verb.option_strings if verb else ())
+        refuse_unknown(unknown, verb.option_strings if verb else ())
     chosen.given = list(arguments)
+    chosen.make_parser = make_parser
     chosen.values = values
     if verb is not None and verb.get_default("takes_options") and "recipe" in chosen:
         take_file(chosen)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,10 @@ from unstale.config import SHIPPED_POLICIES, ConfigError
 from unstale.config.checks import require_empty_folder
 from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
-from unstale.observe.report.gather import Gathered, gather
+from unstale.durability.run_folder import EVENTS, Row, RunFolder
+from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
+from unstale.observe.report.held_out import held_out
+from unstale.observe.report.words import number
 
 CARD = "README.md"
 
@@ -52,8 +56,12 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 
 def model_card(run: Path, repo: str = "") -> str:
     """Return the model card of a run's policy, with metadata for the Hugging Face hub."""
-    gathered = gather(run)
-    base = str(gathered.setting("policy", "base"))
+    folder = RunFolder(run)
+    refuse_old(folder.config(), run)
+    options, log = flatten(folder.config()), list(folder.rows(EVENTS))
+    rows = sorted((row for row in folder.metrics() if step_of(row) > 0), key=step_of)
+    started: Row = next((row for row in reversed(log) if row.get("kind") == "started"), {})
+    base = str(options.get("policy", "base"))
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", base) and not Path(base).exists()
     data = ModelCardData(
         base_model=base.partition("@")[0] if is_on_hub else None,
@@ -63,31 +71,31 @@ def model_card(run: Path, repo: str = "") -> str:
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {repo.rpartition('/')[2] or gathered.name}",
+        f"# {repo.rpartition('/')[2] or run.resolve().name}",
         "This policy was trained with reinforcement learning by unstale.",
         _table(
             ("setting", "value"),
             {
-                "base model": _base_words(base, gathered.started.get("policy_origin", {})),
-                "task": gathered.setting("task.env"),
-                "steps": _steps(gathered),
-                "advantage": gathered.setting("advantage.estimator"),
-                "objective": gathered.setting("objective.kind"),
-                "old log-probabilities": gathered.route,
-                "episodes per task": gathered.setting("schedule.group_size"),
-                "tasks per step": gathered.setting("schedule.groups_per_step"),
-                "largest allowed staleness": gathered.setting("schedule.max_staleness"),
-                "learning rate": gathered.setting("trainer.lr"),
-                "LoRA rank": gathered.setting("trainer.lora_rank") or "none: all weights",
-                "seed": gathered.setting("seed"),
+                "base model": _base_words(base, started.get("policy_origin", {})),
+                "task": options.get("task.env"),
+                "steps": _steps(rows, options, log),
+                "advantage": options.get("advantage.estimator"),
+                "objective": options.get("objective.kind"),
+                "old log-probabilities": options.get("old_logps.route"),
+                "episodes per task": options.get("schedule.group_size"),
+                "tasks per step": options.get("schedule.groups_per_step"),
+                "largest allowed staleness": options.get("schedule.max_staleness"),
+                "learning rate": options.get("trainer.lr"),
+                "LoRA rank": options.get("trainer.lora_rank") or "none: all weights",
+                "seed": options.get("seed"),
             },
         ),
         "## Figures",
-        _table(("figure", "value"), _figures(gathered)),
+        _table(("figure", "value"), _figures(rows, log)),
         "## Versions",
         f"unstale {version('unstale')}{f' at {commit()}' if commit() else ''}, {versions()}.",
     ]
-    if command := gathered.started.get("command"):
+    if command := started.get("command"):
         parts += ["## Command", f"```sh\n{command}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -99,24 +107,29 @@ def _base_words(base: str, origin: dict[str, str]) -> str:
     return f"the small model of the package (`{base}`)" if base in SHIPPED_POLICIES else base
 
 
-def _steps(run: Gathered) -> str:
-    is_whole = run.stopped.get("reason") == "finished"
-    return f"{run.steps}" if is_whole else f"{run.steps} of {run.planned}: the run did not finish"
+def _steps(rows: Sequence[Row], options: Row, log: Sequence[Row]) -> str:
+    steps = step_of(rows[-1]) if rows else 0
+    is_whole = last_stop(log).get("reason") == "finished"
+    return (
+        f"{steps}"
+        if is_whole
+        else f"{steps} of {options.get('steps', '?')}: the run did not finish"
+    )
 
 
-def _figures(run: Gathered) -> dict[str, object]:
+def _figures(rows: Sequence[Row], log: Sequence[Row]) -> dict[str, object]:
     """Return held-out success and mean reward, at the start and at the end of the run."""
     figures: dict[str, object] = {}
-    if run.evaluations:
-        for when, each in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
-            tasks = f" on {each.tasks} tasks" if each.tasks else ""
-            share = f"{each.share} ({each.about})" if each.about else each.share
-            figures[f"held-out success {when} training"] = f"{share}{tasks}, step {each.step}"
-    if rewards := run.series("reward/mean"):
-        figures[f"mean reward at step {rewards[0][0]}"] = f"{rewards[0][1]:.3g}"
-        figures[f"mean reward at step {rewards[-1][0]}"] = f"{rewards[-1][1]:.3g}"
-    if run.seconds:
-        figures["hours of training"] = f"{run.seconds / 3600:.2g}"
+    evaluations = held_out(event for event in log if event.get("kind") == "eval")
+    for when, each in zip(("before", "after"), (*evaluations[:1], *evaluations[-1:]), strict=False):
+        tasks = f" on {each.tasks} tasks" if each.tasks else ""
+        share = f"{each.share} ({each.about})" if each.about else each.share
+        figures[f"held-out success {when} training"] = f"{share}{tasks}, step {each.step}"
+    rewards = [row for row in rows if number(row.get("reward/mean")) is not None]
+    for row in (*rewards[:1], *rewards[-1:]):
+        figures[f"mean reward at step {step_of(row)}"] = f"{row['reward/mean']:.3g}"
+    if seconds := max((number(row.get("time_s")) or 0.0 for row in rows), default=0.0):
+        figures["hours of training"] = f"{seconds / 3600:.2g}"
     return figures
 
 

@@ -36,7 +36,8 @@ from unstale.recipes import make_recipe, recipe_names
 SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
 _COMMON = """
-policy chat_template tools_in_prompt runs name seed steps minutes trackers techniques
+policy policy_download chat_template tools_in_prompt
+runs name seed steps minutes trackers techniques
 task.env task.isolate task.reward task.prompt_column task.system task.held_out_file
 rollout.max_turns rollout.timeout_s
 engine.backend engine.urls engine.max_running engine.max_context engine.temperature
@@ -98,21 +99,26 @@ def _is_option(word: str) -> bool:
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
-def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
+def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
+    """Raise `ConfigError` for all unknown options among words, with the names that may be meant."""
+    if not (wrong := [word for word in words if word.startswith("-")]):
+        raise ConfigError(f"{words[0]!r} is not expected here: options begin with --")
+    known = known or [f"--{each}" for each in option_names()]
+    raise ConfigError(" ".join(dict.fromkeys(_unknown(word, known) for word in wrong)))
+
+
+def _unknown(word: str, known: Sequence[str]) -> str:
+    """Return an error message about an unknown option: its new name, or similar names."""
     name = word.partition("=")[0]
-    if not word.startswith("-"):
-        raise ConfigError(f"{word!r} is not expected here: options begin with --")
     former = name.removeprefix("--").replace("-", "_")
     if former in RENAMED:
-        raise ConfigError(f"command line: {former} is now {RENAMED[former]}")
-    known = known or [f"--{each}" for each in option_names()]
+        return f"command line: {former} is now {RENAMED[former]}."
     hint = option_hint(name, known)
     if not hint:
         hint = "; --help lists the arguments"
         if len(known) > MANY:
             hint += ", and docs/other-trainers.md has the names of other trainers"
-    raise ConfigError(f"unknown argument {word}{hint}")
+    return f"unknown argument {word}{hint}" + "." * (not hint.endswith("?"))
 
 
 def take_file(chosen: argparse.Namespace) -> None:
@@ -178,13 +184,14 @@ def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
     A value that the user chose stays: `named` has the options of the command and its file. It is
     refused later.
     """
-    number = positions(local_folder(config))
+    folder = local_folder(config)
+    number = positions(folder)
     too_long = number is not None and config.engine.max_context > number
     if not number or not too_long or "engine.max_context" in named:
         return config
     _note(
         f"note: engine.max_context is {number} instead of {config.engine.max_context}, because the "
-        "policy has no more positions"
+        f"policy in {folder} has no more positions"
     )
     return replace(config, engine=replace(config.engine, max_context=number))
 
@@ -231,6 +238,7 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
             if "all" in words
             or each.name in COMMON
             or usual is None
+            or each.owner is not cls
             or not usual.applies(each.field)
         ]
         num_left_out += len(used) - len(described)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +11,8 @@ from typing import Any
 
 from unstale import loop
 from unstale.builders import Components, build, build_components
-from unstale.cli.preflight import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
+from unstale.cli.preflight import new_folder
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import changes_to_run, resume_command
 from unstale.cli.supervised_start import make_start
@@ -22,6 +22,7 @@ from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
 from unstale.config.gguf import origin_of
+from unstale.config.options import unknown_option
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.console import Console
@@ -102,7 +103,13 @@ class Run:
 
 
 @end_after()
-def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
+def train(
+    config: RunConfig | None = None,
+    *,
+    console: Console | None = None,
+    command: str = "",
+    **wrong: Any,
+) -> Run:
     """Run `config` to its end, with progress on the terminal.
 
     Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a
@@ -112,7 +119,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     Whatever ended the run, `unstale train --resume FOLDER` continues it from its last checkpoint.
     """
     console = console or Console(soft_wrap=True)
-    require_config(config)
+    config = require_config(config, wrong)
     folder = new_folder(config)
     _check(config, console)
     make_start(config, console)
@@ -181,13 +188,19 @@ def resume(folder: Path | str, config: RunConfig, *, console: Console | None = N
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
-def require_config(config: object) -> None:
-    """Raise `ConfigError` if a program gives anything else than a configuration."""
+def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
+    """Return the configuration. Raises `ConfigError` for another object, and `wrong` arguments."""
+    if wrong:
+        raise ConfigError(
+            f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
+            f"unstale.recipes.llm(policy=...). {' '.join(map(unknown_option, wrong))}"
+        )
     if not isinstance(config, RunConfig):
         raise ConfigError(
             "config must be a RunConfig, such as unstale.recipes.llm(policy=...), got "
             f"{config!r:.60}"
         )
+    return config
 
 
 def _build_first(config: RunConfig, console: Console) -> Components:
@@ -380,10 +393,12 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
             log.event("stopped", reason=reason, detail=detail)
             log.close()
         write_survivors(log.path)
-        from unstale.observe.report.page import write_report  # takes long: not at the start
+        from unstale.observe.dashboard.frozen import write_and_warn  # takes long: not at the start
 
-        report = write_report(log.path)
+        report, warnings = write_and_warn(log.path)
         console.print(f"run folder {log.path}\nreport     {report}", highlight=False)
+        for warning in warnings:
+            console.print(f"[yellow]{literal(warning)}[/]", highlight=False)
         if reason != "failed":  # the caller prints the error of a failed run at the very end
             console.print(literal(f"{reason}: {detail}"), highlight=False)
 

@@ -33,6 +33,7 @@ from unstale.envs.references import Reference, load_references
 from unstale.envs.registry import build_taskset, preparing
 from unstale.model.policy import Policy
 from unstale.techniques import Techniques
+from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
@@ -153,9 +154,7 @@ def learn(
     for step, batch in enumerate(
         islice(_batches(references, options.batch, config.seed), config.steps), start=1
     ):
-        for minibatch in trainer.prepare(reference_batch(batch, version=trainer.version)):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, reference_batch(batch, version=trainer.version))
         grad_norm = trainer.metrics()["trainer/grad_norm"]
         figures.append(SftStep(step, objective.take_nll(), grad_norm))
         if step % max(1, config.steps // 20) == 0 or step == config.steps:

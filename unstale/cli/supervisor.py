@@ -32,6 +32,8 @@ LIMIT_S = 60.0
 """Seconds without a sign of life after which the process is ended, unless its run says more. A
 healthy process is silent for a second at most.
 """
+ANSWER_S = 3.0
+"""Seconds without a sign of life after which this process answers the first signal."""
 TICK_S = 1.0
 _DUMP_S = 0.5
 """Seconds in which the process must write its lines of code."""
@@ -96,6 +98,8 @@ class _Supervisor:
         self._deadline = float("inf")
         self._is_watching = False
         self._silent_s = 0.0
+        self._has_answered = False
+        """True if this process has answered the first signal, to which the other does not react."""
 
     def wait(self) -> int:
         """Pass signals on and read messages until the process ends. Return its exit code."""
@@ -153,6 +157,10 @@ class _Supervisor:
         elif self._silent_s >= limit_s:
             text = f"code blocked the process for {self._silent_s:.0f} s{self._standing()}. "
             self._end("failed", f"{text}{_LOCKED}", 1)
+        elif self._num_signals == 1 and self._silent_s > ANSWER_S and not self._has_answered:
+            self._has_answered = True
+            text = f"the run does not react: code has blocked it{self._standing()}. "
+            print_failure("warning", f"{text}{_LOCKED}. A second signal ends it")
         elif SILENT_S <= self._silent_s < SILENT_S + TICK_S and limit_s > SILENT_S + TICK_S:
             text = f"code has blocked the process for {self._silent_s:.0f} s{self._standing()}. "
             print_failure("warning", f"{text}{_LOCKED}. It is ended after {limit_s:.0f} s")

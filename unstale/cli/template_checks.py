@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from os.path import commonprefix
@@ -13,6 +13,7 @@ from rich.progress import track
 
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import STAND_IN, Chat
+from unstale.envs.guard import time_limit
 from unstale.records import Sampled
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.conversation import Conversation, parse_reply, with_call_ids
@@ -54,6 +55,8 @@ EXCERPT = 160
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _THOUGHTS = re.compile(r"<think>.*?</think>|\s+", re.DOTALL)
 QUESTION = Message("user", "?")
+CONVERSATION_S = 30.0
+"""Seconds for all checks of a conversation, which take 0.01, and for finding its smallest part."""
 
 Messages = tuple[Message, ...]
 
@@ -85,18 +88,26 @@ class CheckResult:
 
 
 def run_checks(chat: Chat, conversations: int) -> list[CheckResult]:
-    """Run every check on the same random conversations. Return one result per check."""
+    """Run every check on the same random conversations. Return one result per check.
+
+    Raises `EnvError` if one takes too long and a `Watchdog` runs.
+    """
     results = {check: CheckResult(name) for name, check in CHECKS.items()}
     for seed in track(range(conversations), "conversations", transient=True):
         messages = generate(chat, random.Random(seed))
-        for check, result in results.items():
-            problem = None if result.broken else _run(check, chat, messages)
-            if problem and problem.reason not in result.problems:
-                result.problems[problem.reason] = shrink(check, chat, messages, problem)
-            result.num_passed += not problem
-            if problem and check is _renders:
-                break  # without a text there is nothing else to check
+        with time_limit("the chat template", CONVERSATION_S, "use another template"):
+            _run_all(results, chat, messages)
     return list(results.values())
+
+
+def _run_all(results: Mapping[Check, CheckResult], chat: Chat, messages: Messages) -> None:
+    for check, result in results.items():
+        problem = None if result.broken else _run(check, chat, messages)
+        if problem and problem.reason not in result.problems:
+            result.problems[problem.reason] = shrink(check, chat, messages, problem)
+        result.num_passed += not problem
+        if problem and check is _renders:
+            return  # without a text there is nothing else to check
 
 
 def _run(check: Check, chat: Chat, messages: Messages) -> Problem | None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from unstale.cli.preflight import new_folder, quick_imports, refuse_early, start_engines
 from unstale.cli.failures import exit_after
+from unstale.cli.preflight import new_folder, quick_imports, refuse_early, start_engines
 from unstale.cli.recipe_options import configure, file_values, fit_context, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
@@ -476,7 +476,7 @@ def _lint(chosen: argparse.Namespace) -> int:
 def _completion(chosen: argparse.Namespace) -> int:
     from unstale.cli.completion import completion
 
-    sys.stdout.write(completion(chosen.shell) + "\n")
+    sys.stdout.write(completion(chosen.shell, chosen.make_parser) + "\n")
     return 0
 
 
@@ -573,7 +573,7 @@ def _replay(chosen: argparse.Namespace) -> int:
 @verb("report", "write the report of a run", RUN, JSON)
 def _report(chosen: argparse.Namespace) -> int:
     from unstale.cli.survivors import write_survivors
-    from unstale.observe.report.page import write_and_summarize
+    from unstale.observe.dashboard.frozen import write_and_summarize
 
     write_survivors(chosen.run)
     text = write_and_summarize(chosen.run)

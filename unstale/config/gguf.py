@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config.checks import ConfigError
+from unstale.config.extras import install
 from unstale.config.files import read_mapping
 
 ORIGIN = "gguf_origin.json"
@@ -140,8 +141,6 @@ def _convert(file: Path, folder: Path) -> None:
     The child writes a temporary folder and renames it. Raises `ConfigError` if it fails.
     """
     if importlib.util.find_spec("gguf") is None:
-        from unstale.config import install  # which imports this module
-
         raise ConfigError(f"policy: {file.name} needs the package gguf: {install('gguf')}")
     with _locked(folder) as lock:
         if folder.is_dir():

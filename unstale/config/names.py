@@ -74,7 +74,8 @@ SYNONYMS = {
     "gradient_accumulation_steps": "trainer.minibatches_per_batch; the number of optimizer steps",
     "steps_per_generation": "trainer.minibatches_per_batch; the number of optimizer steps",
     "ppo_mini_batch_size": "trainer.minibatches_per_batch; it counts minibatches, not sequences",
-    "per_device_train_batch_size": "trainer.max_tokens_per_microbatch; it counts tokens",
+    "per_device_train_batch_size": "schedule.groups_per_step, trainer.max_tokens_per_microbatch; "
+    "the first counts prompts of a step, the second tokens in memory at once",
     "ppo_max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
     "ppo_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch; it counts tokens",
     "max_async_level": "schedule.max_staleness",
@@ -109,7 +110,8 @@ SYNONYMS = {
     "clip_ratio_c": "objective.dual_clip",
     "delta": "objective.dual_clip",
     "importance_sampling_level": "objective.kind; gspo is the one of sequences",
-    "loss_type": "objective.loss_aggregation, objective.kind",
+    "loss_type": "objective.loss_aggregation, objective.kind; dr_grpo is "
+    "objective.loss_aggregation constant, objective.constant N and advantage.estimator dr_grpo",
     "loss_agg_mode": "objective.loss_aggregation",
     "loss_mode": "objective.kind",
     "mask_truncated_completions": "techniques; its value `truncated` does this",
@@ -118,6 +120,7 @@ SYNONYMS = {
     "vllm_importance_sampling_mode": "correction.control",
     # the optimizer and the model in memory
     "learning_rate": "trainer.lr",
+    "lr": "trainer.lr, sft.lr; the second is of a supervised start",
     "optim": "trainer.optimizer",
     "optim.lr": "trainer.lr",
     "lr_scheduler_type": "trainer.lr_schedule",
@@ -147,7 +150,8 @@ VALUES = {
         **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
         **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
-        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo",
+        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo, objective.loss_aggregation = "
+        "constant and objective.constant = the largest length of a reply",
         "sequence": "gspo",
         "reinforce": "none",
     },
@@ -196,8 +200,8 @@ def synonyms(name: str, known: Sequence[str]) -> str:
 
     >>> synonyms("actor_rollout_ref.rollout.n", ["schedule.group_size"])
     '; did you mean schedule.group_size?'
-    >>> synonyms("--per-device-train-batch-size", ["--trainer.max_tokens_per_microbatch"])
-    '; did you mean --trainer.max_tokens_per_microbatch (it counts tokens)?'
+    >>> synonyms("--train-batch-size", ["--schedule.groups_per_step"])
+    '; did you mean --schedule.groups_per_step (it counts prompts)?'
     """
     dashes = "--" if name.startswith("--") else ""
     rest = name.removeprefix("--").replace("-", "_").lower()

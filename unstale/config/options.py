@@ -207,22 +207,20 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
     The table has one table per section. Raises `ConfigError` for an unknown or renamed option, or a
     value of another type. The message begins with `source`, such as a file name, if there is one.
     """
-    values = {}
-    for name, value in _leaves(row, source):
-        option = options().get(name)
-        if option is None:
-            problem = unknown_option(name if name in RENAMED else _innermost(name, value))
-            raise ConfigError(f"{source}: {problem}" if source else problem)
-        values[name] = option.read(value, f"{source}, {name}" if source else name)
-    return values
+    leaves, known = list(_leaves(row, source)), options()
+    wrong = [each for leaf in leaves if leaf[0] not in known for each in _innermost(*leaf)]
+    if wrong:
+        problems = " ".join(dict.fromkeys(map(unknown_option, wrong)))
+        raise ConfigError(f"{source}: {problems}" if source else problems)
+    place = f"{source}, " if source else ""
+    return {name: known[name].read(value, f"{place}{name}") for name, value in leaves}
 
 
-def _innermost(name: str, value: Any) -> str:
-    """Return the full name of the first option in nested tables, which other trainers have."""
-    while isinstance(value, dict) and value:
-        key, value = next(iter(value.items()))
-        name = f"{name}.{key}"
-    return name
+def _innermost(name: str, value: Any) -> list[str]:
+    """Return the full names of the options in nested tables, which other trainers have."""
+    if name in RENAMED or not isinstance(value, dict) or not value:
+        return [name]
+    return [each for key, inner in value.items() for each in _innermost(f"{name}.{key}", inner)]
 
 
 def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Self
 
 from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionConfig
 from unstale.config.chat_templates import read_template
-from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
+from unstale.config.checks import (
+    ConfigError,
+    JsonObject,
+    NonNegative,
+    PositiveInt,
+    Range,
+    Section,
+    option_types,
+)
 from unstale.config.cluster import ClusterConfig
 from unstale.config.given import OR_SINK, NameObject, name_trackers
 from unstale.config.hub import model_folder
@@ -23,7 +31,7 @@ from unstale.config.sampling import (
 )
 from unstale.config.start import start_folder
 from unstale.config.tasks import TaskConfig, make_task
-from unstale.config.techniques import check_needs, complete_options
+from unstale.config.techniques import SECTIONS, check_needs, complete_options
 from unstale.config.training import (
     CheckpointConfig,
     EvalConfig,
@@ -301,3 +309,6 @@ class RunConfig(Section):
                 raise ConfigError(
                     f"{option} needs cluster.trainers = 0, got {self.cluster.trainers}: {reason}"
                 )
+
+
+SECTIONS.update(option_types(RunConfig))

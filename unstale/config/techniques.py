@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from unstale.config.checks import ConfigError, Section, option_types
+from unstale.config.checks import ConfigError, Section
 from unstale.config.names import nearest
 from unstale.config.plugins import Plugins, declared
 
@@ -128,6 +128,9 @@ class Entry:
 
 
 ADDED = Plugins("unstale.techniques", Entry)
+SECTIONS: set[str] = set()
+"""The options and sections of `RunConfig`, whose names no technique may have. Its module adds them.
+"""
 
 
 def _with_items(paragraph: str) -> str:
@@ -140,10 +143,8 @@ def _with_items(paragraph: str) -> str:
 @cache
 def techniques() -> Mapping[str, Entry]:
     """Return every technique by name, in alphabetical order."""
-    from unstale.config.run import RunConfig  # circular at the top of the file
-
     own = {entry.name: entry for entry in declared("unstale.techniques", "ENTRY")}
-    return dict(sorted({**ADDED.load_all([*own, *option_types(RunConfig)]), **own}.items()))
+    return dict(sorted({**ADDED.load_all([*own, *SECTIONS]), **own}.items()))
 
 
 def chosen(names: str) -> tuple[Entry, ...]:

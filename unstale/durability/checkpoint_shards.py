@@ -97,7 +97,9 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
             write_manifest(checkpoint, folder, {**others, "shapes": shapes, "parts": written[1:]})
 
 
-def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: RankGroup) -> Checkpoint:
+def read_parts(
+    folder: Path, body: Mapping[str, Any], layout: Layout, peers: RankGroup
+) -> Checkpoint:
     """Read a checkpoint. All ranks must call this, and each gets its own state.
 
     `body` is the content of the manifest. Raises ValueError, on all ranks, if a file was changed.
@@ -138,7 +140,9 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
     return forward_weights(body, load_file(folder / state_file(0)) | _load(wanted, folder))
 
 
-def _load(targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS) -> dict[str, Tensor]:
+def _load(
+    targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS
+) -> dict[str, Tensor]:
     """Read the trainer's tensors into `targets`: all ranks together, or one process alone."""
     alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))

@@ -11,7 +11,7 @@ from itertools import count
 from numbers import Real
 from random import Random
 from reprlib import repr as short_repr
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, get_args, runtime_checkable
 
 from unstale.records import Task
 
@@ -55,11 +55,14 @@ class ToolCall:
 class Message:
     """One message of a conversation, with the fields that chat templates use."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     thoughts: str = ""
     """The assistant's reasoning text, if the chat template has such texts."""
+
+
+ROLES: tuple[str, ...] = get_args(Message.__annotations__["role"])
 
 
 class EnvError(Exception):
@@ -124,6 +127,11 @@ def _messages(messages: Any) -> tuple[Message, ...]:
                 "Turn.messages must be a tuple of Message(role, content) with content as text, "
                 f"got {short_repr(message)}"
             )
+        if message.role not in ROLES:
+            raise EnvError(
+                f"the role of a message in Turn.messages must be one of {', '.join(ROLES)}, "
+                f"got {short_repr(message.role)}"
+            )
     return found
 
 
@@ -175,11 +183,11 @@ def implements(value: object, protocol: Callable[..., _Contract]) -> TypeGuard[_
     >>> implements(NumberedTasks(), HasIdentities), implements(ListedTasks(), HasIdentities)
     (False, True)
     """
-    return all(getattr(value, name, None) is not None for name in _members(protocol))
+    return all(getattr(value, name, None) is not None for name in members(protocol))
 
 
 @cache
-def _members(protocol: Any) -> tuple[str, ...]:
+def members(protocol: Any) -> tuple[str, ...]:
     """Return the names of the public members that a protocol and its bases declare."""
     declared = [{**vars(base), **vars(base).get("__annotations__", {})} for base in protocol.mro()]
     return tuple(name for names in declared for name in names if not name.startswith("_"))

@@ -27,6 +27,7 @@ from jinja2 import TemplateError
 
 from unstale.envs import ToolCall
 from unstale.envs.argument_types import Schemas, argument_value, literal_value
+from unstale.envs.argument_types import typed_value as typed_value
 from unstale.envs.strict_json import STRICT_DECODER
 
 PROBE = ToolCall("a_tool", {"an_argument": "a_value"})

@@ -143,12 +143,12 @@ class DatasetTasks(ListedTasks):
         self._reward = reward
         self._options = options
         openings = _openings(rows, options)
+        other = options.held_out_file or f"{options.env}, split {options.held_out_split}"
+        for where, given in ((options.env, rows), (other, held_out)):
+            if given is not None and not given:
+                raise ConfigError(f"{where} has no rows")
         if held_out is not None:
-            other = options.held_out_file or f"{options.env}, split {options.held_out_split}"
             _openings(held_out, options)
-            for where, given in ((options.env, rows), (other, held_out)):
-                if not given:
-                    raise ConfigError(f"{where} has no rows")
             self.data = {"train": list(rows), "held_out": list(held_out)}
             return
         data: dict[str, list[Row]] = {"train": [], "held_out": []}
@@ -158,8 +158,9 @@ class DatasetTasks(ListedTasks):
         for split, chosen in data.items():
             if not chosen and (split == "train" or options.held_out_share):
                 raise ConfigError(
-                    f"{options.env} has {len(rows)} rows and none for {split.replace('_', '-')} "
-                    f"tasks; change task.held_out_share ({options.held_out_share:g})"
+                    f"{options.env} has {len(rows)} rows with {len(set(map(_share_of, openings)))} "
+                    f"different prompts, none for {split.replace('_', '-')} tasks. Equal prompts "
+                    f"are in one split: change task.held_out_share ({options.held_out_share:g})"
                 )
         self.data = data
 

@@ -21,10 +21,8 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstale.envs import (
-    EnvError,
-)
-from unstale.frames import INSTALLED, PACKAGE, PYTHON, one_line, show_frame, show_line, user_frame
+from unstale.envs import EnvError
+from unstale.frames import INSTALLED, PYTHON, is_hidden, one_line, show_frame, show_line, user_frame
 from unstale.stop_signals import beat, end_process
 from unstale.threads import in_thread
 
@@ -534,7 +532,7 @@ def user_line(error: BaseException) -> str:
         frames = [
             (frame.f_code, line)
             for frame, line in traceback.walk_tb(cause.__traceback__)
-            if not frame.f_code.co_filename.startswith((PACKAGE, "<frozen "))
+            if not is_hidden(frame.f_code.co_filename, frame.f_code.co_name)
         ]
         for libraries in (INSTALLED, PYTHON):
             for code, line in reversed(frames):
@@ -568,7 +566,7 @@ class Watchdog:
             self._previous = signal.signal(signal.SIGURG, self._interrupt)
         OCCUPANCY.canceller = ""
         OCCUPANCY.num_interrupted = 0
-        beat()  # code may hold the global lock before the thread runs
+        beat()  # before any code of others, which may hold the lock that this thread needs
         try:
             self._thread.start()
         except RuntimeError as error:

@@ -7,12 +7,14 @@ run on the event loop: they take microseconds, and to change threads takes about
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from reprlib import repr as short_repr
+from types import CodeType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -39,13 +41,19 @@ from unstale.envs.guard import (
     time_limit,
     user_line,
 )
-from unstale.frames import show_frame
+from unstale.frames import show_frame, show_line
 from unstale.records import Task
 
 T = TypeVar("T")
 
 MAX_IDLE = 8
 """Number of threads that are kept for later hooks. To start a thread takes longer than a hook."""
+QUICK_S = 0.002
+"""Seconds for which the event loop itself waits for a hook, unless it already awaits another one.
+
+Most hooks end within microseconds. To await them would take five times as much processor time, and
+episodes that start together would continue one after the other, each with its own disk writes.
+"""
 SLOW_S = 0.5
 """Seconds after which a hook no longer waits for the hook before it. Quick hooks run one after the
 other, in the order of their calls.
@@ -56,6 +64,8 @@ _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
 _RUN_OTHERS = ("unstale.envs.adapters.", "unstale.envs.external")
 _idle: list[OwnThread] = []
 """Threads that wait for the next hook."""
+_unfinished: set[Future[Any]] = set()
+"""Hooks that are awaited."""
 os.register_at_fork(after_in_child=_idle.clear)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -89,19 +99,26 @@ async def call_hook(
     if on_loop:
         with time_limit(name):
             return function(*arguments)
-    loop = asyncio.get_running_loop()
     is_virtual = _is_virtual()
-    slot = None if thread or is_virtual else await _free_slot(loop)
+    slot = None if thread or is_virtual else await _free_slot()
     own = thread or (_idle.pop() if _idle else OwnThread("hook"))
+    running = own.submit(copy_context().run, function, *arguments)
     try:
         if is_virtual:
             with time_limit(name), OCCUPANCY.waiting(THREAD_S, own.frame):
-                return own.submit(copy_context().run, function, *arguments).result()
-        return await loop.run_in_executor(own, copy_context().run, function, *arguments)
+                return running.result()
+        if not _unfinished:
+            with suppress(TimeoutError):
+                running.exception(QUICK_S)
+        if running.done():
+            return running.result()
+        _unfinished.add(running)
+        return await asyncio.wrap_future(running)
     except asyncio.CancelledError:
         line = show_frame(own.frame())
         raise asyncio.CancelledError(Line(f"{name}: {line}" if line else name)) from None
     finally:
+        _unfinished.discard(running)
         if slot:
             slot.release()
         if thread is None and (own.busy or len(_idle) >= MAX_IDLE):
@@ -114,17 +131,16 @@ def _is_virtual() -> bool:
     return getattr(asyncio.get_running_loop(), "waits_for_threads", False)
 
 
-async def _free_slot(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore | None:
+async def _free_slot() -> asyncio.Semaphore | None:
     """Wait until no other hook runs, and return what must be released. None after `SLOW_S`."""
-    slots = _slots.get(loop)
-    if slots is None:
-        slots = _slots[loop] = asyncio.Semaphore(1)
-    try:
-        async with asyncio.timeout(SLOW_S if slots.locked() else None):
-            await slots.acquire()
-    except TimeoutError:
-        return None
-    return slots
+    slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
+    if not slot.locked():
+        await slot.acquire()
+        return slot
+    with suppress(TimeoutError):
+        await asyncio.wait_for(slot.acquire(), SLOW_S)
+        return slot
+    return None
 
 
 async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -203,8 +219,7 @@ class EnvCaller:
         turn = await self(method, *arguments)
         if type(turn) is Turn:
             return turn
-        name = f"{method.__name__}()"
-        return await self.hook(f"the result of {name}", _plain_turn, turn, name)
+        return await self.hook(f"the result of {method.__name__}()", _plain_turn, turn, method)
 
     async def hook(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         """Call plain code of the environment as `call_hook` does."""
@@ -214,10 +229,19 @@ class EnvCaller:
         return await call_hook(name, function, *arguments, on_loop=on_loop, thread=thread)
 
 
-def _plain_turn(turn: Any, method: str) -> Turn:
+def _plain_turn(turn: Any, method: Any) -> Turn:
     if not isinstance(turn, Turn):
-        raise EnvError(f"{method} must return a Turn, got {short_repr(turn)}")
+        name, got = f"{type(method.__self__).__name__}.{method.__name__}()", short_repr(turn)
+        raise EnvError(f"{name} must return a Turn, got {got}{_defined_at(method)}")
     return Turn(*(getattr(turn, each.name) for each in fields(Turn)))
+
+
+def _defined_at(function: Any) -> str:
+    """Return the line at which a function begins, in brackets. "" if it has no source."""
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f" ({show_line(code.co_filename, code.co_firstlineno, code.co_name)})"
 
 
 async def make_env(

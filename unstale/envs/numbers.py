@@ -24,7 +24,7 @@ _RAISED = r"\s?\^\s?(?:\{[^{}]*\}|[-+]?\d+)"
 _LOWERED = r"_(?:\{[^{}]*\}|[^\W_]+)"
 _TOKEN = re.compile(
     r"(?P<unknown>[\N{PLUS-MINUS SIGN}\N{INFINITY}\N{LEFT CEILING}-\N{RIGHT FLOOR}]"
-    r"|\b0[xX][\da-fA-F]+|(?<=\d)_(?=[{\d])|\|(?=[-+.\d])|(?<=\d)\|)"
+    r"|\b0[xX][\da-fA-F]+|(?<=\d)\.\(\d|(?<=\d)_(?=[{\d])|\|(?=[-+.\d])|(?<=\d)\|)"
     r"|(?P<text>\d+(?:\.\d+)?(?:(?: : |:)\d+(?:\.\d+)?)+"
     r"|(?!\d{1,3}(?:\.\d{3})+,)\d+(?:\.\d+){2,})"
     rf"|(?P<number>\d+_\d\d?(?!\w)|{_DIGITS})|(?P<command>\\(?:[A-Za-z]+|.))"
@@ -39,10 +39,19 @@ _TOKEN = re.compile(
 _OPERATORS = {"times": "*", "cdot": "*", "ast": "*", "div": "/"}
 _SPACES = re.compile(r"[,;:!> ]|q?quad|left|right|[bB]igg?[lr]?|displaystyle|boxed")
 _RELATIONS = re.compile(
-    r"[gl]eq?|[gl]t|neq?|approx|equiv|sim|to|implies|iff|[rR]ightarrow|therefore|because|"
+    r"approx|equiv|sim|implies|iff|[rR]ightarrow|therefore|because|"
     r"(?:black)?square|checkmark|hline|begin|end|text\w*|[&\\]"
 )
 """Commands of LaTeX that end an expression."""
+_SEPARATORS = (";", "or", "and")
+_BOUND = "\N{NOT EQUAL TO}"
+"""Any inequality. A number beside it is not the answer."""
+_INEQUALITY = re.compile(
+    r"[gl]eq?(?:slant)?|[gl]t|neq?"
+    r"|[\N{NOT EQUAL TO}\N{LESS-THAN OR EQUAL TO}-\N{GREATER-THAN OVER EQUAL TO}]"
+)
+_ASCII_INEQUALITY = re.compile(r"(?<![\d)!])!=(?!=)|(?<![-<>=])[<>]=(?![<>=])")
+_BRACKET_IN_BOX = re.compile(r"(?<![-=<>])[<>](?![<>])")
 _SCALES = {"percent": "%", "pct": "%"} | {name: name for name in SCALES}
 _EQUALS = tuple("=<>\N{ALMOST EQUAL TO}\N{RIGHTWARDS ARROW}")
 _AFTER_SIGN = tuple("-+*/^)=}$")
@@ -130,7 +139,9 @@ def last_quantity(text: str) -> Quantity | None:
     (Fraction(18, 1), '7:30')
     """
     box = _last_box(text)
-    plain = _plain(text if box is None else box.replace("\n", " "))
+    if box is not None:
+        text = _BRACKET_IN_BOX.sub(_BOUND, box.replace("\n", " "))
+    plain = _plain(text)
     is_prose = bool(_WORD.search(plain))
     if box is not None:
         return _of_line(plain, is_prose, is_box=True) or None
@@ -156,7 +167,7 @@ def _plain(text: str) -> str:
     """Return the text in plain characters, with `\\frac{1}{2}` for other forms of fractions."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{_compatible(found[0])}}}", with_plain_numbers(text))
     text = _VULGAR.sub(lambda found: "\\frac" + _compatible(found[0]).replace("/", ""), text)
-    text = _compatible(text)
+    text = _ASCII_INEQUALITY.sub(_BOUND, _compatible(text))
     text = _DELIMITERS.sub("$", _DEGREES.sub("\N{DEGREE SIGN}", _TEXT_COMMAND.sub(r" \1 ", text)))
     return _SHORT_FRACTION.sub(
         lambda found: f"\\frac{{{found[1] or found[2]}}}" + (f"{{{found[3]}}}" if found[3] else ""),
@@ -189,6 +200,10 @@ def _of_line(
         end += 1
     relation = max((n for n, each in enumerate(tokens[:start]) if each.text == "="), default=-1)
     if is_box and any(relation < place < start for place in found):
+        return None
+    if _BOUND in [each.text for each in (*tokens[:start][-1:], *tokens[end + 1 :][:1])]:
+        return None
+    if is_box and _is_list(tokens[: relation + 1]):
         return None
     before = tokens[start - 1] if start else Token("end", "=" if is_box else "\n", True)
     beside = [*tokens[max(0, start - 2) : start], *tokens[end + 2 : end + 0 : -1]]
@@ -238,6 +253,8 @@ def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
     """Return the kind and the text of a token. An empty kind is skipped."""
     if kind == "command":
         kind, text = _command(text[1:])
+        if kind == "operator":
+            return kind, _OPERATORS[text]
     if kind in ("operator", "times"):
         return _operator(_OPERATORS.get(text, text).strip(), context)
     if kind == "word":
@@ -254,11 +271,15 @@ def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
         is_loud = text == "!" and context.is_prose
         is_operand = context.after_value and (not is_loud or context.following[:1] in _AFTER_SIGN)
         return ("after" if is_operand else "end"), text
+    if _INEQUALITY.fullmatch(text):
+        return kind, _BOUND
     return kind, "=" if text in _EQUALS else text
 
 
 def _command(name: str) -> tuple[str, str]:
     """Return the kind and the text of a command of LaTeX."""
+    if _INEQUALITY.fullmatch(name):
+        return "end", _BOUND
     if _RELATIONS.fullmatch(name):
         return "end", "="
     if _SPACES.fullmatch(name):
@@ -351,6 +372,17 @@ def _belong(tokens: Sequence[Token], place: int) -> bool:
         is_whole = before.text in tuple("%\N{DEGREE SIGN})]!") or before.kind in ("number", "text")
         return not (token.spaced and is_whole) or is_mixed(before, tokens[place : place + 7])
     return True
+
+
+def _is_list(tokens: Sequence[Token]) -> bool:
+    """Return True if a value stands before a comma or `or`, outside brackets."""
+    depth = has_value = 0
+    for token in tokens:
+        depth += (token.kind == "open") - (token.kind == "close")
+        has_value |= _is_value(token)
+        if has_value and not depth and (token.kind == "comma" or token.text in _SEPARATORS):
+            return True
+    return False
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:

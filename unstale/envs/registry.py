@@ -19,7 +19,7 @@ from typing import Any
 from unstale.config import ConfigError, TaskConfig, install
 from unstale.config.given import Given
 from unstale.config.tasks import find_spec, libraries, task_class
-from unstale.envs import EnvError, ListedTasks, Taskset
+from unstale.envs import EnvError, ListedTasks, Taskset, members
 from unstale.envs.guard import NoThread, Watchdog, describe, time_limit
 from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
@@ -50,6 +50,10 @@ def build_taskset(config: TaskConfig) -> Taskset:
     factory = import_user_code(config.env, problem)
     with user_code(problem), _limit(f"{config.env}()", LOAD_S):
         taskset: Taskset = factory()
+        missing = [each for each in members(Taskset) if getattr(taskset, each, None) is None]
+    if missing:
+        lacks = f"{type(taskset).__name__} has no {', '.join(missing)}"
+        raise ConfigError(f"{problem}: {lacks}; unstale.envs.Taskset says what each is")
     return taskset
 
 

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BufferedIOBase
 from itertools import chain, islice
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,10 @@ def _json(text: str | bytes, where: str) -> Any:
     try:
         return loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        problem = str(error)
+        if isinstance(error, JSONDecodeError) and isinstance(text, str):  # one line of a file
+            problem = f"{error.msg}, column {min(error.pos, len(text.rstrip())) + 1}"
+        raise ConfigError(f"{where}: not valid JSON: {problem}") from None
 
 
 def _object(value: Any, place: str) -> Row:

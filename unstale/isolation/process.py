@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from unstale.envs import EnvError
-from unstale.envs.guard import OCCUPANCY, THREAD_S
+from unstale.envs.guard import OCCUPANCY, THREAD_S, Line
 from unstale.frames import lines_of_dump
 from unstale.isolation.wire import MAX_FRAME_BYTES, Row, read_line
 from unstale.records import Task
@@ -92,6 +92,9 @@ class Worker:
     `on_end` is called once, when the process has ended.
     """
 
+    _line_s = 0.5
+    """Seconds in which the worker may say at which line a cancelled call stood."""
+
     def __init__(
         self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
     ) -> None:
@@ -152,9 +155,23 @@ class Worker:
         try:
             return await answer
         except asyncio.CancelledError:
-            if self._calls.pop(number, None):
-                self._send({"op": "cancel", "call": number})
+            if number in self._calls and (line := await self._cancel(number)):
+                raise asyncio.CancelledError(Line(line)) from None
             raise
+
+    async def _cancel(self, number: int) -> str:
+        """Cancel a call. Return the line of user code at which it stood, if the worker says it."""
+        answer: asyncio.Future[Row] = self._loop.create_future()
+        self._calls[number] = self._calls[number]._replace(answer=answer)
+        try:
+            self._send({"op": "cancel", "call": number})
+            if self._line_s and not answer.done():
+                await asyncio.wait((answer,), timeout=self._line_s)
+        finally:
+            self._calls.pop(number, None)
+        with suppress(*_WRONG, WorkerEnded):
+            return read_line(answer.result(), "line")
+        return ""
 
     def release(self) -> None:
         """End one episode. A worker to be replaced ends with its last episode."""
@@ -391,6 +408,8 @@ class LockstepWorker(Worker):
     The timers of its environments are set on the run's event loop. So all timers of a run end in
     the same order as without worker processes.
     """
+
+    _line_s = 0.0
 
     def __init__(
         self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]

@@ -34,6 +34,7 @@ from unstale.envs.guard import (
     Watchdog,
     describe,
     time_limit,
+    user_line,
     watch_tasks,
 )
 from unstale.envs.hooks import EnvCaller, call_hook, is_own, make_env
@@ -280,6 +281,7 @@ class Server:
                 await asyncio.wait((previous,))
             answer |= await self._perform(episode, row)
         except BaseException as error:  # noqa: BLE001 - the run gets it
+            answer["line"] = user_line(error)[2:-1]
             answer["error"] = _describe(error, episode)
         answer |= {
             "code": _code_name(episode.caller.env),

@@ -64,6 +64,7 @@ def _read_text_model(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Return a JSON file of a model folder, empty if there is none or it is no object."""
     try:
-        return read_mapping(folder / name)
+        # A stranger's folder may hold a pipe, which opens only when somebody writes.
+        return read_mapping(folder / name) if (folder / name).is_file() else {}
     except ConfigError:
         return {}  # loading the policy will report it

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_to_all_single_autograd,
+)
 
 from unstale.config import ConfigError
 
@@ -99,7 +102,9 @@ class ContextGroup:
         flat = parts.flatten()
         sizes = [flat.numel() // self.size] * self.size
         received = all_to_all_single_autograd(flat, sizes, sizes, self.group)
-        return received.view(parts.shape).movedim(0, 2).flatten(2, 3)
+        joined = received.view(parts.shape).movedim(0, 2).flatten(2, 3)
+        # With one head a rank, all of this is a view, and the values may still be on their way.
+        return joined.clone() if isinstance(joined, AsyncCollectiveTensor) else joined
 
 
 def check_heads(heads: int, key_heads: int, ranks: int) -> None:

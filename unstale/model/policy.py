@@ -60,10 +60,10 @@ Placement = Literal["twin", "own"]
 class Policy:
     """A causal language model with its tokenizer and the version number of its weights.
 
-    `version` counts published weights. `weights_match_version` is True until the next optimizer step, while
-    the weights are still those of `version`. The model is in eval mode, so a log-probability
-    depends only on weights and tokens. With LoRA, the weights of the policy are those of the
-    adapters, and `base` is the checksum of the frozen model.
+    `version` counts published weights. `weights_match_version` is True until the next optimizer
+    step, while the weights are still those of `version`. The model is in eval mode, so a
+    log-probability depends only on weights and tokens. With LoRA, the weights of the policy are
+    those of the adapters, and `base` is the checksum of the frozen model.
 
     If the model is divided among `peers`, all ranks call the same methods in the same order. Each
     rank then holds its part of the weights and runs its share of the passes of `score`.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,13 +36,17 @@ class Check:
     name: str
     title: str
     """What is right about the run if the sign is absent, as a heading."""
-    holds: Callable[[Row, float], bool]
-    """A function that returns True if the metrics of a step show the sign. Its second argument is
-    `first_entropy`.
+    holds: Callable[[Row, float], bool | None]
+    """A function that returns True if the metrics of a step show the sign, and None if they cannot.
+    Raises KeyError if one is missing. Its second argument is `first_entropy`.
     """
     text: str
     """What was found and what to do, as text. `_fill` inserts metrics."""
     in_a_row: int = IN_A_ROW
+    least: int = 1
+    """Number of steps with all metrics without which the check cannot be called passed."""
+    from_start: bool = False
+    """True if the sign also counts, for now, while every step so far shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +62,10 @@ class Finding:
 
 
 def _value(row: Row, name: str) -> float:
-    """Return a metric as a number, or NaN if it is missing. All comparisons with NaN are false."""
-    value = number(row.get(name))
-    return math.nan if value is None else value
+    """Return a metric as a number. Raises KeyError if it is missing or NaN."""
+    if (value := number(row.get(name))) is None:
+        raise KeyError(name)
+    return value
 
 
 CHECKS = (
@@ -70,6 +76,7 @@ CHECKS = (
         "no token had an advantage, so nothing was learned: the rewards of every group were equal. "
         "Use tasks that the policy sometimes solves, a finer reward or a larger "
         "schedule.group_size.",
+        from_start=True,
     ),
     Check(
         "constant_rewards",
@@ -90,8 +97,9 @@ CHECKS = (
         "faint_gradient",
         "gradients are large enough to change weights",
         lambda row, _: (
-            _value(row, "trainer/tokens_with_gradient") > 0
-            and _value(row, "trainer/grad_norm") < FAINT
+            _value(row, "trainer/grad_norm") < FAINT
+            if _value(row, "trainer/tokens_with_gradient") > 0
+            else None
         ),
         "the gradient had a norm of {trainer/grad_norm}, which the optimizer's epsilon outweighs. "
         "Scale the rewards so that good and bad answers differ by about 1.",
@@ -100,9 +108,9 @@ CHECKS = (
         "lost_updates",
         "small updates change weights",
         lambda row, _: (
-            _value(row, "trainer/due_weight_share") > LEAST_DUE
-            and _value(row, "trainer/moved_weight_share")
-            < LOST * _value(row, "trainer/due_weight_share")
+            _value(row, "trainer/moved_weight_share") < LOST * due
+            if (due := _value(row, "trainer/due_weight_share")) > LEAST_DUE
+            else None
         ),
         "{trainer/moved_weight_share} of the weights changed, and {trainer/due_weight_share} "
         "should have: rounding loses updates that are smaller than the distance of two numbers of "
@@ -115,6 +123,7 @@ CHECKS = (
         "the entropy fell to {policy/entropy_mean} nats per token: replies hardly vary, so groups "
         "have no differences to learn from. Lower trainer.lr, or set objective.entropy_coef or "
         "objective.kl_coef.",
+        least=2 * IN_A_ROW,  # the first ones give `first_entropy`
     ),
     Check(
         "kept_share",
@@ -156,6 +165,15 @@ class TrainingHealth:
     """Mean entropy of the first steps in nats. NaN until they are known."""
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
+    _told: dict[str, int] = field(default_factory=dict)
+    """Number of steps that showed whether there is the sign, by check."""
+
+    def passed(self, check: Check) -> bool | None:
+        """Return whether a check holds. None if too few steps had the metrics that it needs."""
+        if check.name in self.findings:
+            return False
+        enough = self._told.get(check.name, 0) >= max(check.least, check.in_a_row)
+        return True if enough else None
 
     def update(self, row: Row) -> list[Finding]:
         """Add the metrics of a step. Return the checks that fail now for the first time."""
@@ -164,20 +182,27 @@ class TrainingHealth:
             return []
         new = []
         for check in CHECKS:
-            holds = check.holds(row, self.first_entropy)
+            shown: bool | None = None
+            with suppress(KeyError):
+                shown = check.holds(row, self.first_entropy)
+            holds = shown is True
+            told = self._told[check.name] = self._told.get(check.name, 0) + (shown is not None)
             streak = self._streaks[check.name] = holds * (self._streaks.get(check.name, 0) + 1)
-            if found := self.findings.get(check.name):
+            found = self.findings.get(check.name)
+            if found and (holds or found.steps >= check.in_a_row):
                 self.findings[check.name] = replace(found, steps=found.steps + holds)
-            elif streak == check.in_a_row:
+            elif found and shown is False:
+                del self.findings[check.name]  # it was chance
+            elif streak == check.in_a_row or (check.from_start and streak == told == 1):
                 first = step - streak + 1
                 found = Finding(check.name, _fill(check.text, row), first, streak)
                 self.findings[check.name] = found
                 new.append(found)
-        self._add_entropy(_value(row, "policy/entropy_mean"))
+        self._add_entropy(number(row.get("policy/entropy_mean")))
         return new
 
-    def _add_entropy(self, entropy: float) -> None:
-        if len(self._entropies) < IN_A_ROW and math.isfinite(entropy):
+    def _add_entropy(self, entropy: float | None) -> None:
+        if len(self._entropies) < IN_A_ROW and entropy is not None:
             self._entropies.append(entropy)
             if len(self._entropies) == IN_A_ROW:
                 self.first_entropy = sum(self._entropies) / IN_A_ROW

@@ -311,7 +311,7 @@ def _learning(
     reward = _recent(rows, "reward/mean")
     rewards = sparkline(_series(rows, "reward/mean"), 22)
     table.add_row(
-        "reward", NONE if reward is None else f"{reward:.2f}", Text(rewards, style=GENERATION)
+        "reward", NONE if reward is None else f"{reward:z.2f}", Text(rewards, style=GENERATION)
     )
     turns = _recent(rows, "rollout/turns_mean")
     failed = int(sum(_series(rows, "rollout/failed_episodes")))
@@ -377,7 +377,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
         grid.add_row(
             Text(name, style=colour),
-            NONE if rate is None else f"{rate:,.0f} tok/s",
+            NONE if rate is None else f"{rate:,.0f} tok/s" if rate else "no advantage",
             "" if idle is None else bar,
             "" if idle is None else Text(f"{percent(idle):>4} {word}", style=QUIET),
         )
@@ -395,7 +395,7 @@ def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> 
         parts.append(f"held-out {evaluation}")
     wanted = (
         ("success", "rollout/success_rate", lambda v: percent(v, 1)),
-        ("reward", "reward/mean", lambda v: f"{v:.2f}"),
+        ("reward", "reward/mean", lambda v: f"{v:z.2f}"),
         (
             "staleness",
             "schedule/staleness_max",
@@ -411,6 +411,8 @@ def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> 
     )
     for name, key, show in wanted:
         value = number(row.get(key))
-        if value is not None:
+        if key == "trainer/tokens_per_s" and value == 0:
+            parts.append("no advantage, nothing trained")
+        elif value is not None:
             parts.append(f"{name} {show(value)}")
     return " · ".join(parts) + f" · {duration(took)}"

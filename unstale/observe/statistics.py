@@ -29,7 +29,8 @@ def wilson(share: float, number: int) -> tuple[float, float]:
     half = math.sqrt(z2 * (share * (1 - share) / number + z2 / (4 * number * number)))
     centre = share + z2 / (2 * number)
     scale = 1 + z2 / number
-    return (centre - half) / scale, (centre + half) / scale
+    low = (centre - half) / scale if share > 0 else 0.0  # which rounding would miss
+    return low, (centre + half) / scale if share < 1 else 1.0
 
 
 def student_t975(freedom: int) -> float:

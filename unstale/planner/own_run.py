@@ -100,7 +100,7 @@ class OwnRun:
             if each.name == DECODING and abs(off) > DECODING_LIMIT * each.measured > 0:
                 wrong.append(
                     f"{each.name}, {each.measured:,.3g} measured and {each.predicted:,.3g} "
-                    f"simulated: {off / each.measured:+.0%} (limit {DECODING_LIMIT:.0%})"
+                    f"simulated: {off / each.measured:+z.0%} (limit {DECODING_LIMIT:.0%})"
                 )
         return wrong
 

@@ -121,8 +121,8 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
         if schedule != best.candidate.schedule:
             yield (
                 f"{describe_schedule(schedule)} (at most {schedule.staleness_bound} versions old): "
-                f"{choice.rate / best.rate - 1:+.0%} throughput. Less than {1 / NEAR - 1:.0%} more "
-                "does not justify older tokens or larger batches"
+                f"{choice.rate / best.rate - 1:+z.0%} throughput. Less than {1 / NEAR - 1:.0%} "
+                "more does not justify older tokens or larger batches"
             )
     yield from _cost_of_exactness(suggestion)
     if costs.load_s() > 0.5 * KEEPS_PACE * result.mean_step_s:

@@ -6,6 +6,7 @@ entry point, or is given as `module:function`.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 from unstale.config import ConfigError, RunConfig, nearest
 from unstale.config.plugins import Plugins, added_names, declared
@@ -43,6 +44,9 @@ def make_recipe(name: str) -> RunConfig:
         return RECIPES[name]()
     problem = f"the recipe {name!r} cannot be used"
     recipe = import_user_code(name, problem) if ":" in name else ADDED.load(name)
+    if recipe is None and Path(name).suffix:
+        problem = "is no recipe" if Path(name).exists() else "is no recipe, and no such file exists"
+        raise ConfigError(f"{name} {problem}: a file of options ends with .toml or .json")
     if recipe is None:
         raise ConfigError(f"unknown recipe {name!r}{nearest(name, recipe_names())}")
     with user_code(problem):

@@ -32,7 +32,7 @@ def desks_small(**changes: Any) -> RunConfig:
     Each step has 4 groups of each desk. Give `--task.desks airline,telecom` to choose desks.
     Expected result: after 69 steps, success on held-out tasks has risen from 32-45% to 84-98% at
     each desk, in 24 minutes on two CPU cores that did other work, too
-    (`benchmarks/results/2026-11-23-base-desks.md`). All 300 steps were not measured.
+    (`benchmarks/results/base-desks.md`). All 300 steps were not measured.
     """
     config = replace(
         retail(),

@@ -17,8 +17,8 @@ def retail(**changes: Any) -> RunConfig:
     """A customer-service desk, easiest level: asynchronous, up to 2 versions stale, exact route.
 
     Expected result: success on held-out tasks rises from 36% to about 88% in 5 to 7 minutes on two
-    CPU cores (`make bench-demo`). Tool calls take 0.6 s on average, so episodes last longer than
-    the time between two weight updates.
+    CPU cores (`python -m benchmarks.demo`). Tool calls take 0.6 s on average, so episodes last
+    longer than the time between two weight updates.
     """
     config = RunConfig(
         recipe="retail",

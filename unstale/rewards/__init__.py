@@ -15,6 +15,8 @@ from unstale.envs.numbers import Quantity, last_number, last_quantity
 
 DEFAULT_TOLERANCE = 1e-6
 """Relative tolerance of numbers that are not whole."""
+LARGEST_GAP = Fraction(1, 1000)
+"""Tolerance, without others, of a whole number and one that is not, which may be a rounded one."""
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
 
@@ -67,8 +69,9 @@ def numeric(
     """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
     It must be within the relative or the absolute tolerance. Without tolerances, whole numbers must
-    be equal, and others may differ by 1e-6 of the larger. The number may be an expression, such as
-    `3/4` or `10^6`; docs/rewards.md lists the forms. `5%` is 5 or 0.05.
+    be equal, and others may differ by 1e-6 of the larger, from a whole number by at most 0.001. The
+    number may be an expression, such as `3/4` or `10^6`; docs/rewards.md lists the forms. `5%` is 5
+    or 0.05.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
@@ -93,17 +96,16 @@ def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
 def _close(value: Value, expected: Value, relative: float | None, absolute: float) -> bool:
     if value == expected or isinstance(value, str | tuple) or isinstance(expected, str | tuple):
         return value == expected
-    if relative is None and not absolute and _are_whole(value, expected):
-        return False
+    if relative is None and not absolute:
+        whole = [Fraction(each).denominator == 1 for each in (value, expected)]
+        gap = abs(Fraction(value) - Fraction(expected))
+        if all(whole) or (any(whole) and gap > LARGEST_GAP):
+            return False
     tolerance = DEFAULT_TOLERANCE if relative is None else relative
     try:
         return math.isclose(value, expected, rel_tol=tolerance, abs_tol=absolute)
     except OverflowError:  # a number that is no float
         return False
-
-
-def _are_whole(*numbers: Fraction | float) -> bool:
-    return all(Fraction(number).denominator == 1 for number in numbers)
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
@@ -163,7 +165,9 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
     named = last_number(reply)
     if named is None:
         return -1.0
-    if not (_are_whole(named) and 0 <= named <= steps) or (named == 0) != (actual == 0):
+    if not (Fraction(named).denominator == 1 and 0 <= named <= steps) or (named == 0) != (
+        actual == 0
+    ):
         return -1.0
     return 1.0 - abs(float(named) - actual) / steps if actual else 1.0
 

@@ -181,7 +181,8 @@ class _Split:
     def _comparison(self, node: ast.Compare) -> ast.expr:
         """Return a comparison. A side of an equality is evaluated as a whole by the program.
 
-        Of an inequality, only the program's own values are: it could redefine `abs` otherwise.
+        Of an inequality, and of a side with a comparison in it, only the program's own values are:
+        it could redefine `abs` or `__eq__` otherwise.
         """
         sides = [node.left, *node.comparators]
         uses = [self._uses(side) for side in sides]
@@ -189,7 +190,10 @@ class _Split:
             uses[0] = True
         if all(uses) and not self.loops:
             return self._ask(_truth(node))
-        in_parts = any(isinstance(op, _ORDERINGS) for op in node.ops)
+        inner = (each for side in sides for each in ast.walk(side))
+        in_parts = any(isinstance(op, _ORDERINGS) for op in node.ops) or any(
+            isinstance(each, ast.Compare) for each in inner
+        )
         checked = []
         for side, of_program in zip(sides, uses, strict=True):
             if of_program:

@@ -44,6 +44,7 @@ from unstale.records import (
     collate,
 )
 from unstale.testing.architectures import ARCHITECTURES, save_architecture
+from unstale.trainer import train_on
 
 PRECISIONS = tuple(name for name in DTYPES if name in ENGINE_DTYPES)
 """The precisions that both the engine and the trainer have."""
@@ -191,9 +192,7 @@ def _sample_and_train(
             errors.append(reference.error(texts, own))
         if step == STEPS:
             break
-        for minibatch in trainer.prepare(_batch(prompts, replies, policy.version)):
-            trainer.backward(minibatch)
-            trainer.step()
+        train_on(trainer, _batch(prompts, replies, policy.version))
         trainer.start_version()
         trial.steps += all(bool(each.isfinite().all()) for each in policy.weights().values())
     after = policy.weights()

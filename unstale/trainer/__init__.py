@@ -97,6 +97,16 @@ class Trainer(Protocol):
         ...
 
 
+def train_on(trainer: Trainer, batch: Batch) -> None:
+    """Take the optimizer steps of one batch, without engines that wait for the new weights.
+
+    The training loop makes the same calls, and publishes between them.
+    """
+    for minibatch in trainer.prepare(batch):
+        trainer.backward(minibatch)
+        trainer.step()
+
+
 class AuditObserver(Protocol):
     """The methods of the audit that the training loop calls.
 

@@ -23,7 +23,7 @@ from unstale.records import Batch, PendingPiece
 from unstale.trainer.bitwise import require_equal
 from unstale.trainer.metrics import rows_of
 from unstale.trainer.rules import LossSpec
-from unstale.weights.recording import Recording, RecordedBatch
+from unstale.weights.recording import RecordedBatch, Recording
 
 WINDOW = 4096
 """Number of audited tokens, from several steps, for figures that need more tokens than one step
@@ -169,7 +169,13 @@ class Auditor:
     """
 
     def __init__(
-        self, scorer: Scorer, old: OldLogps, rules: LossSpec, *, share: float, is_bitwise: bool = False
+        self,
+        scorer: Scorer,
+        old: OldLogps,
+        rules: LossSpec,
+        *,
+        share: float,
+        is_bitwise: bool = False,
     ) -> None:
         """Make the auditor of the route `old`.
 
@@ -208,7 +214,9 @@ class Auditor:
         self._steps += 1
         scorer = self._scorer
         if self.recording:
-            self.recording.batch(RecordedBatch(self._steps, scorer.version, batch, scorer.version_gaps))
+            self.recording.batch(
+                RecordedBatch(self._steps, scorer.version, batch, scorer.version_gaps)
+            )
         if not self._share:
             return {}
         began = time.perf_counter()

@@ -69,7 +69,7 @@ class LocalTrainer:
         self.policy = policy
         self.config = config.trainer
         self.rules = LossSpec(config.correction, config.objective, techniques)
-        self.scoring = Scoring(policy, config, old, self.rules, techniques)
+        self.scoring = Scoring(policy, config, old, self.rules)
         self._loss = Loss(policy, config, old, self.rules, self.scoring)
         self.old = old
         self.audit = audit

@@ -16,7 +16,6 @@ from unstale.config import RunConfig
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
-from unstale.techniques import Techniques
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.records import Minibatch
 from unstale.trainer.rules import LossSpec
@@ -35,7 +34,6 @@ class Loss:
         self._is_inline = old.needs.inline
         self._rules = rules
         self._scoring = scoring
-        self._techniques: Techniques = rules.techniques
 
     def of(
         self, minibatch: Minibatch, microbatch: Batch, index: Tensor, passes: StepMetrics
@@ -80,7 +78,7 @@ class Loss:
         passes.tokens.add_forward(
             microbatch, current_logp, old_logp, surrogate=surrogate, capped=is_capped
         )
-        if self._techniques.controllers:
+        if self._rules.techniques.controllers:
             passes.add_log_weights(microbatch, current_logp)
         passes.losses.append(loss.item())
         return loss

@@ -20,7 +20,7 @@ from unstale.model.forward import Scored
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.records import Batch, StoredLogps
-from unstale.techniques import GradientPart, HiddenStates, Signals, StatesQuery, Techniques
+from unstale.techniques import GradientPart, HiddenStates, Signals, StatesQuery
 from unstale.trainer import bitwise
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
@@ -51,21 +51,19 @@ class OldScores:
 class Scoring:
     """Computes what the optimizer steps of a batch need, apart from its loss."""
 
-    def __init__(
-        self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec, techniques: Techniques
-    ) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
         """`old` is the old-logit route. A copy of `policy` is kept if the loss or a technique
         compares with the policy before training.
         """
         self._policy = policy
         self._old = old
         self._rules = rules
-        self._techniques = techniques
+        self._techniques = rules.techniques
         self._temperature = config.engine.temperature
         self._max_tokens = config.trainer.max_tokens_per_microbatch
         self._is_bitwise = config.engine.bitwise
         self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
-        keeps_reference = config.objective.kl_coef or "reference" in techniques.needs
+        keeps_reference = config.objective.kl_coef or "reference" in rules.techniques.needs
         self.reference_policy = policy.twin() if keeps_reference else None
         """The policy before training. None if nothing compares with it."""
         self.num_compared = 0

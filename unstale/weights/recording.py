@@ -137,7 +137,9 @@ class Recorded:
             about = file.metadata()
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         version_gaps = tuple((first, skipped) for first, skipped in json.loads(about["jumps"]))
-        return RecordedBatch(int(about["step"]), int(about["version"]), _batch(columns), version_gaps)
+        return RecordedBatch(
+            int(about["step"]), int(about["version"]), _batch(columns), version_gaps
+        )
 
     def _needed(self, step: int) -> set[int]:
         trained = self.batch(step)

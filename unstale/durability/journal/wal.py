@@ -51,8 +51,13 @@ def find_damage(journal: Path) -> WalDamage | None:
     """Return the damage of a journal's `-wal` file. None if it is sound, or if there is none.
 
     What a kill or a power cut leaves of the last transaction is no damage, but one changed bit in
-    it is. Raises `OSError` if the file is not a regular one, or cannot be read.
+    it is. Raises `OSError` if the file, or another one of the journal, is not a regular one, or if
+    it cannot be read.
     """
+    for ending in ("-shm", "-journal"):  # SQLite would wait for ever to open a pipe
+        beside = journal.with_name(f"{journal.name}{ending}")
+        if beside.exists() and not beside.is_file():
+            raise OSError(f"{beside.name} is not a regular file")
     path = journal.with_name(f"{journal.name}-wal")
     for _ in range(_TRIES):
         try:

@@ -396,14 +396,17 @@ def _finite(part: TokenColumns, name: str) -> TokenColumns:
     return part if where.all() else part.take(where)
 
 
-def answer(tokens: ChosenTokens, brush: Brush, drawn: Row) -> Row:
+def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) -> Row:
     """Return counts, points and marginals of some tokens, and the episodes inside the brush.
 
     `drawn` has the `lines` of the run's limits, which the axes include. It is part of the answer.
+    `max_points` from 1 to `MAX_POINTS` limits the points further.
     """
     lines = drawn["lines"]
     axes = {name: _extent(tokens, name, lines) for name in ("log_d", "log_s")}
-    points = _sample(tokens.placed, axes, MAX_POINTS)
+    points = _sample(
+        tokens.placed, axes, max_points if max_points in range(1, MAX_POINTS) else MAX_POINTS
+    )
     return {
         "total": tokens.read.num_all,
         "read": tokens.read.num_tokens,

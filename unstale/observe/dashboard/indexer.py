@@ -26,7 +26,7 @@ WATCHED_S = 60.0
 SLICE_S = 0.5
 """Seconds for which one run is read before the next one has its turn."""
 
-_FAILURES = (
+FAILURES = (
     sqlite3.Error,
     OSError,
     ValueError,
@@ -191,7 +191,7 @@ class Indexer:
             try:
                 if not update():
                     return False
-            except _FAILURES as error:
+            except FAILURES as error:
                 text = str(error) if isinstance(error, sqlite3.Error) else repr(error)
                 index.failure = f"the index {index.database.path} failed: {text}; start again"
                 index.changes += 1

@@ -52,7 +52,6 @@ from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.indexer import POLL_S, Indexer
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.dashboard.tokens import NotYet, UnknownEpisode
-from unstale.observe.report.markup import read_asset
 from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer
 
 HOST = "127.0.0.1"
@@ -350,7 +349,8 @@ class _Api:
         choice, brush = parameters.token_choice(request), parameters.brush(request)
         with self._reading_tokens:
             found = self._cache.read(folder, choice)
-            return answer(found, brush, limits.of_run(folder, lag_max=found.lag_max))
+            drawn = limits.of_run(folder, lag_max=found.lag_max)
+            return answer(found, brush, drawn, parameters.whole(request, "points", 0))
 
     def limits(self, request: Request) -> Any:
         folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
@@ -447,7 +447,6 @@ def _read_pages() -> Mapping[str, tuple[bytes, str]]:
             kind = KINDS.get(Path(file.name).suffix)
             if file.is_file() and kind:
                 found[prefix + file.name] = file.read_bytes(), kind
-    found["report.css"] = read_asset("report.css").encode(), KINDS[".css"]
     found[""] = found["index.html"]
     return found
 

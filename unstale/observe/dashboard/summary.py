@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any
 from unstale.config import ConfigError
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, SURVIVORS, Row, RunFolder
 from unstale.observe.dashboard.axes import positions
 from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
@@ -22,11 +23,13 @@ from unstale.observe.dashboard.timeline import pace
 from unstale.observe.health import CHECKS
 from unstale.observe.report.gather import flatten, step_of
 from unstale.observe.report.held_out import HeldOut, held_out, outcome, remarks
-from unstale.observe.report.options import changed_options
+from unstale.observe.report.options import changed_options, written
+from unstale.observe.report.survivors import shown_places
 from unstale.observe.report.words import (
     MEANS,
     factor_names,
     is_exact,
+    meanings,
     number,
     semantics,
     tiles,
@@ -148,12 +151,17 @@ def overview(name: str, index: RunIndex) -> Row:
     failed = failures(database)
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
+    error = folder.error()[-20_000:]
     changed = changed_options(config)
+    described = describe(name, index)
+    started = {} if not (begun := _events(database, "started")) else begun[-1]
     return {
-        **describe(name, index),
+        **described,
+        "end": _end(described, error),
         "exact": exact,
         "exact_routes": list(exact_routes()),
         "factors": list(factor_names(route, exact=exact)),
+        "meanings": meanings(route, exact=exact),
         "semantics": [list(pair) for pair in semantics(setting, exact_share)],
         "pace": {"sentence": wait.sentence, "advice": wait.advice},
         "evaluations": [_shown(each) for each in held],
@@ -164,14 +172,44 @@ def overview(name: str, index: RunIndex) -> Row:
         "tiles": tiles(figures, failed["count"]),
         "checks": _checks(index),
         "failures": failed,
-        "error": folder.error()[-20_000:],
-        "gaps": [*gaps, *folder.gaps],
-        "command": _text(index.state_events.get("started", (0, {}))[1].get("command")),
-        "options": {key: _text(value) for key, value in config.items()},
+        "error": error,
+        **_command(name, index.folder, started, config),
+        "started": [
+            [key, written(value)[:2000]]
+            for key, value in started.items()
+            if key not in ("kind", "time", "command")
+        ],
+        "survivors": shown_places(folder.read_object(SURVIVORS)),
+        "options": {key: written(value)[:2000] for key, value in config.items()},
         "changed": [key for key in config if key in changed],
         "sections": sections(index.names),
+        "gaps": [*gaps, *folder.gaps],
         "index": progress(index),
     }
+
+
+def _end(described: Row, error: str) -> str:
+    """Return how a run ended, as a sentence. Empty if that is not recorded."""
+    reason, detail = described["reason"], described["detail"]
+    if described["state"] == "failed" or (error and not reason):
+        return f"The run failed: {detail or error.rpartition(chr(10))[2]}"
+    ended = f"Ended by {reason}; {detail}" if reason == "Ctrl-C" else f"Ended: {detail or reason}"
+    return ended if reason else ""
+
+
+def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
+    """Return a command that trains again, and where it comes from. Empty texts if none is known."""
+    if isinstance(command := started.get("command"), str):
+        about = "The command that started this run."
+    elif "recipe" in config:
+        command = shlex.join(["unstale", "train", str(folder / CONFIG), "--name", f"{name}-again"])
+        about = (
+            "No command was recorded, as for a run that was started from Python. This one reads "
+            "the options from the run folder."
+        )
+    else:
+        command = about = ""
+    return {"command": command, "command_about": about}
 
 
 def progress(index: RunIndex) -> Row:
@@ -283,24 +321,42 @@ def lags(database: Database, points: int = 300) -> Row:
 
 
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
-    """Return the newest training episodes that failed for good, and the number of all."""
+    """Return the newest training episodes that failed for good, and the number of all.
+
+    `held_out` is the number of episodes of evaluations that failed, which are not among them.
+    `text` is a sentence with the number of all, that of their tasks, and the most frequent error.
+    """
     # CASE, because SQLite may evaluate the operands of AND in any order
-    condition = (
+    final = (
         "kind = 'episode_failed' AND CASE WHEN json_valid(fields) "
-        "THEN coalesce(json_extract(fields, '$.final'), 1) "
-        "AND NOT coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
+        "THEN coalesce(json_extract(fields, '$.final'), 1) AND {} "
+        "coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
     )
-    ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {condition}")
+    training, of_evaluations = final.format("NOT"), final.format("")
+    tasks_of = "count(DISTINCT json_extract(fields, '$.task'))"
+    ((count, tasks),) = database.rows(f"SELECT count(*), {tasks_of} FROM events WHERE {training}")
+    ((held_out,),) = database.rows(f"SELECT count(*) FROM events WHERE {of_evaluations}")
     rows = database.rows(
-        f"SELECT fields FROM events WHERE {condition} ORDER BY id DESC LIMIT ?",
-        (limit,),
+        f"SELECT fields FROM events WHERE {training} ORDER BY id DESC LIMIT ?", (limit,)
+    )
+    errors = database.rows(
+        f"SELECT json_extract(fields, '$.error') AS error FROM events WHERE {training} "
+        "GROUP BY substr(error, 1, instr(error || char(10), char(10)) - 1) "
+        "ORDER BY count(*) DESC, min(id) LIMIT 1"
     )
     names = ("time", "episode", "task", "stage", "error")
     found = [_load(fields) for (fields,) in rows]
     return {
         "count": count,
+        "held_out": held_out,
+        "text": _of_failures(count, tasks, _text(errors[0][0])) if count else "",
         "rows": [{name: _text(event.get(name))[:300] for name in names} for event in found],
     }
+
+
+def _of_failures(episodes: int, tasks: int, error: str) -> str:
+    counted = f"{episodes} episode{'s' * (episodes > 1)} of {tasks} task{'s' * (tasks > 1)}"
+    return f"{counted} failed, most often with: {error.partition(chr(10))[0][:300]}"
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
@@ -333,23 +389,19 @@ def _event_text(fields: str) -> str:
 def _checks(index: RunIndex) -> list[Row]:
     """Return the checks of training health, each with the finding that failed it, if any.
 
+    `passed` is None if too few steps had the metrics that a check needs.
+
     Without a recorded step there are none, because nothing was checked.
     """
     if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
     findings = index.health.findings
-    rows = []
-    for check in CHECKS:
-        found = findings.get(check.name)
-        rows.append(
-            {
-                "name": check.name,
-                "title": check.title,
-                "text": found.text if found else "",
-                "step": found.step if found else None,
-            }
-        )
-    return rows
+    missing: Row = {"text": "", "step": None, "steps": 0}
+    return [
+        (asdict(findings[check.name]) if check.name in findings else missing)
+        | {"name": check.name, "title": check.title, "passed": index.health.passed(check)}
+        for check in CHECKS
+    ]
 
 
 def _figures(database: Database, setting: Callable[..., Any]) -> Row:

@@ -31,7 +31,7 @@ MAX_ENGINES = 16
 
 
 def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
-    """Return the activities between two times of the run, in seconds.
+    """Return the activities between two times of the run, in seconds: from `start` to `end`.
 
     `spans` has lane, start, end and label of each activity. If there are more than `limit`, it is
     empty, and `parts` has for each lane the share of each part of the range: `[lane, shares]`.
@@ -51,6 +51,8 @@ def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) 
     return {
         "first": first,
         "last": last,
+        "start": start,
+        "end": end,
         "total": total,
         "inside": count,
         "left_out": count - len(rows),

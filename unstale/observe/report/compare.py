@@ -57,7 +57,7 @@ class SeedMean:
     high: float | None
 
     def __str__(self) -> str:
-        between = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
+        between = "" if self.low is None else f" ({self.low:z.3f} to {self.high:z.3f})"
         return f"{self.mean:.3g}{between}, n = {self.n}"
 
 

@@ -29,14 +29,16 @@ from unstale.observe.report.compare import (
     mean_over_seeds,
     read_comparison,
 )
-from unstale.observe.report.markup import figure, gap, render, table
-from unstale.observe.report.page import document
-from unstale.observe.report.plots import FULL, HALF, Axis, Series, line_plot, smooth, thin
+from unstale.observe.report.markup import document, figure, gap, render, table
+from unstale.observe.report.plots import PlotOptions, Series, line_plot, smooth, thin
 from unstale.observe.report.words import NONE, amount, percent
 from unstale.observe.statistics import PairedDifference
 
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
-COLOURS, GRID = 10, 40
+COLOURS = ("engine", "trainer", "good", "s", "lag-4", "d", "bad", "v5-line", "hex", "quiet")
+"""Colours of the arms, by name in the style sheet."""
+
+GRID = 40
 HOW = (
     "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
     "same seed. A single value has no interval, and neither have values that are all equal. "
@@ -81,7 +83,7 @@ def points(share: float) -> str:
     >>> points(-0.0312)
     '-3.1'
     """
-    return f"{100 * share:+.1f}"
+    return f"{100 * share:+z.1f}"
 
 
 def points_with_interval(paired: PairedDifference, alpha: float) -> str:
@@ -406,15 +408,21 @@ def arm_colours(comparison: Comparison) -> dict[str, str]:
 
 
 def colours_of(arms: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each arm, as a class of the style sheet."""
-    return {arm: f"arm-{index % COLOURS}" for index, arm in enumerate(arms)}
+    """Return the colour of each arm, as a name of the style sheet."""
+    return {arm: COLOURS[index % len(COLOURS)] for index, arm in enumerate(arms)}
 
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
     """Return a table as HTML, with the colour of each arm before its name."""
-    colours = arm_colours(comparison)
+    return coloured(arm_colours(comparison), shown)
+
+
+def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Markup:
+    """Return a table as HTML, with the colour of each arm before its name in a column."""
     swatch = Markup('<i class="swatch {}"></i>{}')
-    rows = [(swatch.format(colours[name], name), *rest) for name, *rest in shown.rows]
+    rows = [list[str](row) for row in shown.rows]
+    for row in rows:
+        row[column] = swatch.format(colours[row[column]], row[column])
     return table(shown.head, rows, "results")
 
 
@@ -438,8 +446,6 @@ def _curves(
                 colour=colour,
                 points=[(x, mean.mean) for x, mean in means],
                 intervals=intervals([mean for _, mean in means]),
-                band=True,
-                show=tenths,
             )
         )
     return lines
@@ -494,27 +500,15 @@ def _plot(
     lines = [line for line in lines if line.points]
     if not lines:
         return gap(title, "Nothing was recorded.")
-    values = [y for line in lines for _, y in line.points]
-    values += [end for line in lines for interval in line.intervals for end in interval]
-    margin = 0.05 * (max(values) - min(values)) or 0.01
-    low, high = max(0.0, min(values) - margin), max(values) + margin
-    digits = 0 if high - low > 0.08 else 1 if high - low > 0.008 else 2
-    y = Axis(
-        label="",
-        low=low,
-        high=min(1.0, high) if share else high,
-        show=(lambda value: f"{100 * value:.{digits}f}%") if share else amount,
-    )
-    last = max(x for line in lines for x, _ in line.points)
-    x = Axis(label=across, low=0, high=last, show=amount, whole=across.endswith("step"))
     about = "Mean over seeds"
     banded = any(line.intervals for line in lines)
     about += "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
     if any(low == high for line in lines for low, high in line.intervals):
         about += " Where all seeds are equal, it has no width, because their spread is not known."
-    plot = line_plot(lines, x, y, label=title, width=FULL if wide else HALF)
-    keys = [(line.colour, line.name) for line in lines]
-    return figure(title, about, plot, keys=keys, class_="full" if wide else "")
+    options = PlotOptions(
+        title=title, label=across, unit="share" if share else "", height=320 if wide else 230
+    )
+    return figure(title, about, line_plot(lines, options), class_="full" if wide else "")
 
 
 def course(
@@ -530,7 +524,6 @@ def course(
                 sums.setdefault(step, []).append(value)
         means = [(step, sum(values) / len(values)) for step, values in sorted(sums.items())]
         points = thin(smooth(means) if metric == SUCCESS else means)
-        show = tenths if share else amount
         colour = (colours or arm_colours(comparison))[arm.name]
-        lines.append(Series(name=arm.name, colour=colour, points=points, show=show))
+        lines.append(Series(name=arm.name, colour=colour, points=points))
     return _plot(lines, title, "optimizer step", wide=metric == SUCCESS, share=share)

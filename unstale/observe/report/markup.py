@@ -1,13 +1,13 @@
 """Fill the HTML templates of the reports. Text from a run is escaped."""
 
-from collections.abc import Iterable, Sequence
-from importlib.resources import files
+from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from unstale.durability.run_folder import show_controls
+from unstale.observe.report.bundle import Code, script, styles
 
 
 def printed(value: Any) -> Any:
@@ -42,28 +42,35 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(_TEMPLATES.get_template(template).render(values))
 
 
-def macros(template: str) -> Any:
-    """Return the macros of a template as attributes that can be called like functions."""
-    return _TEMPLATES.get_template(template).module
+def document(template: str, title: str, code: Code | None = None, **values: Any) -> Markup:
+    """Fill a template that extends `base.html`. Return the page.
+
+    Its content security policy admits only the styles, and the script `code` or that of the plots.
+    """
+    return render(
+        template, title=title, style=_marked(styles()), script=_marked(code or _plots()), **values
+    )
 
 
-def read_asset(name: str) -> str:
-    """Return the text of a file in `templates/`."""
-    return (files("unstale.observe.report") / "templates" / name).read_text(encoding="utf-8")
+def _plots() -> Code:
+    return script("plots.js")
 
 
-_PARTS = macros("parts.html")
+def _marked(code: Code) -> Code:
+    return Code(Markup(code.text), code.digest)
+
+
+_PARTS: Any = _TEMPLATES.get_template("parts.html").module
 
 
 def figure(
     title: str,
     about: str,
     *content: Markup,
-    keys: Sequence[tuple[str, str]] = (),
     class_: str = "",
 ) -> Markup:
-    """Return a box with a title, an explanation, a legend of `(colour, name)` and its content."""
-    return _PARTS.figure(title, about, Markup().join(content), keys, class_)
+    """Return a box with a title, an explanation and its content."""
+    return _PARTS.figure(title, about, Markup().join(content), class_)
 
 
 def gap(title: str, missing: str) -> Markup:

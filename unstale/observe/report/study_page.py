@@ -16,6 +16,7 @@ from unstale.observe.report.compare import KEPT, ArmResult, Comparison, SeedMean
 from unstale.observe.report.compare_page import (
     UNITS,
     Table,
+    coloured,
     colours_of,
     course,
     intervals,
@@ -23,12 +24,10 @@ from unstale.observe.report.compare_page import (
     points_with_interval,
     provenance,
     spread,
-    tenths,
     write_comparison,
 )
-from unstale.observe.report.markup import figure, render, table
-from unstale.observe.report.page import document
-from unstale.observe.report.plots import HALF, Axis, Series, line_plot
+from unstale.observe.report.markup import document, figure, render
+from unstale.observe.report.plots import PlotOptions, Series, line_plot
 from unstale.observe.report.study import (
     ALPHA,
     MEASURES,
@@ -241,7 +240,7 @@ def _plots(study: StudyResults) -> dict[str, Any]:
     colours = colours_of(study.arms)
     return {
         "html": partial(_html, colours),
-        "html_pooled": partial(_html_pooled, colours),
+        "html_pooled": partial(coloured, colours),
         "trade_offs": _trade_offs(study, colours),
         "courses": [
             course(each.comparison, KEPT, f"Kept share, {each.name}", colours)
@@ -254,21 +253,12 @@ def _plots(study: StudyResults) -> dict[str, Any]:
 def _html(colours: Mapping[str, str], shown: Table) -> Markup:
     """Return a table as HTML, with links to the settings and the colour of each arm."""
     link = Markup('<a href="{0}/compare.html">{0}</a>')
-    swatch = Markup('<i class="swatch {}"></i>{}')
-    rows = []
-    earlier = ""
-    for setting, arm, *rest in shown.rows:
-        first = "" if setting == earlier else link.format(setting)
-        rows.append((first, swatch.format(colours[arm], arm), *rest))
-        earlier = setting
-    return table(shown.head, rows, "results")
-
-
-def _html_pooled(colours: Mapping[str, str], shown: Table) -> Markup:
-    """Return the table over all settings as HTML, with the colour of each arm."""
-    swatch = Markup('<i class="swatch {}"></i>{}')
-    rows = [(swatch.format(colours[arm], arm), *rest) for arm, *rest in shown.rows]
-    return table(shown.head, rows, "results")
+    earlier = ["", *(setting for setting, *_ in shown.rows)]
+    rows = [
+        ("" if setting == before else link.format(setting), *rest)
+        for before, (setting, *rest) in zip(earlier, shown.rows, strict=False)
+    ]
+    return coloured(colours, Table(shown.head, tuple(rows)), column=1)
 
 
 def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]:
@@ -327,23 +317,14 @@ def _over_dial(
             points=[(index, mean.mean) for index, mean in means],
             intervals=intervals([mean for _, mean in means]),
             dots=True,
-            show=tenths,
         )
         for arm, means in lines.items()
     ]
     positions = [setting.positions[dial] for setting in settings]
-    x = Axis(
-        label=dial,
-        low=0,
-        high=len(positions) - 1,
-        show=lambda index: positions[round(index)],
-        whole=True,
-    )
     title = f"{quantity} over {dial}, {rest}"
-    y = Axis(label="", low=0, high=1, show=lambda share: f"{100 * share:.0f}%")
-    plot = line_plot(series, x, y, label=title, width=HALF)
-    keys = [(colours[arm], arm) for arm in lines]
-    return figure(title, "Mean over seeds, with its 95% interval if they differ.", plot, keys=keys)
+    options = PlotOptions(title=title, label=dial, unit="share", scale="share", names=positions)
+    about = "Mean over seeds, with its 95% interval if they differ."
+    return figure(title, about, line_plot(series, options))
 
 
 def _json(study: StudyResults) -> Mapping[str, Any]:

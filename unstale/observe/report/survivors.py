@@ -7,16 +7,12 @@ resume started it again. If long attempts are lost more often, training prefers 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from markupsafe import Markup
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from unstale.observe.report.gather import Gathered
-from unstale.observe.report.markup import figure, gap, render, table
-from unstale.observe.report.plots import Axis, Series, line_plot
 from unstale.observe.report.words import (
     FATES,
     NONE,
@@ -43,10 +39,10 @@ QUANTILES = "p10 · p50 · p90"
 HEAD = ("", "attempts", "mean tokens", QUANTILES, "mean turns", QUANTILES, "success", "reward")
 
 
-def trained_on(run: Gathered) -> Markup:
-    """Return the section of the report on attempts, by how they ended and by length."""
-    places = [_place(place) for place in records(run.survivors.get("places"), MAX_PLACES)]
-    return render("survivors.html", title=TITLE, places=places, missing=_missing(run.survivors))
+def shown_places(survivors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attempts by environment as a page shows them, or why they are `missing`."""
+    places = [_place(place) for place in records(survivors.get("places"), MAX_PLACES)]
+    return {"places": places, "head": HEAD, "missing": _missing(survivors)}
 
 
 def _missing(survivors: Mapping[str, Any]) -> str:
@@ -102,18 +98,16 @@ def _figures(kind: Mapping[str, Any]) -> list[str]:
 
 
 def _place(place: Mapping[str, Any]) -> dict[str, Any]:
-    name = _name(place)
-    sentence, biased = survivorship(place)
+    sentence, is_biased = survivorship(place)
     return {
-        "name": name,
+        "name": _name(place),
         "about": f"{_groups(place)} Means and quantiles of sampled tokens and of turns. Lost "
         "attempts count with the length that they reached.",
-        "table": table(HEAD, rows(place), "results"),
+        "rows": rows(place),
         "sentence": sentence,
-        "biased": biased,
+        "is_biased": is_biased,
         "note": censored(place),
-        "lengths": _lengths(place, name),
-        "kept": _kept(place),
+        "by_length": list(_by_length(place)),
     }
 
 
@@ -124,49 +118,12 @@ def _groups(place: Mapping[str, Any]) -> str:
     return f"{sum(counts.values()):,.0f} groups were started: {', '.join(parts) or 'none'}."
 
 
-def _lengths(place: Mapping[str, Any], name: str) -> Markup:
-    title = "Length, generated and trained on"
-    points = sorted(_curve_points(place.get("curve")))
-    if not points:
-        return gap(title, "Nothing was trained on yet.")
-    if points[0][0] > 0:
-        points.insert(0, (0.0, 0.0, 0.0))
-    lines = [
-        Series(
-            name=words,
-            colour=colour,
-            points=[(point[0], point[column]) for point in points],
-            steps=True,
-            show=percent,
-        )
-        for words, colour, column in (("all finished", "engine", 1), ("trained on", "trainer", 2))
-    ]
-    x = Axis(label="sampled tokens, at most", low=0, high=max(points[-1][0], 1.0), whole=True)
-    y = Axis(label="", low=0, high=1, show=percent)
-    about = "Share of attempts up to each length. If the trained-on line lies to the left, "
-    about += "training is biased towards short attempts."
-    keys = [(line.colour, line.name) for line in lines]
-    return figure(title, about, line_plot(lines, x, y, label=f"{title}: {name}"), keys=keys)
+def _by_length(place: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a row for each quarter of the attempts that ended, by length.
 
-
-def _curve_points(curve: Any) -> Iterator[tuple[float, float, float]]:
-    """Yield points of the curve of lengths: tokens, share of all attempts, share of trained ones.
-
-    The shares are of attempts with at most that many tokens. Invalid points are left out.
+    It has the lengths, the numbers of attempts that ended, were trained on, wait and were lost, and
+    the shares that were trained on and kept.
     """
-    if not isinstance(curve, list | tuple):
-        return
-    for point in curve[:MAX_ROWS]:
-        if not isinstance(point, list | tuple) or len(point) != 3:
-            continue
-        tokens, ended, trained = (number(value) for value in point)
-        if tokens is not None and ended is not None and trained is not None and tokens >= 0:
-            yield tokens, ended, trained
-
-
-def _kept(place: Mapping[str, Any]) -> Markup:
-    title = "Outcome by length"
-    body = []
     for bucket in records(place.get("buckets"), MAX_ROWS):
         low, high, ended, trained, waiting = (
             number(bucket.get(name)) or 0.0
@@ -177,10 +134,4 @@ def _kept(place: Mapping[str, Any]) -> Markup:
         shares = [
             percent(count / ended if ended else None) for count in (trained, trained + waiting)
         ]
-        body.append([length, *counts, *shares])
-    if not body:
-        return gap(title, "No attempt has ended.")
-    head = ("tokens", "ended", "trained on", "waiting", "lost", "trained", "kept")
-    about = "Quartiles of the finished attempts by length. Kept: trained on or waiting. A kept "
-    about += "share that falls with length is a bias."
-    return figure(title, about, table(head, body, "results"))
+        yield [length, *counts, *shares]

@@ -50,12 +50,14 @@ def percent(share: float | None, digits: int = 0) -> str:
 
     >>> percent(0.4336), percent(0.9964), percent(0.9964, 1), percent(None)
     ('43%', '99.6%', '99.6%', '—')
+    >>> percent(-1e-17), percent(-0.0, 1)
+    ('0%', '0.0%')
     """
     if share is None:
         return NONE
     if digits == 0 and (0 < share < 0.01 or 0.99 < share < 1):
         digits = 1
-    return f"{100 * share:.{digits}f}%"
+    return f"{100 * share:z.{digits}f}%"
 
 
 def duration(seconds: float | None) -> str:
@@ -87,13 +89,13 @@ def amount(value: float | None) -> str:
         return f"{value:,.0f}"
     if value and abs(value) < 1e-4:
         return f"{value:.2g}"
-    return f"{value:.3g}"
+    return f"{value:z.3g}"
 
 
-KEEPS_PACE, KEEPS_BUSY, HELD_BACK = 0.1, 0.2, 0.5
+KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
 """Thresholds that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time
 is ignored, and idle time of the engine below `KEEPS_BUSY`. From `HELD_BACK` on, tools or finished
-groups that wait for older ones are the cause.
+groups that wait for older ones are the cause. Another activity is named above `OTHER`.
 """
 
 BOTTLENECKS = {
@@ -190,8 +192,16 @@ class Waiting:
                 facts += f", and {percent(self.finished)} of the groups in flight were finished"
                 facts += " but waited for older ones"
             case name if name in self.work:
-                facts = f"it took {percent(self.work[name])} of the trainer's time, {facts}"
+                took = f"it took {percent(self.work[name])} of the trainer's time, "
+                facts = f"{took}{self._other(name)}{facts}"
         return f"{self.bottleneck} is the bottleneck: {facts}."
+
+    def _other(self, name: str) -> str:
+        """Return the largest other share of the trainer's time. Empty if it is not large."""
+        unknown = 1 - (self.trainer or 0.0) - sum(self.work.values())
+        others = {**self.work, name: 0.0, "what was not measured": unknown}
+        share, largest = max((share, each) for each, share in others.items())
+        return f"{largest[0].lower()}{largest[1:]} {percent(share)}, " if share > OTHER else ""
 
     @property
     def advice(self) -> str:
@@ -282,7 +292,7 @@ _TILES: tuple[tuple[str, str, Callable[[float | None], str], str], ...] = (
     ("kept", "kept", _per_cent, "of the tokens with an advantage"),
     ("clipped", "clipped", _per_cent, "of the tokens with an advantage"),
     ("engine", "engine_tokens_per_s", amount, "tokens per second"),
-    ("trainer", "trainer_tokens_per_s", amount, "tokens per second"),
+    ("trainer", "trainer_tokens_per_s", lambda rate: amount(rate or None), "tokens per second"),
     ("trained on", "trained_tokens", amount, "action tokens"),
 )
 
@@ -384,6 +394,15 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
         "staleness.",
         "log S (logp - old_logp) contains only the remaining staleness.",
     )
+
+
+def meanings(route: str, *, exact: bool) -> tuple[str, str]:
+    """Return in a few words what discrepancy D and staleness ratio S contain under a route."""
+    if exact:
+        return "discrepancy", "staleness"
+    if route == "rollout":
+        return "0 by construction", "discrepancy and staleness"
+    return "mixed", "remaining staleness"
 
 
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:

@@ -1,4 +1,9 @@
-// Ask the server. Every answer is JSON, and an error has a sentence.
+// Ask the server. Every answer is JSON, and an error has a sentence. In a report, frozen.js takes the
+// place of this module.
+
+// True for a page that is one file, whose answers do not change. `hasEpisode` says which it shows.
+export const FROZEN = false;
+export const hasEpisode = () => true;
 
 export class Refused extends Error {
   constructor(text, status = 0) {

@@ -1,6 +1,6 @@
-// Plots over the steps, drawn by uPlot, with keys of the keyboard and the colours of the page.
+// Plots over the steps, with keys of the keyboard and the colours of the page. They are drawn by the
+// global uPlot, from a script of its own before this one.
 
-import uPlot from "./vendor/uPlot.js";
 import { h, replace } from "./dom.js";
 import { NONE, amount, amounts, shown } from "./format.js";
 
@@ -25,8 +25,8 @@ const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => 
 
 // A plot. `series` is [{name, x, y, colour?, dots?, faint?, low?, high?}]; each has its own steps.
 export class Plot {
-  constructor({ title, unit = "", scale = "count", height = 190, label = "step", empty = "Nothing was recorded yet." }) {
-    Object.assign(this, { title, unit, scale, height, label, empty, series: [], changes: [], plot: null });
+  constructor({ title, unit = "", scale = "count", height = 190, label = "step", names = [], empty = "Nothing was recorded yet." }) {
+    Object.assign(this, { title, unit, scale, height, label, names, empty, series: [], changes: [], plot: null });
     this.box = h("div", { class: "plot-box", tabindex: "0", role: "img", "aria-label": title, onkeydown: (event) => this.key(event) });
     this.keys = h("div", { class: "keys" });
     this.element = h("div", {}, this.keys, this.box);
@@ -68,7 +68,7 @@ export class Plot {
         legend: { show: false },
         cursor: { points: { size: 7 }, drag: { x: true, y: false } },
         scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (_, low, high) => this.range(low, high) } },
-        axes: [this.axis({ size: 30, space: this.label === "step" ? 50 : 90, incrs: WHOLE_STEPS, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => this.marks(ticks) })],
+        axes: [this.axis({ size: 30, space: this.label === "step" ? 50 : 90, incrs: WHOLE_STEPS, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? this.placeName(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => this.marks(ticks) })],
         series: drawn,
         bands,
         hooks: { draw: [(plot) => this.drawChanges(plot)], setCursor: [(plot) => this.name(plot.cursor.idx)] },
@@ -161,6 +161,11 @@ export class Plot {
     ctx.restore();
   }
 
+  // The text of a place on the horizontal axis.
+  placeName(place) {
+    return this.names.length ? (this.names[place] ?? "") : amount(place);
+  }
+
   width() {
     return Math.max(160, this.box.clientWidth || 320);
   }
@@ -198,11 +203,11 @@ export class Plot {
       return { name: each.name, text: value === null || value === undefined ? NONE : shown(value, this.unit), tint: each.colour || COLOURS[number % COLOURS.length], each };
     });
     const step = inside ? this.data[0][at] : this.data[0].at(-1);
-    const where = h("span", { class: "where" }, `${this.label} ${amount(step)}`);
-    const keys = parts.map(({ name, text, tint }) => h("span", { class: `key ink-${tint}` }, h("i", { class: "swatch" }), name, " ", h("b", {}, text)));
+    const where = h("span", { class: "where" }, `${this.label} ${this.placeName(step)}`);
+    const keys = parts.map(({ name, text, tint }) => h("span", { class: "key" }, h("i", { class: `swatch ${tint}` }), name, " ", h("b", {}, text)));
     replace(this.keys, where, keys);
     const text = parts.map(({ name, text }) => `${name} ${text}`).join(", ");
-    this.box.setAttribute("aria-label", `${this.title}, ${this.label} ${amount(step)}: ${text}. Left and right arrow keys move along the steps.`);
+    this.box.setAttribute("aria-label", `${this.title}, ${this.label} ${this.placeName(step)}: ${text}. Left and right arrow keys move along the steps.`);
   }
 
   key(event) {

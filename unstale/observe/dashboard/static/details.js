@@ -3,7 +3,7 @@
 import { Plot } from "./chart.js";
 import { h, scrolling, svg } from "./dom.js";
 import { amount, percent, whole } from "./format.js";
-import { toRun } from "./parts.js";
+import { toEpisode } from "./parts.js";
 
 const head = (names) => h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name))));
 const row = (name, ...cells) => h("tr", {}, h("th", { scope: "row" }, name), cells.map((cell) => h("td", {}, cell)));
@@ -84,14 +84,24 @@ export function attempts() {
   } };
 }
 
+// Attempts by environment, from survivors.json, which a run writes when it ends.
+export function places({ places, head, missing }) {
+  if (!places.length) return missing ? h("p", { class: "gap" }, missing) : null;
+  const table = (title, head, rows) => scrolling(title, h("table", { class: "results" }, h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows.map(([name, ...cells]) => row(name, ...cells)))));
+  return h("details", { class: "more" }, h("summary", {}, "By environment and length"), places.map((each) => card(`${each.name}: all attempts`, each.about,
+    table(each.name, head, each.rows), h("p", { class: each.is_biased ? "warning" : "quiet" }, each.sentence), each.note ? h("p", { class: "quiet" }, each.note) : null,
+    each.by_length.length ? [h("p", { class: "quiet" }, "By length, in quarters of the attempts that ended. Kept: trained on or waiting. A kept share that falls with length is a bias."),
+      table(`${each.name} by length`, ["tokens", "ended", "trained on", "waiting", "lost", "trained", "kept"], each.by_length)] : null)));
+}
+
 export function examples(name, found) {
-  const rows = found.map((each) => row(each.why, h("a", { href: `${toRun(name)}/episode/${each.episode}` }, `episode ${each.episode}`), whole(each.step), amount(each.reward), whole(each.versions), each.task));
+  const rows = found.map((each) => row(each.why, toEpisode(name, each.episode), whole(each.step), amount(each.reward), whole(each.versions), each.task));
   return card("Episodes to read", "A success and a failure from the first and from the last quarter of the steps, sampled by several versions if there are such.",
     rows.length ? h("div", { class: "scroll" }, h("table", { class: "results" }, head(["", "", "step", "reward", "versions", "task"]), h("tbody", {}, rows))) : gap("No episode was trained on yet."));
 }
 
 export function forks(name, found) {
   if (!found.length) return null;
-  const rows = found.map((each) => row(each.reason, whole(each.count), h("a", { href: `${toRun(name)}/episode/${each.episode}` }, `episode ${each.episode}`), whole(each.at)));
+  const rows = found.map((each) => row(each.reason, whole(each.count), toEpisode(name, each.episode), whole(each.at)));
   return card("Forks", "An agent's messages differed from the recorded history. A new branch of the episode begins there.", scrolling("Forks", h("table", { class: "results" }, head(["reason", "number", "first", "at message"]), h("tbody", {}, rows))));
 }

@@ -1,7 +1,7 @@
 // One episode, token by token. The address of a token is #/run/<name>/episode/<id>/token/<n>.
 // With ?step=<n> the values are those of a later training of a replayed episode.
 
-import { askUntil } from "./api.js";
+import { FROZEN, askUntil } from "./api.js";
 import { h, replace } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { cell, failed, problem, toRun } from "./parts.js";
@@ -45,7 +45,8 @@ export function episode(content, at, query) {
     const token = tokens.find((each) => each.at === place);
     elements.get(selected)?.classList.remove("selected");
     if (!token) {
-      replace(numbers, problem(`There is no token ${place}: the episode has the tokens 0 to ${found.num_tokens - 1}.`));
+      const isAway = place >= 0 && place < found.num_tokens;
+      replace(numbers, problem(isAway ? `Token ${place} is not among those shown.` : `There is no token ${place}: the episode has the tokens 0 to ${found.num_tokens - 1}.`));
       return;
     }
     selected = place;
@@ -100,7 +101,7 @@ export function episode(content, at, query) {
     const facts = [["task", found.task], ["outcome", found.outcome], ["stop", found.stop], ["reward", found.reward], ["success", found.success], ["step", found.step], ["lag, max", found.lag_max], ["advantage", found.advantage], ["|log D|, max", found.log_d_abs_max], ["|log S|, max", found.log_s_abs_max], ["dropped", found.dropped_tokens], ["clipped", found.clipped_tokens], ["turns", found.turns], ["sampled", found.sampled_tokens]];
     const figures = Object.entries(found.figures);
     return [
-      h("div", { class: "bar" }, h("h1", {}, `Episode ${found.episode}`), h("span", { class: `badge ${found.success ? "good" : found.success === 0 ? "bad" : ""}` }, found.success === undefined ? found.outcome : found.success ? "success" : "no success"), h("a", { class: "go", href: `${toRun(at.run)}/group/${found.group_number}` }, `group ${found.group_number}, sibling ${found.sibling}`)),
+      h("div", { class: "bar" }, h("h1", {}, `Episode ${found.episode}`), h("span", { class: `badge ${found.success ? "good" : found.success === 0 ? "bad" : ""}` }, found.success === undefined ? found.outcome : found.success ? "success" : "no success"), FROZEN ? null : h("a", { class: "go", href: `${toRun(at.run)}/group/${found.group_number}` }, `group ${found.group_number}, sibling ${found.sibling}`)),
       h("dl", { class: "facts" }, facts.filter(([, value]) => value !== undefined).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, cell(name, value))))),
       figures.length ? h("p", { class: "quiet" }, figures.map(([name, value]) => `${name} ${amount(value)}`).join(" · ")) : null,
       found.note ? problem(found.note) : null,
@@ -109,6 +110,7 @@ export function episode(content, at, query) {
   }
 
   function pager() {
+    if (FROZEN) return found.end < found.num_tokens ? h("p", { class: "quiet" }, `The first ${whole(found.end)} of ${whole(found.num_tokens)} tokens are in this report.`) : null;
     if (found.num_tokens <= PART) return null;
     const go = (text, label, to) => h("button", { type: "button", "aria-label": label, disabled: to < 0 || to >= found.num_tokens, onclick: () => load(to) }, text);
     return h("nav", { class: "bar pager", "aria-label": "Parts of the episode" }, go("◂", "Part before", start - PART), h("span", { class: "quiet" }, `tokens ${whole(start)} to ${whole(found.end)} of ${whole(found.num_tokens)}`), go("▸", "Next part", start + PART));

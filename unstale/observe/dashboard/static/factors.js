@@ -59,6 +59,7 @@ export function factors(content, { run }, query) {
   inputs.exact = h("select", { id: "exact", onchange: () => changed() }, [["", "all"], ["exact", "exact old_logp"], ["approximated", "approximated old_logp"]].map(([value, text]) => h("option", { value, selected: value === state.exact }, text)));
   const field = (name) => [h("label", { for: name }, NAMES[name]), inputs[name]];
   const scatter = new Scatter({
+    hint: "The fields below choose a part of them.",
     onBrush: (limits) => {
       for (const name of BRUSH) inputs[name].value = limits[name];
       changed();

@@ -21,12 +21,12 @@ export function amounts(values) {
   return values.map((value) => amount(value, digits));
 }
 
-export const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE);
+export const whole = (value) => (isNumber(value) ? (Math.round(value) || 0).toLocaleString("en-US") : NONE);
 
 export function percent(share, digits = 0) {
   if (!isNumber(share)) return NONE;
   if (!digits && ((share > 0 && share < 0.01) || (share > 0.99 && share < 1))) digits = 1;
-  return `${(100 * share).toFixed(digits)}%`;
+  return `${Number((100 * share).toFixed(digits)).toFixed(digits)}%`; // twice: never -0
 }
 
 export function duration(seconds) {

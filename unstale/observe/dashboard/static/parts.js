@@ -1,5 +1,6 @@
 // Parts that several pages share.
 
+import { hasEpisode } from "./api.js";
 import { h, replace } from "./dom.js";
 import { ago, amount } from "./format.js";
 
@@ -7,12 +8,17 @@ const WORDS = { live: "running", silent: "no end recorded", finished: "finished"
 const KINDS = { live: "good", failed: "bad" };
 
 export function badge(run) {
-  const late = run.state === "live" || run.state === "silent" ? `, written ${ago(run.age_s)}` : "";
+  const late = (run.state === "live" || run.state === "silent") && run.age_s !== null ? `, written ${ago(run.age_s)}` : "";
   const about = run.state === "silent" ? "The run was killed, or is in a long step." : run.detail || run.reason;
   return h("span", { class: `badge ${KINDS[run.state] || ""}`, title: about }, `${WORDS[run.state] || run.state}${late}`);
 }
 
 export const toRun = (name) => `#/run/${encodeURIComponent(name)}`;
+
+// A link to an episode, or only its text if this page cannot show it.
+export function toEpisode(run, number, text = `episode ${number}`) {
+  return hasEpisode(number) ? h("a", { href: `${toRun(run)}/episode/${number}` }, text) : text;
+}
 
 export function problem(text) {
   return h("p", { class: "warning", role: "alert" }, text);

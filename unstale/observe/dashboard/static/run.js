@@ -1,11 +1,12 @@
 // One run: its outcome, key figures, health, plots and timeline, live.
 
-import { ask, askSeries, follow } from "./api.js";
+import { FROZEN, ask, askSeries, follow } from "./api.js";
 import { Plot } from "./chart.js";
 import * as details from "./details.js";
 import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, duration, percent, whole } from "./format.js";
-import { badge, bodyOf, failed, part, problem, tile, toRun } from "./parts.js";
+import { badge, bodyOf, failed, part, problem, tile, toEpisode, toRun } from "./parts.js";
+import { tokenPlane } from "./plane.js";
 import { timeline } from "./timeline.js";
 import { whileInView } from "./view.js";
 
@@ -119,18 +120,30 @@ const tiles = (run) => h("dl", { class: "tiles" }, run.tiles.map((each) => tile(
 
 function health(run) {
   const wrong = run.checks.filter((check) => check.text);
-  const right = run.checks.filter((check) => !check.text).map((check) => check.title);
+  const titles = (passed) => run.checks.filter((check) => check.passed === passed).map((check) => check.title).join("; ");
+  const [right, open] = [titles(true), titles(null)];
+  const sound = right && !open && !wrong.length && !run.failures.text ? "No sign was found that the run could not learn. " : "";
   return [
-    wrong.map((check) => h("p", { class: "warning" }, h("b", {}, `Since step ${amount(check.step)}: `), check.text)),
-    h("p", { class: "quiet" }, right.length ? `Checks that hold: ${right.join("; ")}.` : ""),
+    wrong.map((check) => h("p", { class: "warning" }, h("b", {}, `${whole(check.steps)} of ${whole(run.step)} steps, first step ${whole(check.step)}: `), check.text)),
+    run.failures.text ? h("p", { class: "warning" }, run.failures.text) : null,
+    right ? h("p", { class: "quiet" }, `${sound}Checks that hold: ${right}.`) : null,
+    open ? h("p", { class: "quiet" }, `Too few steps to tell: ${open}.`) : null,
+    run.checks.length ? null : h("p", { class: "quiet" }, "No step was recorded."),
   ];
 }
 
+// The three log-probabilities of a token, and what the two ratios between them contain here.
+function stations(run) {
+  const station = (kind, sign, name, about) => h("div", { class: `station ${kind}` }, h("b", {}, sign), h("code", {}, name), h("small", {}, about));
+  const link = (name, means, size) => h("div", { class: `link ${name.toLowerCase()}` }, h("b", {}, name), h("span", {}, means), h("small", {}, size === null ? "" : `mean |log ${name}| ${amount(size)}`));
+  const old = run.exact ? ["π", h("sub", {}, "old")] : "approximation";
+  return h("div", { class: "factors" }, station("engine-side", "μ", "behavior_logp", `engine, ${run.options["engine.dtype"] ?? "?"}`), link("D", run.meanings[0], run.figures.log_d), station(run.exact ? "" : "stand-in", old, "old_logp", run.route),
+    link("S", run.meanings[1], run.figures.log_s), station("trainer-side", "π", "logp", `trainer, ${run.options["trainer.dtype"] ?? "?"}`));
+}
+
 function factors(run) {
-  const size = (name, value) => (value === null ? "" : `mean |log ${name}| ${amount(value)}`);
-  const mixed = run.exact ? null : h("p", { class: "warning" }, `The route ${run.route} approximates old_logp, so D and S are mixed. Exact routes: ${run.exact_routes.join(", ")}.`);
-  return part("section-meaning", "What D and S are here", h("p", { class: "lead" }, run.factors.join(" ")),
-    h("p", { class: "quiet" }, [size("D", run.figures.log_d), size("S", run.figures.log_s)].filter(Boolean).join(" · ")), mixed,
+  const mixed = run.exact || !run.route ? null : h("p", { class: "warning" }, `${run.route} is an approximate route: ${run.route === "rollout" ? "it takes old_logp from the engine, so log S contains discrepancy and staleness" : "wherever this page shows D or S, discrepancy and staleness are mixed"}. Exact routes: ${run.exact_routes.join(", ")}.`);
+  return part("section-meaning", "What D and S are here", h("p", { class: "lead" }, run.factors.join(" ")), stations(run), mixed,
     h("dl", { class: "meaning" }, run.semantics.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))));
 }
 
@@ -144,8 +157,9 @@ function lagBars(answer, bound) {
     const bar = h("meter", { min: "0", max: "1", value: String(tokens / total), class: `lag-${Math.min(lag, 5)}`, "aria-label": name });
     return h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "wide-cell" }, bar), h("td", {}, percent(tokens / total, 1)), h("td", {}, whole(tokens)));
   });
-  const over = bound !== null && answer.total.some(([lag]) => lag > bound) ? problem(`Tokens beyond the bound of ${bound} were trained on.`) : null;
-  return h("div", {}, over, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, ["staleness", "", "share", "tokens"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
+  const over = bound !== null && answer.total.some(([lag]) => lag > bound) ? problem(`Tokens of lag ${answer.total.at(-1)[0]} were trained on, beyond the bound of ${bound}.`) : null;
+  const mean = answer.total.reduce((sum, [lag, tokens]) => sum + lag * tokens, 0) / total;
+  return h("div", {}, over, h("p", { class: "quiet" }, `The trained tokens were ${mean.toFixed(2)} versions old on average.`), h("table", { class: "lags" }, h("thead", {}, h("tr", {}, ["staleness", "", "share", "tokens"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
 }
 
 // The summary of a part that can be opened, without its numbers, which change.
@@ -157,9 +171,11 @@ function again(run, log) {
     h("details", { open: log.length <= FEW_EVENTS }, h("summary", {}, `${log.length} newest events`), scrolling("Events", h("table", {}, h("tbody", {}, log.map((event) =>
       h("tr", {}, h("td", {}, duration(event.time)), h("td", {}, event.kind), h("td", {}, event.text))))))),
     run.failures.count ? h("details", {}, h("summary", {}, run.failures.count > run.failures.rows.length ? `${whole(run.failures.count)} failed episodes, the newest ${run.failures.rows.length} listed` : `${whole(run.failures.count)} failed episodes`), scrolling("Failed episodes", h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
-      h("tr", {}, h("td", {}, row.episode ? h("a", { href: `${toRun(run.name)}/episode/${row.episode}` }, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
-    run.command ? h("pre", { class: "command" }, run.command) : null,
-    h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", { class: run.changed.includes(name) ? "changed" : undefined }, name, h("code", {}, value)))), h("p", { class: "quiet" }, "Marked options differ from their defaults.")));
+      h("tr", {}, h("td", {}, row.episode ? toEpisode(run.name, row.episode, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
+    run.failures.held_out ? h("p", { class: "quiet" }, `${whole(run.failures.held_out)} episodes of evaluations failed.`) : null,
+    run.command ? [h("pre", { class: "command" }, run.command), h("p", { class: "quiet" }, run.command_about)] : null,
+    run.started.length ? h("details", {}, h("summary", {}, "Machine and versions"), h("ul", { class: "knobs" }, run.started.map(([name, value]) => h("li", {}, name, h("code", {}, value))))) : null,
+    options.length ? h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", { class: run.changed.includes(name) ? "changed" : undefined }, name, h("code", {}, value)))), h("p", { class: "quiet" }, "Marked options differ from their defaults.")) : h("p", { class: "gap" }, "The options could not be read."));
 }
 
 // Buttons that lead to the sections of the page.
@@ -182,9 +198,10 @@ export function run(content, { run: name }) {
   let below = "";
   const curve = learning([name]);
   const times = timeline(name);
+  const plane = tokenPlane(name);
   const [ages, lagged, attempts] = [details.ages(), details.lagsOverSteps(), details.attempts()];
-  const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks] = Array.from({ length: 10 }, () => h("div"));
-  const episodes = part("section-episodes", "Episodes", examples, attempts.element, forks);
+  const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks, places] = Array.from({ length: 11 }, () => h("div"));
+  const episodes = part("section-episodes", "Episodes", examples, attempts.element, places, forks);
 
   async function fetch_details() {
     try {
@@ -241,7 +258,7 @@ export function run(content, { run: name }) {
   // Where the parts that are no series stand: after the plots of their section.
   function place(element, section) {
     const body = bodyOf(element);
-    if (section === "ratios") body.append(sizes);
+    if (section === "ratios") body.append(sizes, plane.element);
     if (section === "schedule") body.append(h("div", { class: "charts" }, lagged.element, ages.element), histogram);
     if (section === "engines") body.insertBefore(engines, body.querySelector(".charts"));
     return element;
@@ -257,11 +274,15 @@ export function run(content, { run: name }) {
     }
     if (closed) return;
     latest = found;
-    const facts = [found.recipe, `seed ${amount(found.seed)}`, `${found.step} of ${found.steps ?? "?"} steps`, duration(found.figures.seconds), found.techniques].filter(Boolean).join(" · ");
-    const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("a", { class: "go", href: `${toRun(name)}/factors` }, "D against S"), h("a", { class: "go", href: `${toRun(name)}/audit` }, "Audit of old_logp"), h("span", { class: "quiet" }, facts));
+    const env = found.options["task.env"];
+    const facts = [found.recipe, env === found.recipe ? "" : env, `seed ${found.seed ?? "?"}`, `${found.step} of ${found.steps ?? "?"} steps`, duration(found.figures.seconds), found.techniques].filter(Boolean).join(" · ");
+    const to = (page, text) => h("a", { class: "go", href: `${toRun(name)}/${page}` }, text);
+    const links = h("p", { class: "bar" }, FROZEN ? null : [to("episodes", `${whole(found.index.started)} episodes`), to("factors", "D against S")], to("audit", "Audit of old_logp"), h("span", { class: "quiet" }, facts));
     replace(top, h("div", { class: "bar" }, h("h1", {}, name), badge(found)), links, outcome(found),
-      found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : found.detail ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.detail) : null,
-      [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "quiet pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found));
+      found.end ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.end) : null,
+      found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : null,
+      [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found), found.live ? h("p", { class: "quiet" }, "All episodes and tokens: ", h("code", {}, found.live)) : null);
+    replace(places, details.places(found.survivors));
     const now = JSON.stringify(found.sections);
     if (now !== sections) {
       sections = now;
@@ -277,10 +298,11 @@ export function run(content, { run: name }) {
     if (!top.isConnected) replace(content, top, nav, curve.element, plots, bottom);
     curve.load([found]).catch(() => {});
     times.load();
+    plane.refresh();
     for (const each of viewed) each.refresh();
   }
   const reload = settled(400, load);
   const close = follow(name, reload);
   load();
-  return { close: () => { closed = true; close(); reload.cancel(); made?.close(); for (const each of [curve, times, ages, lagged, attempts, ...viewed]) each.close(); } };
+  return { close: () => { closed = true; close(); reload.cancel(); made?.close(); for (const each of [curve, times, plane, ages, lagged, attempts, ...viewed]) each.close(); } };
 }

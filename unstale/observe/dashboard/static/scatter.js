@@ -17,8 +17,9 @@ const isTouch = (event) => event.pointerType === "touch";
 
 export class Scatter {
   // `onBrush` gets the limits of a rectangle that was drawn, `onChoose` a token that was clicked.
-  constructor({ onBrush, onChoose }) {
-    Object.assign(this, { onBrush, onChoose, found: null, brush: {}, other: [], drag: null, near: null });
+  // `hint` says how to choose tokens.
+  constructor({ onBrush, onChoose, hint }) {
+    Object.assign(this, { onBrush, onChoose, hint, found: null, brush: {}, other: [], drag: null, near: null });
     this.canvas = h("canvas", { class: "scatter", role: "img", "aria-label": "Tokens by log D and log S" });
     this.about = h("p", { class: "quiet under", role: "status" });
     this.legend = h("div", { class: "legend keys" });
@@ -38,7 +39,7 @@ export class Scatter {
     Object.assign(this, { found, brush });
     replace(this.legend, found.by_lag.map(([lag, tokens]) => h("span", { class: "key" }, svg("svg", { class: `dot lag-${lag}`, viewBox: "0 0 10 10" }, svg("circle", { cx: 5, cy: 5, r: 4.5 })), lagName(lag), " ", h("b", {}, whole(tokens)))));
     const [d, s] = ["log_d", "log_s"].map((name) => found.axes[name].map((at) => amount(this.value(at))));
-    this.canvas.setAttribute("aria-label", `${whole(found.placed)} tokens. log D from ${d[0]} to ${d[1]}, log S from ${s[0]} to ${s[1]}. The fields below choose a part of them.`);
+    this.canvas.setAttribute("aria-label", `${whole(found.placed)} tokens. log D from ${d[0]} to ${d[1]}, log S from ${s[0]} to ${s[1]}. ${this.hint}`);
     this.draw();
   }
 

@@ -56,7 +56,7 @@ export function timeline(run) {
     try {
       const asked = view && !view.whole ? { start: view.start, end: view.end } : {};
       const [found, { series }] = await Promise.all([ask("spans", { run, ...asked }), ask("series", { run, name: "time_s", points: 500 })]);
-      answer = { ...found, ends: series.time_s[1], from: asked.start ?? found.first, to: asked.end ?? found.last };
+      answer = { ...found, ends: series.time_s[1] };
     } catch (error) {
       note.textContent = error.message;
       return;
@@ -104,8 +104,8 @@ export function timeline(run) {
     }
     for (const [lane, shares] of answer.parts) {
       pen.fillStyle = inks[rows.get(lane)];
-      const part = (answer.to - answer.from) / shares.length;
-      shares.forEach((share, at) => share > 0 && box(rows.get(lane), answer.from + at * part, answer.from + (at + 1) * part, share));
+      const part = (answer.end - answer.start) / shares.length;
+      shares.forEach((share, at) => share > 0 && box(rows.get(lane), answer.start + at * part, answer.start + (at + 1) * part, share));
     }
     if (pitch === NARROW) {
       pen.fillStyle = colour("ink");
@@ -155,7 +155,7 @@ export function timeline(run) {
   function busy(lane) {
     const inside = (start, end) => Math.max(0, Math.min(end, view.end) - Math.max(start, view.start));
     const parts = answer.parts.find(([each]) => each === lane);
-    const seconds = parts ? (parts[1].reduce((sum, share) => sum + share, 0) / parts[1].length) * (answer.to - answer.from)
+    const seconds = parts ? (parts[1].reduce((sum, share) => sum + share, 0) / parts[1].length) * (answer.end - answer.start)
       : [...answer.spans.map(([each, start, end]) => [each, start, end, 1]), ...answer.levels].filter(([each]) => each === lane).reduce((sum, [, start, end, level]) => sum + level * inside(start, end), 0);
     return percent(Math.min(1, seconds / (view.end - view.start)));
   }
