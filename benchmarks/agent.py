@@ -190,7 +190,14 @@ def main() -> None:
         for env in ((AGENT,) if chosen.without_native else (AGENT, NATIVE))
         for seed in chosen.seeds
     ]
-    short: tuple[str, ...] = ("--steps", str(chosen.steps), "--minutes", "0", "--eval.tasks", "0")
+    short: tuple[str, ...] = (
+        "--max_steps",
+        str(chosen.steps),
+        "--minutes",
+        "0",
+        "--eval.tasks",
+        "0",
+    )
     work += [
         (env, f"pace-{name}{turn}", short)
         for turn in range(chosen.turns)

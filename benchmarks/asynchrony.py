@@ -95,7 +95,7 @@ class Workload:
         return replace(
             base,
             seed=seed,
-            steps=steps,
+            max_steps=steps,
             minutes=0.0,
             task=DeskConfig(latency_s=self.latency_s, latency_sigma=self.latency_sigma),
             schedule=ScheduleConfig(
@@ -107,7 +107,7 @@ class Workload:
             ),
             trainer=replace(base.trainer, threads=threads),
             audit=AuditConfig(),
-            checkpoint=CheckpointConfig(every=steps + 1),
+            checkpoint=CheckpointConfig(interval=steps + 1),
             eval=EvalConfig(tasks=0),
         )
 
@@ -561,7 +561,7 @@ def _is_done(folder: Path) -> bool:
 def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
     options = {
         "seed": seed,
-        "steps": wanted["steps"],
+        "max_steps": wanted["steps"],
         "minutes": 0,
         "runs": folder.parent.resolve(),
         "name": folder.name,
@@ -574,7 +574,7 @@ def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
         "trainer.threads": 1,
         "audit.share": 0,
         "eval.tasks": wanted["held_out"],
-        "eval.every": wanted["graded_every"],
+        "eval.interval": wanted["graded_every"],
     }
     words: list[str] = []
     for name, value in options.items():

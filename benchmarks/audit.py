@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import tables
-from unstale.cli.audit import audit
+from unstale.analysis.audit import audit
 from unstale.durability.run_folder import AUDIT
 
 KNOBS = {
@@ -33,7 +33,7 @@ def main() -> None:
         "--latency", type=float, default=3.0, help="seconds a tool takes, in the mean"
     )
     chosen = parser.parse_args()
-    knobs = KNOBS | {"steps": chosen.steps, "task.latency_s": chosen.latency}
+    knobs = KNOBS | {"max_steps": chosen.steps, "task.latency_s": chosen.latency}
     with tempfile.TemporaryDirectory() as folder:
         words = [
             f"--{name}={value}"

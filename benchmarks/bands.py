@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.levels import differences, draw, successes, within_bounds
 from benchmarks.tables import columns, legend_below, picture, row, share_axis, write
+from unstale.analysis.report.compare import KEPT, ArmResult, Comparison
+from unstale.analysis.report.compare_page import points_with_interval, spread
+from unstale.analysis.report.study import ALPHA, StudyResults, StudySetting, read_results
 from unstale.durability.run_folder import EVENTS, RunFolder
-from unstale.observe.report.compare import KEPT, ArmResult, Comparison
-from unstale.observe.report.compare_page import points_with_interval, spread
-from unstale.observe.report.study import ALPHA, StudyResults, StudySetting, read_results
 
 LIMITS = {"seq2": "1.002", "seq4": "1.004", "seq6": "1.006"}
 """Positions of the dial `limits` in the first picture, and the limit of the clip on S."""

@@ -20,7 +20,8 @@ from benchmarks.demo import graded
 from benchmarks.tables import columns, row, write
 from unstale.durability.run_folder import RunFolder
 from unstale.envs import Message, ToolCall
-from unstale.envs.adapters.bfcl import (
+from unstale.envs.chat import Chat
+from unstale.research.adapters.bfcl import (
     MULTI_TURN,
     SINGLE_TURN,
     BfclTasks,
@@ -30,7 +31,6 @@ from unstale.envs.adapters.bfcl import (
     load_entries,
     reference_calls,
 )
-from unstale.envs.chat import Chat
 
 TOOLS_AT_A_TIME = 16
 PLAIN = (

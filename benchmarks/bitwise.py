@@ -1,8 +1,8 @@
 """Compare log-probabilities of engine and trainer bit for bit in whole runs, and price the mode.
 
     python -m benchmarks.bitwise bits                       # 200 steps, two settings: 20 minutes
-    python -m benchmarks.bitwise bits --policy smollm2 --steps 4
-    python -m benchmarks.bitwise cost [--policy smollm2]    # tokens per second with and without
+    python -m benchmarks.bitwise bits --model smollm2 --steps 4
+    python -m benchmarks.bitwise cost [--model smollm2]    # tokens per second with and without
 
 The runs are asynchronous (`max_staleness` 2): weights change in the middle of replies, which
 continue with the new weights, and contexts share cache pages. A run ends with an error at the first
@@ -82,18 +82,18 @@ class Letters:
 def train(policy: str, steps: int, options: Mapping[str, object]) -> list[Row]:
     """Return the metrics of an asynchronous run."""
     given: dict[str, object] = {
-        "steps": steps,
+        "max_steps": steps,
         "minutes": 0,
         "eval.tasks": 0,
         "schedule.max_staleness": 2,
         "schedule.group_size": 4,
-        "checkpoint.every": steps,
+        "checkpoint.interval": steps,
         **options,
     }
     recipe = "retail"
     if policy != BASE:
         recipe = "llm"
-        given |= {"policy": policy, "task.env": "benchmarks.bitwise:Letters"}
+        given |= {"model": policy, "task.env": "benchmarks.bitwise:Letters"}
         given |= {"engine.max_completion_tokens": REPLY, "engine.max_context": 256}
         given |= {"trainer.lr": 1e-5, "engine.max_running": 64}
     with tempfile.TemporaryDirectory() as folder:
@@ -233,14 +233,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=("bits", "cost"))
-    parser.add_argument("--policy", default=BASE, help="as the option --policy of a run")
+    parser.add_argument("--model", default=BASE, help="as the option --model of a run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     chosen = parser.parse_args()
-    folder = RunConfig(recipe="", policy=chosen.policy).policy_folder
-    name = Path(chosen.policy).name.replace("_", "-")
+    folder = RunConfig(recipe="", model=chosen.model).policy_folder
+    name = Path(chosen.model).name.replace("_", "-")
     if chosen.part == "bits":
-        lines = bits(chosen.policy, chosen.steps)
+        lines = bits(chosen.model, chosen.steps)
         title = f"Bits of engine and trainer that differ: none ({name})"
     else:
         lines = cost(folder, chosen.repeats)

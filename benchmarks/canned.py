@@ -22,8 +22,8 @@ from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.envs import Message, Turn
-from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled, Task
+from unstale.routed_experts import RoutedExperts
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 ANSWER = Message("user", " ".join(["the order was sent and is on its way"] * 8))
@@ -54,17 +54,19 @@ class CannedEngine(ScriptedEngine):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(lambda tokens, params: ())
-        self._record_routes = options.record_routes
+        self._record_experts = options.record_experts
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         await asyncio.sleep(0)
         count = params.max_tokens
-        routes = None
-        if self._record_routes:
-            first = params.first_route(self.version)
-            routes = ExpertRoutes(first, experts_of(len(tokens) + count - 1 - first))
+        routed_experts = None
+        if self._record_experts:
+            first = params.first_routed(self.version)
+            routed_experts = RoutedExperts(first, experts_of(len(tokens) + count - 1 - first))
         reply = tokens_of(count, params.stop_tokens[0])
-        return Reply(Sampled(reply, logps_of(count), self.version, routes=routes), "stop")
+        return Reply(
+            Sampled(reply, logps_of(count), self.version, routed_experts=routed_experts), "stop"
+        )
 
 
 class UnprobedVllm(VllmEngine):
@@ -77,8 +79,8 @@ class UnprobedVllm(VllmEngine):
 class CannedServer:
     """A server with vLLM's API on a Unix socket. It serves version 0."""
 
-    def __init__(self, *, routes: bool) -> None:
-        self._routes = routes
+    def __init__(self, *, routed_experts: bool) -> None:
+        self._routed_experts = routed_experts
         self._bodies: dict[tuple[int, int], bytes] = {}
 
     def serve(self, path: str) -> None:
@@ -118,7 +120,7 @@ class CannedServer:
         key = (count, len(context) + count - 1 - first)
         if key not in self._bodies:
             choice = _choice(count, asked["stop_token_ids"][0])
-            if self._routes:
+            if self._routed_experts:
                 choice["routed_experts"] = _npy(key[1])
             body = {"choices": [choice], "usage": {"prompt_tokens_details": None}}
             self._bodies[key] = json.dumps(body, separators=(",", ":")).encode()
@@ -146,8 +148,8 @@ def _npy(rows: int) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def serve(folder: Path, routes: bool) -> None:
-    CannedServer(routes=routes).serve(str(folder / "server"))
+def serve(folder: Path, routed_experts: bool) -> None:
+    CannedServer(routed_experts=routed_experts).serve(str(folder / "server"))
 
 
 class CannedEnv:

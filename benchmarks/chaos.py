@@ -7,7 +7,7 @@ There are three series. A deterministic run is killed with SIGKILL at random cal
 killed at the same calls and at random times; the rows of its journal must survive unchanged. The
 engine process of an ordinary run is killed or stopped repeatedly while the run continues.
 
-Exits with 1 if anything was lost. Writes a dated table under benchmarks/results/.
+Exits with 1 if anything was lost. Writes the table benchmarks/results/chaos.md.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SPAN_S = 12.0
 
 SMALL = shlex.split(
     "--minutes 0 --schedule.groups_per_step 3 --schedule.group_size 3 --eval.tasks 3 "
-    "--checkpoint.every 3 --trainer.warmup_steps 0 --task.latency_s 0.3"
+    "--checkpoint.interval 3 --trainer.warmup_steps 0 --task.latency_s 0.3"
 )
 """Options that make the retail recipe small. Episodes still last longer than a version."""
 
@@ -286,7 +286,14 @@ class Deadly:
         begun, last, life = False, None, 0
         while True:
             life += 1
-            first = ("train", *self.arguments, "--steps", str(self.steps), "--name", folder.name)
+            first = (
+                "train",
+                *self.arguments,
+                "--max_steps",
+                str(self.steps),
+                "--name",
+                folder.name,
+            )
             target, order = next(places) if len(series.kills) < wanted else ("", {})
             resume = ("train", "--resume", str(folder))
             answer = self.nursery.live(
@@ -345,7 +352,7 @@ def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
     while len(series.kills) < wanted and not series.failures:
         run, left = run + 1, wanted - len(series.kills)
         folder, steps = runs / f"run{run:03d}", max(3, left)
-        arguments = [*SMALL, "--steps", str(steps), "--name", folder.name, "--runs", str(runs)]
+        arguments = [*SMALL, "--max_steps", str(steps), "--name", folder.name, "--runs", str(runs)]
         answer = nursery.live(
             ["train", "retail", *arguments, "--engine.restarts", str(10 * wanted)],
             runs / f"{folder.name}-lives",
@@ -467,7 +474,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run that is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"chaos-{date.today()}")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-chaos.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "chaos.md")
     chosen = parser.parse_args()
     ordinary = chosen.kills // 2 if chosen.ordinary is None else chosen.ordinary
     engine = chosen.kills // 2 if chosen.engine is None else chosen.engine
@@ -478,7 +485,7 @@ def main() -> None:
         *retail,
         "--deterministic",
         "true",
-        "--steps",
+        "--max_steps",
         str(chosen.steps),
         "--runs",
         str(runs),

@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from unstale.analysis.dashboard import frozen
 from unstale.cli import main as cli
 from unstale.cli import session
 from unstale.durability import checkpoint, checkpoint_files
@@ -28,7 +29,6 @@ from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.model.policy import Policy
-from unstale.observe.dashboard import frozen
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.rollout.transcript import Transcript
 from unstale.trainer.local import LocalTrainer

@@ -44,7 +44,7 @@ from unstale.durability.run_folder import EVENTS, RunFolder
 RESULTS = Path(__file__).parent / "results"
 SMALL = shlex.split(
     "--minutes 0 --schedule.groups_per_step 2 --schedule.group_size 3 --eval.tasks 2 "
-    "--checkpoint.every 2 --trainer.warmup_steps 0 --audit.share 0.5 --cluster.restarts 1000 "
+    "--checkpoint.interval 2 --trainer.warmup_steps 0 --audit.share 0.5 --cluster.restarts 1000 "
     "--engine.restarts 1000"
 )
 """Options that make the retail recipe small."""
@@ -235,7 +235,7 @@ class Chaos:
 
     def arguments(self, folder: Path, options: Sequence[str], times: int = 1) -> list[str]:
         steps = (
-            "--steps",
+            "--max_steps",
             str(times * self.steps),
             "--runs",
             str(folder.parent),
@@ -494,7 +494,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"cluster-chaos-{date.today()}")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-cluster-chaos.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cluster-chaos.md")
     chosen = parser.parse_args()
     adopt_orphans()
     runs, began = chosen.runs.resolve(), time.monotonic()

@@ -37,10 +37,10 @@ from urllib.parse import urlencode
 import numpy as np
 
 from benchmarks.tables import CONSOLE, ROOT, columns, row, spread, write
+from unstale.analysis.dashboard.database import COLUMNS
+from unstale.analysis.dashboard.summary import MAX_METRICS
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, TOKENIZER
-from unstale.observe.dashboard.database import COLUMNS
-from unstale.observe.dashboard.summary import MAX_METRICS
 from unstale.records import Group, GroupRequest, Piece, Sampled, Trajectory
 from unstale.token_values import TokenValues
 
@@ -58,16 +58,16 @@ STEPS = 16
 """Steps of a training whose cost is measured."""
 
 DEMO = (
-    f"--steps={STEPS}",
+    f"--max_steps={STEPS}",
     "--eval.tasks=8",
-    "--eval.every=0",
+    "--eval.interval=0",
     "--minutes=0",
     "--audit.share=0",
     "--trainer.lr_schedule=constant",
 )
 """Options of the demo that is trained with and without a dashboard."""
 
-SHORT = (*DEMO, "--steps=12", "--task.latency_s=0")
+SHORT = (*DEMO, "--max_steps=12", "--task.latency_s=0")
 """Options of the run whose episodes are multiplied."""
 
 IN_VIEW = 12
@@ -661,7 +661,7 @@ def measure_training(folder: Path, name: str, *, steps: int, is_open: bool) -> T
             kind: stack.enter_context(Reader(stack.enter_context(served(runs)), kind))
             for kind in (OPEN if is_open else ())
         }
-        used = run_training(runs, "demo", f"--steps={steps}")
+        used = run_training(runs, "demo", f"--max_steps={steps}")
     rows = [json.loads(line) for line in (runs / "demo" / METRICS).read_text().splitlines()]
     times = {each["step"]: each["time_s"] for each in rows}
     last = max(times)

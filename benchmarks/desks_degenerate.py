@@ -7,7 +7,7 @@ questions that the customer can answer, makes one call that ignores the answers,
 them try calls on a copy of the database first, so that their arguments always belong together. A
 success of 15% or more at any level would mean that the environment can be gamed, so it fails the
 benchmark. The scripted expert must reach 100%. The table is written to
-`results/<date>-desks-degenerate.md`.
+`results/desks-degenerate.md`.
 """
 
 import argparse
@@ -240,7 +240,7 @@ def main() -> None:
     text = "\n".join(lines).rstrip() + "\n"
     print(text)  # noqa: T201
     results = Path(__file__).parent / "results"
-    results.joinpath(f"{date.today()}-desks-degenerate.md").write_text(text)
+    results.joinpath("desks-degenerate.md").write_text(text)
     if unfair:
         raise SystemExit(
             f"out of bounds at {', '.join(unfair)}: the expert must score 100%, every other policy "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import picture, write
-from unstale.observe.report.study import MEASURES, Difference, StudyResults, read_results
+from unstale.analysis.report.study import MEASURES, Difference, StudyResults, read_results
 
 PLANNED, OTHER = "#1f77b4", "#8a8a8a"
 

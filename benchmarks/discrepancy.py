@@ -309,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("policy", help="a Llama model with a chat template, as for --policy")
+    parser.add_argument("policy", help="a Llama model with a chat template, as for --model")
     parser.add_argument("measure", nargs="*", choices=[*MEASUREMENTS, []], help="what to measure")
     parser.add_argument("--cache", type=Path, default=Path("runs/discrepancy"), help="of numbers")
     parser.add_argument("--prompts", type=int, default=64, help="number of prompts")

@@ -51,7 +51,7 @@ from unstale.config import (
     TaskConfig,
 )
 from unstale.durability.journal import JOURNAL, Journal
-from unstale.durability.journal.route_files import ROUTES, RouteFiles
+from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool
@@ -150,8 +150,9 @@ class RealRollout:
         self.rollout = Rollout(
             generator, taskset, RolloutConfig(max_turns=64), on_piece=PendingPieces().add
         )
-        routes = RouteFiles(folder / ROUTES) if case.routes else None
-        self.journal = Journal(folder / JOURNAL, routes=routes) if case.journal else NullJournal()
+        experts = ExpertFiles(folder / ROUTED_EXPERTS) if case.routes else None
+        path = folder / JOURNAL
+        self.journal = Journal(path, routed_experts=experts) if case.journal else NullJournal()
         config = RunConfig(
             recipe="canned",
             task=TaskConfig(env="benchmarks.canned:CannedTasks"),
@@ -196,7 +197,7 @@ class RealRollout:
                     await self.play(min(STALL_EPISODES, case.episodes))
         scored = [ScoredTrajectory(each.trajectories[0], (1.0,)) for each in groups]
         began = time.thread_time()
-        batch = collate(scored, replay_routes=case.routes)
+        batch = collate(scored, replay_experts=case.routes)
         collate_s = time.thread_time() - began
         return {
             "loop_s": loop_s,
@@ -286,7 +287,7 @@ def tasks_of(engine: str) -> Taskset:
 async def engines(kind: str, model: TinyModel, *, routes: bool) -> AsyncIterator[EnginePool]:
     """Start the engines with version 0, and end them."""
     options = EngineOptions(
-        model.folder, dtype="float32", max_context=MAX_CONTEXT, record_routes=routes
+        model.folder, dtype="float32", max_context=MAX_CONTEXT, record_experts=routes
     )
     with ExitStack() as resources:
         if kind == "scripted":

@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.tables import legend_below, picture, share_axis, write
-from unstale.observe.report.compare import Comparison, read_comparison
+from unstale.analysis.report.compare import Comparison, read_comparison
 
 COLOURS = ("#1f77b4", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd")
 

@@ -29,11 +29,11 @@ ROOT = Path(__file__).parent.parent
 SIZES = {"1M": (128, 4), "60M": (768, 8), "300M": (1280, 15)}
 """Width and layers of a model of about that size."""
 OPTIONS = (
-    "--minutes 0 --steps 4 --checkpoint.every 2 --eval.tasks 0 --audit.share 0 --trainer.lr 1e-6 "
-    "--schedule.groups_per_step 2 --schedule.group_size 2 --schedule.max_staleness 1 "
-    "--engine.max_running 4 --engine.max_completion_tokens 32 --engine.max_context 2048 "
-    "--rollout.max_turns 2 --objective.entropy_coef 0.001 --trainer.max_tokens_per_microbatch 512 "
-    "--name run"
+    "--minutes 0 --max_steps 4 --checkpoint.interval 2 --eval.tasks 0 --audit.share 0 "
+    "--trainer.lr 1e-6 --schedule.groups_per_step 2 --schedule.group_size 2 "
+    "--schedule.max_staleness 1 --engine.max_running 4 --engine.max_completion_tokens 32 "
+    "--engine.max_context 2048 --rollout.max_turns 2 --objective.entropy_coef 0.001 "
+    "--trainer.max_tokens_per_microbatch 512 --name run"
 )
 """The entropy bonus gives every token a gradient, also if no episode of a random model succeeds."""
 _POLL_S = 0.05
@@ -75,7 +75,7 @@ def make_model(folder: Path, size: str) -> int:
 def measure(tree: Path, model: Path, weights: int, dtype: str) -> Measured:
     """Train in `tree` and return the peaks of its processes and the sizes of its files."""
     with tempfile.TemporaryDirectory() as runs:
-        words = f"train calculator {OPTIONS} --policy {model} --runs {runs}"
+        words = f"train calculator {OPTIONS} --model {model} --runs {runs}"
         words += f" --trainer.dtype {dtype} --engine.dtype {dtype}"
         with (Path(runs) / "output").open("w+") as output:
             process = subprocess.Popen(

@@ -32,6 +32,11 @@ from benchmarks.gpu import PROMPT, REPLY, Big, collect
 from benchmarks.gpu_engines import Finding
 from benchmarks.routes import MIXED, episodes, scored, settle
 from benchmarks.tables import CONSOLE, columns, row, write
+from unstale.analysis.planner.analytic import PASS_TOKENS, TrainingSetup
+from unstale.analysis.planner.hardware import DEVICES, Shares
+from unstale.analysis.planner.models import PRESETS, Model
+from unstale.analysis.planner.route_costs import route_cost
+from unstale.analysis.planner.workload import EpisodeStats
 from unstale.builders import build_rank
 from unstale.cluster.ranks import Ranks
 from unstale.cluster.ranks_worker import Rank
@@ -48,11 +53,6 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.model.peers import RankGroup
 from unstale.model.sharding import local
-from unstale.planner.analytic import PASS_TOKENS, TrainingSetup
-from unstale.planner.hardware import DEVICES, Shares
-from unstale.planner.models import PRESETS, Model
-from unstale.planner.route_costs import route_cost
-from unstale.planner.workload import EpisodeStats
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -167,10 +167,10 @@ def rank_config(size: Big, count: int, steps: int) -> RunConfig:
     """Return the configuration of trainer ranks. It has no correction: no token is dropped."""
     return RunConfig(
         recipe="",
-        policy=str(size.folder),
-        steps=steps,
-        correction=CorrectionConfig(control="none", token_veto_threshold=0.0),
-        objective=ObjectiveConfig(kind="none"),
+        model=str(size.folder),
+        max_steps=steps,
+        correction=CorrectionConfig(mode="none", token_veto_threshold=0.0),
+        objective=ObjectiveConfig(loss_type="none"),
         trainer=TrainerConfig(dtype="bfloat16", lr=RATE, warmup_steps=0, **size.options),
         cluster=ClusterConfig(trainers=count),
     )
@@ -517,7 +517,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="speed of TorchTitan at these sizes on as many GPUs, measured by you",
     )
     parser.add_argument("--moe", type=Path, help="folder of a trained MoE model, for goal 5")
-    parser.add_argument("--policy", type=Path, help="folder of the policy for goal 7")
+    parser.add_argument("--model", type=Path, help="folder of the policy for goal 7")
     parser.add_argument(
         "--run-options", default="", help="more options of `unstale train` for goal 7, in quotes"
     )
@@ -537,7 +537,7 @@ def main(words: Sequence[str] | None = None) -> Path:
             repeats=1 if chosen.tiny else chosen.repeats,
             torchtitan=chosen.torchtitan,
             moe=chosen.moe,
-            policy=chosen.policy,
+            policy=chosen.model,
             run_options=chosen.run_options,
         )
         rows = [judge(goal, check) for goal in GOALS if goal.name in chosen.goals]

@@ -1,4 +1,4 @@
-"""Measure engines for `benchmarks.gpu_check`: publication to vLLM, and replayed expert routes.
+"""Measure engines for `benchmarks.gpu_check`: publication to vLLM, and replayed routed experts.
 
 Where vLLM is not installed, or there is no GPU, the embedded engine takes its place.
 """
@@ -117,14 +117,14 @@ async def standstill(check: "Check", transfer: Transfer) -> float:
 def replay(check: "Check") -> Finding:
     """Measure D of an MoE policy with and without replayed routes, and what recording costs."""
     folder = check.moe or random_moe(check)
-    batch, plain_rate, rate = asyncio.run(sample_routes(check, folder))
+    batch, plain_rate, rate = asyncio.run(sample_experts(check, folder))
     dtype: Dtype = "float32" if check.moe is None else "bfloat16"
     device = "cuda" if check.gpus else "cpu"
     policy = Policy.load(folder, dtype=dtype, device=device, trained=False)
-    policy.replay_routes()
-    routed = collate(batch, replay_routes=True)
-    assert routed.routes is not None
-    missing = 1 - float(routed.routes.complete[routed.sampled].float().mean())
+    policy.replay_experts()
+    routed = collate(batch, replay_experts=True)
+    assert routed.routed_experts is not None
+    missing = 1 - float(routed.routed_experts.complete[routed.sampled].float().mean())
     unrouted = collate(batch)
     own, replayed = (
         float(log_d_size(policy, each).double().quantile(0.99)) for each in (unrouted, routed)
@@ -136,7 +136,7 @@ def replay(check: "Check") -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The measurements of replayed expert routes."""
+    """The measurements of replayed routed experts."""
 
     own: float
     """99th percentile of abs log D, in nats, with the experts that the trainer chooses."""
@@ -163,7 +163,7 @@ def random_moe(check: "Check") -> Path:
     return folder
 
 
-async def sample_routes(
+async def sample_experts(
     check: "Check", folder: Path
 ) -> tuple[list[ScoredTrajectory], float, float]:
     """Sample with engines that record routes or not. Return what was recorded, and both speeds.
@@ -173,7 +173,7 @@ async def sample_routes(
     batch: Sequence[ScoredTrajectory] = ()
     rates = []
     for records in (False, True):
-        engine = make_engine(check, folder, max_context=check.length, record_routes=records)
+        engine = make_engine(check, folder, max_context=check.length, record_experts=records)
         try:
             await engine.start()
             weights = Policy.load(folder, dtype="bfloat16", device="cpu", trained=False).weights()

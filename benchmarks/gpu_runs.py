@@ -38,18 +38,18 @@ from benchmarks.cluster_chaos import (
     title,
 )
 from benchmarks.gpu_engines import MEMORY_SHARE, Finding, stand_in, uses_vllm
+from unstale.analysis.planner.analytic import AnalyticCosts, Placement, TrainingSetup
+from unstale.analysis.planner.candidates import Candidate, PlanRequest
+from unstale.analysis.planner.hardware import DEVICES, Device, Shares
+from unstale.analysis.planner.measured import recorded_workload
+from unstale.analysis.planner.models import Model
+from unstale.analysis.planner.recorded import recorded_groups
+from unstale.analysis.planner.route_costs import route_cost
+from unstale.analysis.planner.workload import EpisodeStats
 from unstale.cluster.gpus import engine_gpus
 from unstale.config import RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.run_folder import RunFolder
-from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
-from unstale.planner.candidates import Candidate, PlanRequest
-from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.measured import recorded_workload
-from unstale.planner.models import Model
-from unstale.planner.recorded import recorded_groups
-from unstale.planner.route_costs import route_cost
-from unstale.planner.workload import EpisodeStats
 
 if TYPE_CHECKING:
     from benchmarks.gpu_check import Check
@@ -133,7 +133,7 @@ def kill_all(folder: Path, *, gpus: int, vllm: bool) -> Deaths:
         for _ in range(2):  # the second takes the place of the first
             nodes.add(num_cpus=1, **gpu)
         nodes.add(num_cpus=0, num_gpus=0, resources={"engine_host": 1})
-        options += ["--cluster.address", nodes.cluster.address, "--steps", str(STEPS)]
+        options += ["--cluster.address", nodes.cluster.address, "--max_steps", str(STEPS)]
         place = ["--runs", str(folder.parent), "--name", folder.name]
         began = time.monotonic()
         run = RunProcess(["retail", *SMALL, *options, *place], folder)
@@ -216,8 +216,8 @@ def endurance(check: "Check") -> Finding:
     steps = TINY_STEPS if check.is_tiny else LONG_STEPS
     ranks = ["--cluster.trainers", str(check.gpus - 1)] if check.gpus > 1 else []
     engine = ["--engine.backend", "vllm"] if uses_vllm(check.gpus) else []
-    recipe = ["llm", "--policy", str(check.policy)] if check.policy else ["retail", *SMALL]
-    place = ["--runs", str(folder.parent), "--name", folder.name, "--steps", str(steps)]
+    recipe = ["llm", "--model", str(check.policy)] if check.policy else ["retail", *SMALL]
+    place = ["--runs", str(folder.parent), "--name", folder.name, "--max_steps", str(steps)]
     options = [*ranks, *engine, *place, *shlex.split(check.run_options)]
     run = RunProcess([*recipe, *options], folder)
     times, memory = [], []
@@ -244,7 +244,7 @@ def judge_endurance(growth: float, rate: float, planned: float, *, is_goal: bool
     return Finding(
         f"memory grows by {growth / 1e9:.2f} GB/h; {rate:,.0f} tokens/s, {planned:,.0f} as planned",
         growth < LEAK_PER_H and (is_fast or not is_goal),
-        open="" if is_goal else "a small policy: give --policy FOLDER of Qwen3-30B-A3B",
+        open="" if is_goal else "a small policy: give --model FOLDER of Qwen3-30B-A3B",
     )
 
 

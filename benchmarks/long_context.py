@@ -23,11 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.tables import CONSOLE, columns, row, write
+from unstale.analysis.planner.models import PRESETS, Model
 from unstale.model.attention import ATTENTION
 from unstale.model.context import ContextGroup
 from unstale.model.forward import checkpoint_layers, run_model
 from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
-from unstale.planner.models import PRESETS, Model
 
 TOKENS = 131_072
 TINY = Model(2, 32, 64, 4, 2, name="tiny", head_dim=8, vocab=64, tied=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.tables import CONSOLE, columns, row
-from unstale.observe.report.study import ALPHA, SOUGHT, read_results
+from unstale.analysis.report.study import ALPHA, SOUGHT, read_results
 from unstale.observe.statistics import PairedDifference
 
 

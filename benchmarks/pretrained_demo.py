@@ -36,7 +36,7 @@ from unstale.durability.run_folder import RunFolder
 from unstale.weights.child_process import cores
 
 SEEDS = (10, 11, 12)
-CONTROL = ("--sft.steps=30", "--steps=1", "--eval.every=0")
+CONTROL = ("--sft.steps=30", "--max_steps=1", "--eval.interval=0")
 TASKS = 120
 MEASURED = "measured.json"
 

@@ -21,12 +21,11 @@ from functools import cache, partial
 
 import numpy as np
 
-from unstale.config import ScheduleConfig
-from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
-from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.models import PRESETS, Model
-from unstale.planner.route_costs import route_cost
-from unstale.planner.simulate import (
+from unstale.analysis.planner.analytic import AnalyticCosts, Placement, TrainingSetup
+from unstale.analysis.planner.hardware import DEVICES, Device, Shares
+from unstale.analysis.planner.models import PRESETS, Model
+from unstale.analysis.planner.route_costs import route_cost
+from unstale.analysis.planner.simulate import (
     Constant,
     Fleet,
     LogNormal,
@@ -34,7 +33,8 @@ from unstale.planner.simulate import (
     Workload,
     simulate,
 )
-from unstale.planner.workload import EpisodeStats, mean_attended
+from unstale.analysis.planner.workload import EpisodeStats, mean_attended
+from unstale.config import ScheduleConfig
 
 SIGMA = 0.9
 """Standard deviation of the logarithm of reply lengths. Assumed."""

@@ -27,10 +27,10 @@ RATES = ("5e-4", "1e-6")
 def metrics_of(options: Mapping[str, str], steps: int) -> list[Row]:
     """Run deterministic steps of the retail desk, and return all lines of the run's metrics."""
     given = {
-        "steps": str(steps),
+        "max_steps": str(steps),
         "minutes": "0",
         "eval.tasks": "0",
-        "checkpoint.every": str(steps),  # a deterministic run ends all episodes at a checkpoint
+        "checkpoint.interval": str(steps),  # a deterministic run ends all episodes at a checkpoint
         "deterministic": "true",
         **options,
     }

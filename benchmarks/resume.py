@@ -201,7 +201,7 @@ def spawn(mode: str, out: Path, *arguments: str) -> None:
 
 def steps(runs: Path, count: int) -> Measured:
     """Return measurements of `count` steps of the demo."""
-    spawn("meter", runs / "demo.jsonl", *_demo(runs, "demo"), "--steps", str(count))
+    spawn("meter", runs / "demo.jsonl", *_demo(runs, "demo"), "--max_steps", str(count))
     lines = [json.loads(line) for line in (runs / "demo.jsonl").read_text().splitlines()]
     gone = [
         {name: after[name] - before.get(name, 0) for name in after}
@@ -308,7 +308,7 @@ def apart(runs: Path, repeats: int) -> dict[str, list[Measured]]:
                 "--eval.tasks",
                 "0",
             )
-            spawn(mode, out, *arguments, "--checkpoint.every", "1000")
+            spawn(mode, out, *arguments, "--checkpoint.interval", "1000")
             rows.append(json.loads(out.read_text()))
             tables.CONSOLE.print(f"{mode} a journal: {rows[-1]}", markup=False)
     return found
@@ -419,7 +419,7 @@ def main() -> None:
         child(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--max_steps", type=int, default=12)
     parser.add_argument(
         "--only-resumes", action="store_true", help="measure the time to resume, and nothing else"
     )

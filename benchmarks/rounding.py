@@ -90,7 +90,7 @@ def measure(folder: Path, lr: float, rounding: str, options: argparse.Namespace)
     """Train some steps at one learning rate with one rounding."""
     policy = Policy.load(folder, dtype="bfloat16")
     trainer_options = TrainerConfig(dtype="bfloat16", lr=lr, rounding=cast(Any, rounding))
-    config = RunConfig(recipe="", steps=options.steps, trainer=trainer_options)
+    config = RunConfig(recipe="", max_steps=options.steps, trainer=trainer_options)
     old = build_old_logps(OldLogpsConfig(route="rollout"), LocalScorer(policy, 1.0, 4096))
     trainer = LocalTrainer(policy, config, old)
     found = Measured([], [], [], [], [])
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("policy", help="as the option --policy of a run")
+    parser.add_argument("policy", help="as the option --model of a run")
     parser.add_argument(
         "--save", type=Path, help="only write the policy in bfloat16 to this folder"
     )
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--precise", action="store_true", help="keep the digits of the folder")
     options = parser.parse_args()
-    policy = RunConfig(recipe="", policy=options.policy).policy_folder
+    policy = RunConfig(recipe="", model=options.policy).policy_folder
     if options.save:
         Policy.load(policy, dtype="bfloat16").save(options.save)
         return

@@ -127,13 +127,13 @@ def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfi
         runs=runs,
         name=name,
         seed=seed,
-        steps=setting.warm + setting.steps,
+        max_steps=setting.warm + setting.steps,
         schedule=ScheduleConfig(
             max_staleness=setting.staleness, groups_per_step=setting.groups, group_size=8
         ),
         audit=AuditConfig(share=0.0),
         eval=EvalConfig(tasks=0),
-        checkpoint=CheckpointConfig(every=1000),
+        checkpoint=CheckpointConfig(interval=1000),
     )
 
 

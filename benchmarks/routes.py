@@ -148,9 +148,9 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
     """Return the project's trainer, with a plain loss and float32 masters of bfloat16 weights."""
     config = RunConfig(
         recipe="",
-        steps=num_steps,
-        correction=CorrectionConfig(control="none"),
-        objective=ObjectiveConfig(kind="none"),
+        max_steps=num_steps,
+        correction=CorrectionConfig(mode="none"),
+        objective=ObjectiveConfig(loss_type="none"),
         trainer=TrainerConfig(dtype="bfloat16", lr=rate, **size.options),
     )
     return LocalTrainer(size.policy(), config, RolloutRoute())

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.tables import CONSOLE, columns, row, write
 from unstale.builders import build_rollout, build_sampler
 from unstale.config import SHIPPED_POLICY, Dtype, RunConfig, ScheduleConfig
-from unstale.model.experts import RouteRecorder
+from unstale.model.experts import ExpertRecorder
 from unstale.model.policy import Policy
 from unstale.recipes import retail
 from unstale.records import Batch, GroupRequest, ScoredTrajectory, collate
@@ -66,11 +66,11 @@ def measure(config: RunConfig, groups: int) -> Measured:
             await engine.close()
 
     engine = cast(Dtype, config.engine.dtype)
-    batch = collate(asyncio.run(play()), replay_routes=config.trainer.routing_replay)
-    if batch.routes is None:
+    batch = collate(asyncio.run(play()), replay_experts=config.trainer.routing_replay)
+    if batch.routed_experts is None:
         return Measured(engine, 0.0, {"none (dense)": size(policy, batch)})
-    assert bool(batch.routes.complete[batch.sampled].all())
-    plain = size(policy, replace(batch, routes=None))
+    assert bool(batch.routed_experts.complete[batch.sampled].all())
+    plain = size(policy, replace(batch, routed_experts=None))
     sizes = {"own": plain, "replayed": size(policy, batch)}
     return Measured(engine, other_experts(policy, batch), sizes)
 
@@ -84,9 +84,9 @@ def size(policy: Policy, batch: Batch) -> Tensor:
 @torch.no_grad()
 def other_experts(policy: Policy, batch: Batch) -> float:
     """Return the share of (token, layer) for which the policy chooses other experts."""
-    assert batch.routes is not None
-    recorded = batch.routes.rows(batch, batch.sampled).long()
-    recorder = RouteRecorder(policy.model)
+    assert batch.routed_experts is not None
+    recorded = batch.routed_experts.rows(batch, batch.sampled).long()
+    recorder = ExpertRecorder(policy.model)
     differ = []
     for start, end in batch.spans():
         policy.model(input_ids=batch.tokens[None, start:end], use_cache=False)
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def configure(policy: Path, engine: Dtype, *, replay: bool) -> RunConfig:
-    config = retail(policy=str(policy), schedule=ScheduleConfig(group_size=8))
+    config = retail(model=str(policy), schedule=ScheduleConfig(group_size=8))
     trainer = replace(config.trainer, routing_replay=replay)
     return replace(config, trainer=trainer, engine=replace(config.engine, dtype=engine))
 

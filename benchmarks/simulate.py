@@ -21,6 +21,9 @@ from statistics import fmean, median
 
 from benchmarks.published import APRIL, NOT_SIMULATED, ROWS, Compared, compare, generation_s_of
 from benchmarks.tables import CONSOLE, columns, picture, rotated, row, spread, write
+from unstale.analysis.planner.costs import LinearCosts
+from unstale.analysis.planner.measured import SimulationSetup, from_run
+from unstale.analysis.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.cli.session import train
 from unstale.config import (
     AuditConfig,
@@ -32,9 +35,6 @@ from unstale.config import (
 )
 from unstale.durability.run_folder import RunFolder
 from unstale.envs.desk import DeskConfig
-from unstale.planner.costs import LinearCosts
-from unstale.planner.measured import SimulationSetup, from_run
-from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.recipes import retail
 
 GOAL = 0.15
@@ -78,13 +78,13 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
         seed=seed,
         runs=folder,
         name=arm.name.replace(" ", "-").replace(",", ""),
-        steps=steps,
+        max_steps=steps,
         minutes=0.0,
         task=DeskConfig(level="1", latency_s=latency_s),
         schedule=arm.schedule,
         trainer=TrainerConfig(lr=1e-7, threads=1),  # as fast with every schedule
         audit=AuditConfig(),
-        checkpoint=CheckpointConfig(every=steps + 1),
+        checkpoint=CheckpointConfig(interval=steps + 1),
         eval=EvalConfig(tasks=0),
     )
 

@@ -44,11 +44,11 @@ Two agents that leave connections open have 32 descriptors, because both ends ar
 """
 
 SMALL = (
-    *("--policy", "base", "--steps", "1000000"),
+    *("--model", "base", "--max_steps", "1000000"),
     *("--rollout.max_failed_share", "1", "--rollout.max_turns", "2"),
     *("--schedule.groups_per_step", "4", "--schedule.group_size", "2"),
     *("--engine.max_completion_tokens", "24", "--engine.max_context", "256", "--eval.tasks", "4"),
-    *("--eval.every", "50", "--checkpoint.every", "50", "--allow-weak-sandbox"),
+    *("--eval.interval", "50", "--checkpoint.interval", "50", "--allow-weak-sandbox"),
 )
 OPTIONS: Mapping[str, Sequence[str]] = {
     "here": ("--rollout.timeout_s", "5", "--rollout.retries", "0"),

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import CONSOLE
+from unstale.analysis.report.compare import LAUNCHES, PLAN, SERIES, TOKENS, TRAINED, ended
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, dumps, read_jsonl
-from unstale.observe.report.compare import LAUNCHES, PLAN, SERIES, TOKENS, TRAINED, ended
 
 COLUMNS = ("step", "time_s", "eval/success_rate", TOKENS, TRAINED, *SERIES)
 KINDS = ("stopped", "eval", "ewma_reset")

@@ -9,7 +9,7 @@ With `--small` FOLDER is one of a small policy that sees no policy document
 (`benchmarks.tau2_policy`). The customer is scripted. Of the scripted policies, `reference solution`
 makes the calls that tau2 records for the task, and `only talk` makes none. Finished episodes are
 kept in the folder of `--saved`: if the command is killed, repeat it. It needs tau2-bench
-(docs/libraries.md). The table is written to `results/<date>-tau2.md`.
+(docs/libraries.md). The table is written to `results/tau2.md`.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from unstale.config.options import override
 from unstale.durability.machine import commit, machine
 from unstale.envs import Message, ToolCall
 from unstale.envs.registry import build_taskset
-from unstale.envs.tau2 import Tau2Config
 from unstale.recipes import make_recipe
 from unstale.records import Task, Trajectory
+from unstale.research.envs.tau2 import Tau2Config
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 
@@ -149,7 +149,7 @@ def measure(
     end = ".jsonl" if split == "test" else f"-{split}.jsonl"
     for name in SCRIPTED:
         file = saved / f"{name.replace(' ', '-')}{end}"
-        base = override(config, {"policy": "base"})
+        base = override(config, {"model": "base"})
         yield from rows(name, split, measure_scripted(base, name, attempts, file), attempts)
     for folder in folders:
         name = folder.resolve().name
@@ -198,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> None:
     CONSOLE.print(text, markup=False)
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = "tau2-policy" if chosen.small else "tau2"
-    (RESULTS / f"{date.today()}-{name}.md").write_text(text)
+    (RESULTS / f"{name}.md").write_text(text)
 
 
 if __name__ == "__main__":

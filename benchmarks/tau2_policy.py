@@ -7,7 +7,7 @@ the scripted customer, all of tau2's split `train`. Conversations of more than 2
 out. FOLDER/untrained gets the policy before practice, and FOLDER/practice the one after it.
 It needs tau2-bench (docs/libraries.md). To train that one further, and to measure all of them:
 
-    unstale train llm --config benchmarks/tau2_policy.toml --policy FOLDER/practice --runs FOLDER \\
+    unstale train llm --config benchmarks/tau2_policy.toml --model FOLDER/practice --runs FOLDER \\
         --name rl
     python -m benchmarks.tau2 FOLDER/untrained FOLDER/practice FOLDER/rl/policy --small \\
         --splits test train --tasks 60

@@ -203,9 +203,9 @@ def ours(chosen: argparse.Namespace) -> None:
     old = build_old_logps(OldLogpsConfig(route=chosen.route), scorer)
     config = RunConfig(
         recipe="",
-        steps=100_000,
-        correction=CorrectionConfig(control="none"),
-        objective=ObjectiveConfig(kind="none" if chosen.route == "rollout" else "ppo_clip"),
+        max_steps=100_000,
+        correction=CorrectionConfig(mode="none"),
+        objective=ObjectiveConfig(loss_type="none" if chosen.route == "rollout" else "ppo_clip"),
         trainer=options,
     )
     trainer = LocalTrainer(policy, config, old)
@@ -296,10 +296,10 @@ def whole(chosen: argparse.Namespace) -> None:
     run = unstale.train(
         RunConfig(
             recipe="train",
-            policy=str(chosen.model),
+            model=str(chosen.model),
             runs=chosen.model,
             name=f"run-{time.time_ns()}",
-            steps=chosen.steps + chosen.warm,
+            max_steps=chosen.steps + chosen.warm,
             task=TaskConfig(env="benchmarks.train:Words"),
             schedule=ScheduleConfig(
                 max_staleness=chosen.staleness, groups_per_step=chosen.prompts, group_size=SIBLINGS
@@ -314,10 +314,10 @@ def whole(chosen: argparse.Namespace) -> None:
                 max_completion_tokens=chosen.tokens,
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
-            correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
+            correction=CorrectionConfig(mode="none") if apart else CorrectionConfig(),
             trainer=TrainerConfig(lr=chosen.lr, threads=trainer_threads),
             eval=EvalConfig(tasks=0),
-            checkpoint=CheckpointConfig(every=10_000),
+            checkpoint=CheckpointConfig(interval=10_000),
         ),
         console=Console(file=StringIO()),
     )

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.tables import CONSOLE, columns, ratios, row, spread, write
+from unstale.analysis.planner.costs import LinearCosts
+from unstale.analysis.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.config import ScheduleConfig
-from unstale.planner.costs import LinearCosts
-from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.weights.child_process import cores
 
 GROUPS, SIBLINGS = 8, 4

@@ -166,7 +166,7 @@ def first_hour(kind: str, folder: Path, *, short: bool) -> dict[str, float]:
     shell.seconds["write a model"] = time.monotonic() - began
     shell.run("lint", "lint run.toml")
     shell.kill_after_a_step(
-        "train, killed", f"train run.toml --policy models/{kind} --name {kind}", run / METRICS
+        "train, killed", f"train run.toml --model models/{kind} --name {kind}", run / METRICS
     )
     shell.run("resume", f"train --resume runs/{kind} --reward sums:reward")
     output = shell.run("evaluate", f"eval runs/{kind} --reward sums:reward --json")

@@ -1,6 +1,6 @@
 """An environment with one tool: the agent looks up an order and names its status.
 
-    unstale train llm --policy MODEL --task.env examples.order_tool:OrderTasks
+    unstale train llm --model MODEL --task.env examples.order_tool:OrderTasks
 
 An episode ends with the first reply that has no tool call. The reward is 1 if this reply names the
 status of the order.

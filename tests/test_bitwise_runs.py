@@ -40,7 +40,7 @@ ENGINE = EngineConfig(
 )
 ROLLOUT = {
     "old_logps": OldLogpsConfig(route="rollout", baseline=True),
-    "correction": CorrectionConfig(control="none"),
+    "correction": CorrectionConfig(mode="none"),
 }
 
 
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
-    base = tiny_run(model, runs, steps=6, engine=ENGINE)
+    base = tiny_run(model, runs, max_steps=6, engine=ENGINE)
     return replace(base, **changes)
 
 
@@ -101,7 +101,7 @@ def test_two_hundred_steps_in_two_batch_sizes(
 ) -> None:
     changes = in_bfloat16() if dtype == "bfloat16" else {}
     schedule = ScheduleConfig(max_staleness=2, groups_per_step=groups, group_size=4)
-    config = configure(model, tmp_path, steps=200, schedule=schedule, **changes)
+    config = configure(model, tmp_path, max_steps=200, schedule=schedule, **changes)
     rows = session.train(replace(config, deterministic=False), console=quiet()).metrics
     assert len(rows) == 200
     check(rows)

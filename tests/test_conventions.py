@@ -43,7 +43,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
     assert sorted(broad) == [
         "config/hub.py",
         "config/plugins.py",
-        "durability/journal/route_files.py",
+        "durability/journal/expert_files.py",
         "durability/journal/writer.py",
         "envs/guard.py",
         "envs/guard.py",
@@ -89,6 +89,20 @@ def test_every_wait_for_ray_has_a_limit() -> None:
                 if name.endswith(("ray.get", "ray.wait")) and "timeout" not in limits:
                     endless.append(f"{path.name}:{node.lineno} {name}")
     assert not endless
+
+
+def test_core_names_no_annex() -> None:
+    """The import contract finds imports. A module may also be imported by its name, a text."""
+    package = ROOT / "unstale"
+    named = {
+        path.relative_to(package).as_posix()
+        for path in SOURCES
+        if path.relative_to(package).parts[0] not in ("analysis", "research")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and re.fullmatch(r"unstale\.(analysis|research)[\w.:]*", str(node.value))
+    }
+    assert named == {"config/plugins.py"}
 
 
 def test_no_source_file_has_an_open_task() -> None:
@@ -140,7 +154,7 @@ def test_public_names_are_sorted_and_importable() -> None:
     ("modules", "heavy"),
     [
         (
-            "unstale.cli.main, unstale.observe.report.compare_page, unstale.recipes",
+            "unstale.cli.main, unstale.analysis.report.compare_page, unstale.recipes",
             {"torch", "transformers", "ray", "vllm"},
         ),
         # The engine's process, which every run starts.

@@ -40,7 +40,7 @@ def test_the_cpu_image_trains(tmp_path: Path) -> None:
         pytest.skip("no container runtime works here: python -m tools.image_steps cpu FOLDER")
     tag = "unstale-test:cpu"
     subprocess.run(["docker", "build", "--target", "cpu", "-t", tag, str(ROOT)], check=True)
-    words = ["train", "retail", "--steps", "1", "--eval.tasks", "2", "--name", "first"]
+    words = ["train", "retail", "--max_steps", "1", "--eval.tasks", "2", "--name", "first"]
     mount = f"{tmp_path}:/work/runs"
     subprocess.run(["docker", "run", "--rm", "-v", mount, tag, *words], check=True)
     assert (tmp_path / "first" / "report.html").exists()

@@ -185,7 +185,7 @@ def configure(
 ) -> RunConfig:
     return RunConfig(
         recipe="numbers",
-        steps=steps,
+        max_steps=steps,
         deterministic=deterministic,
         task=TaskConfig(env="tests:numbers"),
         schedule=ScheduleConfig(
@@ -193,7 +193,7 @@ def configure(
         ),
         engine=EngineConfig(max_completion_tokens=REPLY, max_context=64, restarts=0),
         rollout=RolloutConfig(retries=0),
-        checkpoint=CheckpointConfig(every=every),
+        checkpoint=CheckpointConfig(interval=every),
         eval=EvalConfig(tasks=0),
     )
 
@@ -727,7 +727,7 @@ def test_a_batch_that_fails_does_not_wait_for_an_evaluation(tmp_path: Path) -> N
         return []
 
     parts.trainer.backward = backward  # type: ignore[method-assign]
-    config = replace(parts.config, eval=replace(parts.config.eval, every=1))
+    config = replace(parts.config, eval=replace(parts.config.eval, interval=1))
     with pytest.raises(ExceptionGroup) as failure:
         run(replace(parts, config=config, evaluation=evaluation))
     assert str(first_error(failure.value)) == "nan in a gradient"

@@ -1,4 +1,4 @@
-"""Test runs with an MoE policy whose expert routes are replayed.
+"""Test runs with an MoE policy whose routed experts are replayed.
 
 In a deterministic float32 run of 8 steps, trajectories have two versions, every token is exact and
 D is 1 up to 1e-5. Every exact route replays. A resumed run has the routes of its episodes from side
@@ -25,7 +25,7 @@ from unstale.config import (
     RunConfig,
     TrainerConfig,
 )
-from unstale.durability.journal.route_files import ROUTES
+from unstale.durability.journal.expert_files import ROUTES
 from unstale.testing import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -47,7 +47,7 @@ def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def rows(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
-    config = configure(model, tmp_path_factory.mktemp("runs"), steps=8)
+    config = configure(model, tmp_path_factory.mktemp("runs"), max_steps=8)
     yield session.train(config, console=quiet()).metrics
 
 
@@ -56,7 +56,7 @@ def test_every_token_of_an_asynchronous_run_is_exact(rows: Rows) -> None:
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
-    assert {row["routes/missing_share"] for row in rows} == {0.0}
+    assert {row["routed_experts/missing_share"] for row in rows} == {0.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) == 0.0
     assert max(row["trainer/packing_noise"] for row in rows) == 0.0
     assert min(row["trainer/grad_norm"] for row in rows) > 0, "every version has other weights"
@@ -72,9 +72,9 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
     config = configure(
         model,
         tmp_path,
-        steps=5,
+        max_steps=5,
         old_logps=OldLogpsConfig(route=route),
-        checkpoint=CheckpointConfig(every=3),
+        checkpoint=CheckpointConfig(interval=3),
     )
     rows = session.train(config, console=quiet()).metrics
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
@@ -87,9 +87,9 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
 def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Return the configuration of a run of 6 steps that was stopped after 4."""
     folder = tmp_path_factory.mktemp("stopped")
-    config = configure(model, folder, steps=4, checkpoint=CheckpointConfig(every=2))
+    config = configure(model, folder, max_steps=4, checkpoint=CheckpointConfig(interval=2))
     session.train(config, console=quiet())
-    return replace(config, steps=6)
+    return replace(config, max_steps=6)
 
 
 def resumed(stopped: RunConfig, folder: Path, change: Callable[[Path], None]) -> Rows:
@@ -106,7 +106,7 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
 ) -> None:
     rows = resumed(stopped, tmp_path, lambda routes: None)
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert {row["routes/missing_share"] for row in rows} == {0.0}
+    assert {row["routed_experts/missing_share"] for row in rows} == {0.0}
     kept = sorted(path.stem for path in (tmp_path / "run" / ROUTES).iterdir())
     assert "group-000003" not in kept, "the first checkpoint's groups are removed"
     assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
@@ -115,17 +115,18 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
 @pytest.mark.costly
 def test_lost_routes_are_counted_and_never_exact(stopped: RunConfig, tmp_path: Path) -> None:
     rows = resumed(stopped, tmp_path, shutil.rmtree)
-    lost = [row["routes/missing_share"] for row in rows]
+    lost = [row["routed_experts/missing_share"] for row in rows]
     assert lost[:4] == [0.0] * 4 and 0 < lost[4] <= 1
     for row in rows:
-        assert row["old_logps/exact_share"] == pytest.approx(1 - row["routes/missing_share"])
+        share = 1 - row["routed_experts/missing_share"]
+        assert row["old_logps/exact_share"] == pytest.approx(share)
 
 
 def test_without_replay_the_run_says_nothing_of_routes(model: Path, tmp_path: Path) -> None:
-    config = configure(model, tmp_path, steps=2)
+    config = configure(model, tmp_path, max_steps=2)
     config = replace(config, trainer=replace(config.trainer, routing_replay=False))
     rows = session.train(config, console=quiet()).metrics
-    assert all("routes/missing_share" not in row for row in rows)
+    assert all("routed_experts/missing_share" not in row for row in rows)
     assert not (tmp_path / "run" / ROUTES).exists()
 
 
@@ -134,7 +135,7 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
     servers = [FakeSglang(tiny_policy(seed=99, experts=8)) for _ in range(2)]
     with servers[0], servers[1]:
         for server in servers:
-            server.record_routes()
+            server.record_experts()
         engine = EngineConfig(
             backend="sglang",
             urls=f"{servers[0].url} {servers[1].url}",
@@ -142,11 +143,11 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
             max_context=256,
             max_completion_tokens=16,
         )
-        config = configure(model, tmp_path, steps=4, deterministic=False, engine=engine)
+        config = configure(model, tmp_path, max_steps=4, deterministic=False, engine=engine)
         rows = session.train(config, console=quiet()).metrics
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     for row in rows:
-        missing = row["routes/missing_share"]
+        missing = row["routed_experts/missing_share"]
         assert row["old_logps/exact_share"] == pytest.approx(1 - missing) and missing < 0.2
         assert row["correction/log_d_abs_mean"] < 1e-4
         assert row["audit/logp_error_abs_mean"] < 1e-5 and row["trainer/grad_norm"] > 0

@@ -140,7 +140,7 @@ class Package:
         self.policy = Policy.load(folder, device="cpu")
         config = RunConfig(
             recipe="",
-            steps=OPTIONS.steps,
+            max_steps=OPTIONS.steps,
             correction=CorrectionConfig(low=OPTIONS.d_low, high=OPTIONS.d_high),
             trainer=TrainerConfig(lr=OPTIONS.lr, max_tokens_per_microbatch=1, share_prompts=False),
         )

@@ -190,8 +190,8 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "config/techniques.py",
         "config/variants.py",
         "engines/registry.py",
-        "envs/adapters/bfcl.py",
-        "envs/adapters/vita.py",
+        "research/adapters/bfcl.py",
+        "research/adapters/vita.py",
         "envs/registry.py",
         "observe/trackers/__init__.py",
     }
@@ -234,7 +234,7 @@ def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
         "create_unix_server",
     }
     heard = {(path, name) for path, name, _ in calls() if name.split(".")[-1] in verbs}
-    servers = ("rollout/endpoint/server.py", "observe/dashboard/server.py")
+    servers = ("rollout/endpoint/server.py", "analysis/dashboard/server.py")
     assert {name for path, name in heard if path not in servers} <= {
         "child.listen",
         "each.listen",  # the sockets that the two servers made
@@ -396,7 +396,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Record a run with a batch that failed on a non-finite number."""
     config = small(
         tmp_path_factory.mktemp("runs"),
-        steps=1,
+        max_steps=1,
         audit=AuditConfig(record=True),
         eval=EvalConfig(tasks=0),
     )

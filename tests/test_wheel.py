@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHORT = shlex.split(
-    "--steps=1 --minutes=0 --eval.tasks=2 --schedule.groups_per_step=2 --schedule.group_size=2 "
+    "--max_steps=1 --minutes=0 --eval.tasks=2 --schedule.groups_per_step=2 --schedule.group_size=2 "
     "--task.latency_s=0 --rollout.max_turns=2 --engine.max_completion_tokens=16 --audit.share=0"
 )
 
@@ -76,11 +76,11 @@ def test_the_demo_runs_from_an_installed_wheel(installed: Path, tmp_path: Path) 
 def test_the_wheel_has_the_pages_and_the_licence_of_their_library(installed: Path) -> None:
     """Every file of the pages is served from an installed wheel, with uPlot's licence beside it."""
     code = (
-        "from unstale.observe.dashboard.server import _read_pages as read\n"
+        "from unstale.analysis.dashboard.server import _read_pages as read\n"
         "print(*sorted(name for name in read() if name))"
     )
     served = run(installed / "python", "-c", code, cwd=installed).stdout.split()
-    folder = ROOT / "unstale/observe/dashboard/static"
+    folder = ROOT / "unstale/analysis/dashboard/static"
     here = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     assert set(map(str, here)) == set(served)
     assert any(name.startswith("vendor/") and "LICENSE" in name.upper() for name in served)

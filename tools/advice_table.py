@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from unstale.analysis.advice.comparisons import TABLE, Case, ComparisonTable, measure
+from unstale.analysis.report.compare_page import points, points_with_interval
+from unstale.analysis.report.study import ALPHA
 from unstale.config import ConfigError
 from unstale.durability.run_folder import dumps, write_whole
-from unstale.observe.advice.comparisons import TABLE, Case, ComparisonTable, measure
-from unstale.observe.report.compare_page import points, points_with_interval
-from unstale.observe.report.study import ALPHA
 from unstale.observe.statistics import paired_difference, pool
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tests.support.chromium import Page, browser
-from unstale.observe.dashboard.server import Dashboard
+from unstale.analysis.dashboard.server import Dashboard
 
 DOCS = Path(__file__).parent.parent / "docs"
 MAX_BYTES = 60_000

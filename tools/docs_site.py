@@ -121,8 +121,8 @@ def _titles(entries: Any) -> Iterator[tuple[str, str]]:
 
 
 def _measurements() -> Iterator[str]:
-    """Yield a table of the measurements, the newest first."""
+    """Yield a table of the measurements."""
     yield from ("| measurement | file |", "|---|---|")
-    for path in sorted((ROOT / MEASUREMENTS).glob("2*.md"), reverse=True):
+    for path in sorted((ROOT / MEASUREMENTS).glob("[!R]*.md")):
         title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
         yield f"| [{title}]({path.name}) | `{path.stem}` |"

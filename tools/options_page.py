@@ -22,7 +22,7 @@ their values now. There are three ways to set one:
 
 | where | how |
 |---|---|
-| command line | `--trainer.lr 1e-5`; options of the run itself have no section: `--steps 20` |
+| command line | `--trainer.lr 1e-5`; options of the run itself have no section: `--max_steps 20` |
 | [file](your-own-data.md) | `lr = 1e-5` in the table `[trainer]`; `steps = 20` at the top |
 | Python | `RunConfig(recipe="mine", trainer=TrainerConfig(lr=1e-5))`, from `unstale.config` |
 
@@ -55,7 +55,7 @@ def objective_rows() -> list[str]:
         f"| `{name}` | {spec.docs.loss} | {spec.docs.source} | {spec.docs.choose} |"
         for name, spec in objectives().items()
     ]
-    head = ["| `objective.kind` | loss of a token | source | use it |", "|---|---|---|---|"]
+    head = ["| `objective.loss_type` | loss of a token | source | use it |", "|---|---|---|---|"]
     return [*head, *rows]
 
 

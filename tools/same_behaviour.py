@@ -19,11 +19,11 @@ from pathlib import Path
 TREE = Path(__file__).resolve().parents[1]
 
 SMALL: dict[str, object] = {
-    "steps": 4,
+    "max_steps": 4,
     "minutes": 0,
     "eval.tasks": 8,
-    "eval.every": 2,
-    "checkpoint.every": 2,
+    "eval.interval": 2,
+    "checkpoint.interval": 2,
     "schedule.groups_per_step": 4,
     "schedule.group_size": 4,
     "audit.share": 0.5,
@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "lora": ("retail", SMALL | {"trainer.lora_rank": 4}),
     "desks": (
         "desks_small",
-        SMALL | {"objective.kind": "gspo", "correction.control": "mask_weight"},
+        SMALL | {"objective.loss_type": "gspo", "correction.mode": "mask_weight"},
     ),
     "recompute": (
         "calculator",

@@ -1,6 +1,7 @@
-"""Print the sizes of the package: lines, files, functions, parameters, options, private accesses.
+"""Print the sizes of the package: lines, files, functions, parameters, private accesses, folders.
 
-Nothing is enforced. `--root` measures another checkout, `--package` another package in it.
+The last lines are the sums of the core and its annexes. Nothing is enforced. `--root` measures
+another checkout, `--package` another package in it.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 
@@ -66,6 +68,21 @@ def private_accesses(folder: Path) -> int:
     return found
 
 
+ANNEXES = ("analysis", "research")
+
+
+def folder_lines(package: Path) -> dict[str, int]:
+    """Return the lines of each entry of the package and each part of an annex, then the sums."""
+    rows: Counter[str] = Counter()
+    sums = Counter(dict.fromkeys(("core", *ANNEXES), 0))
+    for path in python_files(package):
+        first, *rest = path.relative_to(package).parts
+        annex = first if first in ANNEXES else "core"
+        rows["/".join((first, *rest[:1])) if annex != "core" else first] += num_lines(path)
+        sums[annex] += num_lines(path)
+    return {**dict(sorted(rows.items())), **sums}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
@@ -105,6 +122,9 @@ def main() -> None:
     }
     for name, value in rows.items():
         print(f"{name:36} {value}")
+    print()
+    for name, lines in folder_lines(package).items():
+        print(f"{name:36} {lines:6}")
 
 
 if __name__ == "__main__":

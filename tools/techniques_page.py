@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tools.options_page import rows_of
 from unstale.config.techniques import Entry, Slot, techniques
-from unstale.recipes import systems
-from unstale.recipes import techniques as combined
-from unstale.techniques.catalogue import ROWS
+from unstale.research.recipes import systems
+from unstale.research.recipes import techniques as combined
+from unstale.research.techniques.catalogue import ROWS
 
 PAGE = Path(__file__).parent.parent / "docs" / "techniques.md"
 HEAD = """# Techniques

@@ -153,7 +153,7 @@ async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None)
     """
     await run.engine.start()
     on_start()
-    complete = run.progress.step >= run.config.steps
+    complete = run.progress.step >= run.config.max_steps
     publication = Publication(run, run.progress, last=complete)
     await publication.finished()
     if complete:
@@ -218,10 +218,10 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
             async with publication.finish_before_errors():
                 progress = await take_step(run, progress.step + 1, publication)
             now = time.monotonic()
-            last = progress.step >= config.steps or now > deadline
+            last = progress.step >= config.max_steps or now > deadline
             checkpoint_due = (
                 last
-                or progress.step % config.checkpoint.every == 0
+                or progress.step % config.checkpoint.interval == 0
                 or 0 < 60 * config.checkpoint.minutes <= now - saved
             )
             saved = now if checkpoint_due else saved
@@ -277,7 +277,7 @@ async def build_batch(
         if run.techniques.reads_states:
             with run.log.span("trainer", f"step {step}"):
                 await run.trainer_thread.run(run.techniques.read_states, groups)
-    done = (step - 1) / run.config.steps
+    done = (step - 1) / run.config.max_steps
     scored, credited = run.techniques.credit(
         groups, progress=done, version=run.trainer.version, whole=whole
     )
@@ -297,7 +297,7 @@ async def join(
     replay_age = run.techniques.max_replay_age
 
     def build() -> tuple[Batch, Mapping[str, object]]:
-        fresh = collate(scored, groups=groups, replay_routes=run.config.trainer.routing_replay)
+        fresh = collate(scored, groups=groups, replay_experts=run.config.trainer.routing_replay)
         batch = concatenate([fresh, *run.techniques.replayed(groups, step)])
         lag = run.trainer.lag(batch.version)
         metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
@@ -449,7 +449,7 @@ class Publication:
         self._run = run
         self._progress = progress
         self._checkpoint_due = checkpoint
-        every = run.config.eval.every or run.config.steps
+        every = run.config.eval.interval or run.config.max_steps
         evaluation_due = last or progress.step % every == 0
         self._evaluation = run.evaluation if evaluation_due else None
         self._evaluating: asyncio.Task[dict[str, float]] | None = None

@@ -14,7 +14,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from unstale.expert_routes import ExpertRoutes, RouteTable, link
+from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
     from torch import Tensor
@@ -83,7 +83,7 @@ class Sampled:
     `behavior_logp` has the log-probability of each token in the distribution that it was sampled
     from. If a weight update interrupts a reply, the reply has one such piece for each version.
     `clean` is False if the engine kept its KV cache over a weight update. Then no single version
-    sampled the tokens. `routes` are the experts that an MoE model chose, if they are recorded.
+    sampled the tokens. `routed_experts` are those that an MoE model chose, if recorded.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -94,7 +94,7 @@ class Sampled:
     version: int
     clean: bool = True
     provenance: Provenance = Provenance.SAMPLED
-    routes: ExpertRoutes | None = field(default=None, compare=False, repr=False)
+    routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.behavior_logp):
@@ -108,23 +108,23 @@ class Sampled:
 Piece = ContextPiece | Sampled
 
 
-def link_routes(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
-    """Return a piece whose expert routes include those of the earlier pieces of its version.
+def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
+    """Return a piece whose routed experts include those of the earlier pieces of its version.
 
     `before` are all earlier pieces of the episode.
     """
     earlier = next(
         (
-            other.routes
+            other.routed_experts
             for other in reversed(before)
             if isinstance(other, Sampled) and other.version == piece.version
         ),
         None,
     )
-    if piece.routes is None and earlier is None:
+    if piece.routed_experts is None and earlier is None:
         return piece
     stop = sum(len(other.tokens) for other in before) + len(piece.tokens)
-    return replace(piece, routes=link(piece.routes, earlier, stop=stop))
+    return replace(piece, routed_experts=link(piece.routed_experts, earlier, stop=stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +527,7 @@ class Batch:
     clean: "Tensor"
     advantage: "Tensor"
     episodes: tuple[int, ...]
-    routes: RouteTable | None = None
+    routed_experts: ExpertTable | None = None
     """The experts to replay. None if the run does not replay them."""
     group: tuple[int, ...] = ()
     """The number of each sequence's group, -1 if it is unknown. Empty in a recorded batch."""
@@ -595,7 +595,9 @@ class Batch:
         chosen = Batch(
             offsets=tuple(offsets),
             episodes=episodes,
-            routes=self.routes.select(sequences, index) if self.routes else None,
+            routed_experts=self.routed_experts.select(sequences, index)
+            if self.routed_experts
+            else None,
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
             stored=self.stored.select(index) if self.stored else None,
@@ -611,13 +613,13 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join batches into one, in their order. None of them may have expert routes."""
+    """Join batches into one, in their order. None of them may have routed experts."""
     import torch
 
     if len(batches) == 1:
         return batches[0]
-    if any(batch.routes for batch in batches):
-        raise ValueError("batches with expert routes cannot be joined")
+    if any(batch.routed_experts for batch in batches):
+        raise ValueError("batches with routed experts cannot be joined")
     tensors = [each.name for each in fields(Batch) if each.type == "Tensor"]
     offsets = [0]
     for batch in batches:
@@ -643,6 +645,19 @@ def _nothing_stored(batch: Batch) -> StoredLogps:
     import torch
 
     return StoredLogps(torch.zeros_like(batch.behavior_logp), torch.zeros_like(batch.sampled))
+
+
+def group_of(batch: Batch) -> "Tensor":
+    """Return the group of each sequence as a number 0, 1, ..., `[n]`.
+
+    Raises ValueError if the groups of the batch are unknown.
+    """
+    import torch
+
+    numbers = torch.tensor(batch.group or (-1,))
+    if (numbers < 0).any():
+        raise ValueError("this batch does not say which sequences are of one group")
+    return numbers.unique(return_inverse=True)[1]
 
 
 def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
@@ -674,12 +689,12 @@ def collate(
     credited: Sequence[ScoredTrajectory],
     *,
     groups: Sequence[Group] = (),
-    replay_routes: bool = False,
+    replay_experts: bool = False,
 ) -> Batch:
     """Concatenate trajectories with advantages into one batch. No padding is added.
 
     `groups` are the groups of the trajectories, whose numbers the batch then has. With
-    `replay_routes` the batch has the expert routes that the engine recorded.
+    `replay_experts` the batch has the routed experts that the engine recorded.
     """
     import numpy as np
     import torch
@@ -723,13 +738,13 @@ def collate(
         clean=clean.bool(),
         advantage=torch.from_numpy(np.concatenate(advantage)),
         episodes=tuple(item.trajectory.episode for item in credited),
-        routes=_route_table(credited) if replay_routes else None,
+        routed_experts=_expert_table(credited) if replay_experts else None,
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
     )
 
 
-def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
+def _expert_table(credited: Sequence[ScoredTrajectory]) -> ExpertTable:
     """Return the experts that the engine used for the tokens of some trajectories.
 
     `complete` is True for the tokens whose experts were recorded in every layer.
@@ -739,16 +754,18 @@ def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
     sequences = []
     complete = [torch.empty(0, dtype=torch.bool)]
     for item in credited:
-        versions: dict[int, ExpertRoutes] = {}
+        versions: dict[int, RoutedExperts] = {}
         whole = torch.zeros(len(item.trajectory), dtype=torch.bool)
         for start, piece, _ in walk(item.trajectory.pieces):
-            if isinstance(piece, Sampled) and piece.routes:
-                versions[piece.version] = piece.routes
+            if isinstance(piece, Sampled) and piece.routed_experts:
+                versions[piece.version] = piece.routed_experts
                 # The row of a token predicts the next one.
-                whole[start : min(start + len(piece.tokens), piece.routes.covered + 1)] = True
+                whole[start : min(start + len(piece.tokens), piece.routed_experts.covered + 1)] = (
+                    True
+                )
         sequences.append(versions)
         complete.append(whole)
-    return RouteTable(tuple(sequences), torch.cat(complete))
+    return ExpertTable(tuple(sequences), torch.cat(complete))
 
 
 def _advantages(

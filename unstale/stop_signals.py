@@ -92,18 +92,14 @@ def noted_hangs(path: Path) -> Iterator[None]:
     if _supervisor or _hangs or not HANG_S:
         yield
         return
-    with suppress(OSError):
-        _hangs = path.open("ab", buffering=0)
-    try:
-        yield
-    finally:
-        if _hangs:
+    with path.open("ab", buffering=0) as _hangs:
+        try:
+            yield
+        finally:
             faulthandler.cancel_dump_traceback_later()
-            _hangs.close()
             _hangs = None
-            with suppress(OSError):
-                if not path.stat().st_size:
-                    path.unlink()
+            if not path.stat().st_size:
+                path.unlink()
 
 
 def begin_run(folder: str, note: str, limit_s: float) -> None:

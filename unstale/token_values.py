@@ -23,7 +23,7 @@ class TokenFlag(IntFlag):
     VETOED = 2
     """`correction.token_veto_threshold` dropped the token's sequence."""
     MASKED = 4
-    """`correction.control` dropped the token. The token veto did not."""
+    """`correction.mode` dropped the token. The token veto did not."""
     DROPPED = 8
     """A technique dropped the token. The correction had kept it."""
     CLIPPED_LOW = 16

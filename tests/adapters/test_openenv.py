@@ -23,8 +23,8 @@ import pytest
 from tests.adapters.docs import block, run_command
 from unstale.config import ConfigError, TaskConfig
 from unstale.envs import EnvError, Message, ToolCall, Turn
-from unstale.envs.adapters.openenv import OpenEnvTasks
 from unstale.envs.registry import build_taskset
+from unstale.research.adapters.openenv import OpenEnvTasks
 from unstale.testing import check_env
 
 pytest.importorskip("openenv.core", reason="needs openenv: make test-adapters")

@@ -171,7 +171,7 @@ def test_the_user_does_what_is_named_and_the_policy_does_not_see_how() -> None:
 
 def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """All episodes can wait for the user model at once without using the run's other threads."""
-    from unstale.envs.adapters.tau2 import THREADS, Tau2Env
+    from unstale.research.adapters.tau2 import THREADS, Tau2Env
 
     together = threading.Barrier(THREADS)
 
@@ -321,7 +321,7 @@ def test_the_commands_of_the_docs_train_and_evaluate_on_all_domains(
 
     (train,) = [line for line in DOCS.splitlines() if line.startswith("unstale train llm")]
     words = shlex.split(train.replace("models/Qwen3-4B", str(folder)))[1:]
-    fewer = "--schedule.groups_per_step 3 --schedule.group_size 2 --steps 1 --eval.tasks 0"
+    fewer = "--schedule.groups_per_step 3 --schedule.group_size 2 --max_steps 1 --eval.tasks 0"
     short = "--rollout.max_turns 2 --engine.max_completion_tokens 32 --name tau2 --runs"
     with pytest.raises(SystemExit) as end:
         main.main([*words, *fewer.split(), *short.split(), str(tmp_path)])
@@ -338,7 +338,7 @@ def test_the_benchmark_resumes_and_scores_the_reference_solutions_100(
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
     words = ["--tasks", "3", "--attempts", "2", "--saved", str(tmp_path / "saved")]
     benchmark.main(words)
-    (file,) = tmp_path.glob("*-tau2.md")
+    (file,) = tmp_path.glob("tau2.md")
     table = file.read_text()
     solved = [line for line in table.splitlines() if line.startswith("| reference solution")]
     assert len(solved) == 4 and all(line.count("| 100.0%") == 3 for line in solved)

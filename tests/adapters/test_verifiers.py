@@ -84,7 +84,7 @@ def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(
 def test_programs_of_a_harness_do_not_see_the_key_of_the_endpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from unstale.envs.adapters.verifiers import KEY
+    from unstale.research.adapters.verifiers import KEY
 
     started: list[dict[str, str]] = []
     start = asyncio.create_subprocess_exec
@@ -123,7 +123,7 @@ def test_training_and_held_out_tasks_are_different_rows() -> None:
     ],
 )
 def test_what_cannot_be_made_is_refused(options: dict[str, Any], says: str) -> None:
-    from unstale.envs.adapters.verifiers import VerifiersTasks
+    from unstale.research.adapters.verifiers import VerifiersTasks
 
     with pytest.raises(ConfigError, match=says):
         VerifiersTasks(**options)

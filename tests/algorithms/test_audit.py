@@ -21,10 +21,10 @@ from torch import Tensor
 
 from unstale.algorithms import audit
 from unstale.algorithms.audit import Tokens
+from unstale.analysis.audit import audit as audit_run
+from unstale.analysis.audit import segments
 from unstale.builders import build_old_logps
 from unstale.cli import session
-from unstale.cli.audit import audit as audit_run
-from unstale.cli.audit import segments
 from unstale.cli.main import main
 from unstale.config import (
     AuditConfig,
@@ -404,15 +404,14 @@ def test_a_stored_configuration_is_read_again() -> None:
     assert str(config.old_logps) == "ewma_prox beta=0.75"
     with pytest.raises(ConfigError, match="unknown option colour"):
         stored_config({**stored, "colour": "red"})
-    renamed = {**stored, "schedule": {"window": 4}}
-    with pytest.raises(ConfigError, match=r"schedule\.window is now schedule\.lookahead_window"):
-        stored_config(renamed)
-    with pytest.raises(ConfigError, match=r"config\.json: credit is now advantage"):
-        stored_config({**stored, "credit": {"estimator": "rloo"}})
+    earlier = {**stored, "schedule": {"window": 4}, "steps": 7}
+    del earlier["max_steps"]
+    assert stored_config(earlier).schedule.lookahead_window == 4
+    assert stored_config(earlier).max_steps == 7
     with pytest.raises(ConfigError, match=r"config\.json"):
         stored_config({})
     for knob, value in {
-        "steps": 3.0,
+        "max_steps": 3.0,
         "seed": True,
         "name": 3,
         "runs": 3,
@@ -430,7 +429,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe="toy",
         runs=tmp_path_factory.mktemp("runs"),
         name="run",
-        steps=4,
+        max_steps=4,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=4),
         engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=16),
@@ -552,7 +551,7 @@ def test_a_replayed_route_hears_what_it_would_have_heard(
         route.scorer = scorer
         return route
 
-    monkeypatch.setattr("unstale.cli.audit.build_old_logps", build)
+    monkeypatch.setattr("unstale.analysis.audit.build_old_logps", build)
     audit_run(recorded_run, routes=["rollout"], console=Console(file=StringIO()))
     batches = [recorded.batch(step) for step in recorded.steps]
     pieces = [piece for trained in batches for piece in segments(trained.batch)]
@@ -593,7 +592,7 @@ def test_a_route_that_cannot_be_built_is_named(
     def refuse(*_: object, **__: object) -> OldLogps:
         raise ConfigError("not enough memory")
 
-    monkeypatch.setattr("unstale.cli.audit.build_old_logps", refuse)
+    monkeypatch.setattr("unstale.analysis.audit.build_old_logps", refuse)
     found = audit_run(recorded_run, routes=["rollout"], console=Console(file=StringIO()))
     assert found["not_built"] == {"rollout": "not enough memory"} and found["routes"] == []
     assert "not enough memory" in (recorded_run / "report.html").read_text()
@@ -617,7 +616,7 @@ def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() 
     as 0."""
     batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
     exact = batch.behavior_logp + 0.01 * batch.sampled
-    correction = CorrectionConfig(control="mask", low=0.9, high=1.1, unit="sequence")
+    correction = CorrectionConfig(mode="mask", low=0.9, high=1.1, unit="sequence")
     rules = LossSpec(correction, ObjectiveConfig())
     truth = torch.where(batch.clean & batch.sampled, exact, 0.0)
     audited = Truth(batch, 1, truth, exact).compare(exact, rules)

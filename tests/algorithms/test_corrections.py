@@ -20,7 +20,7 @@ from torch import Tensor, tensor
 
 from unstale.algorithms import corrections
 from unstale.algorithms.corrections import (
-    Control,
+    CorrectionWeights,
     NonFinite,
     aggregate,
     bounded_exp,
@@ -225,14 +225,14 @@ LOG = torch.where(SAMPLED, LOG_D, 0.0)
 D = [1.0, math.exp(0.1), math.exp(-0.3), math.exp(0.5), 1.0, math.exp(-0.7), 1.0, math.exp(0.2)]
 
 
-def kept(control: Control) -> list[int]:
-    return control.keep.int().tolist()
+def kept(correction: CorrectionWeights) -> list[int]:
+    return correction.keep.int().tolist()
 
 
 def test_mask() -> None:
-    control = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
-    assert kept(control) == [0, 1, 1, 0, 0, 0, 0, 1]
-    assert control.factor.tolist() == kept(control)
+    correction = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
+    assert kept(correction) == [0, 1, 1, 0, 0, 0, 0, 1]
+    assert correction.factor.tolist() == kept(correction)
 
 
 def test_both_ends_of_a_band_belong_to_it() -> None:
@@ -242,15 +242,15 @@ def test_both_ends_of_a_band_belong_to_it() -> None:
 
 
 def test_truncate() -> None:
-    control = truncate(LOG, keep_all(SAMPLED), high=1.2)
-    assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 1.2, 0, D[5], 0, 1.2])
-    assert kept(control) == SAMPLED.int().tolist()
+    correction = truncate(LOG, keep_all(SAMPLED), high=1.2)
+    assert correction.factor.tolist() == pytest.approx([0, D[1], D[2], 1.2, 0, D[5], 0, 1.2])
+    assert kept(correction) == SAMPLED.int().tolist()
 
 
 def test_clamp_is_truncate_with_a_lower_bound() -> None:
-    control = clamp(LOG, keep_all(SAMPLED), low=0.8, high=1.2)
-    assert control.factor.tolist() == pytest.approx([0, D[1], 0.8, 1.2, 0, 0.8, 0, 1.2])
-    assert kept(control) == SAMPLED.int().tolist()
+    correction = clamp(LOG, keep_all(SAMPLED), low=0.8, high=1.2)
+    assert correction.factor.tolist() == pytest.approx([0, D[1], 0.8, 1.2, 0, 0.8, 0, 1.2])
+    assert kept(correction) == SAMPLED.int().tolist()
 
 
 def test_normalized_weights_have_the_mean_one_over_kept_tokens() -> None:
@@ -291,14 +291,14 @@ def test_a_cap_holds_the_whole_ratio_however_it_is_divided() -> None:
 
 
 def test_mask_weight() -> None:
-    control = mask_weight(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
-    assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 0, 0, 0, 0, D[7]])
-    assert kept(control) == [0, 1, 1, 0, 0, 0, 0, 1]
+    correction = mask_weight(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
+    assert correction.factor.tolist() == pytest.approx([0, D[1], D[2], 0, 0, 0, 0, D[7]])
+    assert kept(correction) == [0, 1, 1, 0, 0, 0, 0, 1]
 
 
 def test_veto_drops_the_whole_sequence_and_only_that() -> None:
-    control = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.6)  # exp(-0.7) = 0.497
-    assert kept(control) == [0, 0, 0, 0, 0, 0, 0, 1]
+    correction = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.6)  # exp(-0.7) = 0.497
+    assert kept(correction) == [0, 0, 0, 0, 0, 0, 0, 1]
     assert (
         kept(veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.4)) == SAMPLED.int().tolist()
     )
@@ -315,11 +315,11 @@ def test_veto_also_sees_tokens_that_were_dropped_before() -> None:
 
 
 def test_controls_compose() -> None:
-    control = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.1)
-    control = mask(aggregate(LOG, ids("turn"), sampled=SAMPLED), control, low=0.9, high=1.2)
-    control = truncate(LOG, control, high=1.3)
-    assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 1.3, 0, 0, 0, 0])
-    assert none(LOG, control) is control
+    correction = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.1)
+    correction = mask(aggregate(LOG, ids("turn"), sampled=SAMPLED), correction, low=0.9, high=1.2)
+    correction = truncate(LOG, correction, high=1.3)
+    assert correction.factor.tolist() == pytest.approx([0, D[1], D[2], 1.3, 0, 0, 0, 0])
+    assert none(LOG, correction) is correction
 
 
 def test_a_second_weight_is_refused() -> None:
@@ -332,9 +332,9 @@ def test_a_second_weight_is_refused() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(2.0, 1.0), (-0.1, 1.0), (NAN, 1.0)])
 def test_an_impossible_band_is_refused(low: float, high: float) -> None:
-    for control in (mask, mask_weight):
+    for mode in (mask, mask_weight):
         with pytest.raises(ValueError, match="band"):
-            control(LOG, keep_all(SAMPLED), low=low, high=high)
+            mode(LOG, keep_all(SAMPLED), low=low, high=high)
 
 
 def test_impossible_bounds_are_refused() -> None:
@@ -363,13 +363,13 @@ def test_masking_and_then_capping_is_weighing_inside_the_band(
 
 def test_verdicts_carry_no_gradient() -> None:
     log_d = LOG.clone().requires_grad_()
-    for control in (
+    for correction in (
         mask(log_d, keep_all(SAMPLED), low=0.5, high=2.0),
         truncate(log_d, keep_all(SAMPLED), high=2.0),
         mask_weight(log_d, keep_all(SAMPLED), low=0.5, high=2.0),
         veto(log_d, keep_all(SAMPLED), sequence=SEQUENCE, below=0.5),
     ):
-        assert not control.weight.requires_grad and not control.factor.requires_grad
+        assert not correction.weight.requires_grad and not correction.factor.requires_grad
 
 
 # --- what may enter, and what is reported
@@ -410,8 +410,8 @@ def test_off_the_mask_anything_may_stand() -> None:
 
 
 def test_summary() -> None:
-    control = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
-    found = summary(control, sampled=SAMPLED, log_discrepancy=LOG, log_staleness=2 * LOG)
+    correction = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
+    found = summary(correction, sampled=SAMPLED, log_discrepancy=LOG, log_staleness=2 * LOG)
     assert found["correction/kept_share"] == pytest.approx(3 / 5)
     assert found["correction/weight_mean"] == pytest.approx(3 / 5)
     assert found["correction/log_d_mean"] == pytest.approx(-0.2 / 5)

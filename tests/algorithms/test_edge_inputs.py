@@ -141,5 +141,5 @@ def test_approximations_widen_bfloat16(approximate: Any, alpha: Any) -> None:
 
 def test_weights_are_finite_beside_junk_off_the_mask() -> None:
     log_d = torch.where(SAMPLED, 0.1, math.nan)
-    control = mask_weight(log_d, keep_all(SAMPLED), low=0.5, high=2.0, normalize=True)
-    assert control.factor.tolist() == pytest.approx(SAMPLED.double().tolist())
+    correction = mask_weight(log_d, keep_all(SAMPLED), low=0.5, high=2.0, normalize=True)
+    assert correction.factor.tolist() == pytest.approx(SAMPLED.double().tolist())

@@ -57,7 +57,7 @@ def test_it_is_an_option_and_scores_groups(added: str) -> None:
 
 def test_a_run_trains_with_it(added: str, tmp_path: Path) -> None:
     config = small(
-        tmp_path, steps=1, advantage=AdvantageConfig(estimator=added), eval=EvalConfig(tasks=0)
+        tmp_path, max_steps=1, advantage=AdvantageConfig(estimator=added), eval=EvalConfig(tasks=0)
     )
     assert len(session.train(config).metrics) == 1
 

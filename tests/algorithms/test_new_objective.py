@@ -9,15 +9,15 @@ import pytest
 
 from tests.cli.test_run import small
 from tools.options_page import objective_rows
+from unstale.analysis.advice.samples import Lengths, Thresholds
+from unstale.analysis.dashboard.bounds import bounds
+from unstale.analysis.report.words import semantics
 from unstale.cli import session
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, CorrectionConfig, EvalConfig, ObjectiveConfig, RunConfig
 from unstale.config.objectives import objectives
 from unstale.lint import check
-from unstale.observe.advice.samples import Lengths, Thresholds
-from unstale.observe.dashboard.bounds import bounds
-from unstale.observe.report.words import semantics
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -34,7 +34,7 @@ from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 class Ceiling(ObjectiveConfig):
     """A weight with a ceiling."""
 
-    kind: str = "ceiling"
+    loss_type: str = "ceiling"
     ceiling: Positive = 1.5
     """The largest S that has a gradient."""
 
@@ -76,20 +76,20 @@ def test_a_registered_objective_is_known_everywhere(
     with pytest.raises(ConfigError, match=r"objective.ceiling is an option of ceiling"):
         ObjectiveConfig(ceiling=2.0)
     with pytest.raises(ConfigError, match=r"objective.ceiling must be > 0, got 0"):
-        ObjectiveConfig(kind=ceiling, ceiling=0.0)
+        ObjectiveConfig(loss_type=ceiling, ceiling=0.0)
 
     words = ["train", "retail"]
-    assert "--objective.ceiling" in options_help(words, {"objective.kind": ceiling})
+    assert "--objective.ceiling" in options_help(words, {"objective.loss_type": ceiling})
     assert "--objective.ceiling" not in options_help(words, {})
     with pytest.raises(SystemExit):
-        main(["lint", "retail", f"--objective.kind={ceiling}", "--objective.ceiling=1.0001"])
+        main(["lint", "retail", f"--objective.loss_type={ceiling}", "--objective.ceiling=1.0001"])
     told = capsys.readouterr().out
     assert "S at 0.0001" in told  # narrower than the noise
 
-    objective = ObjectiveConfig(kind=ceiling)
+    objective = ObjectiveConfig(loss_type=ceiling)
     config = RunConfig(recipe="", objective=objective)
     assert check(config).factors[1].bound.startswith("ceiling: nothing above 1.5")
-    stored = {"objective.kind": ceiling, "objective.ceiling": 1.25}
+    stored = {"objective.loss_type": ceiling, "objective.ceiling": 1.25}
     assert "nothing above 1.25" in dict(semantics(stored.get, None))["Staleness"]
     assert [each.name for each in bounds(CorrectionConfig(), objective)][-1] == "ceiling of S"
     clip = Thresholds.of(config, Lengths()).clip
@@ -98,6 +98,6 @@ def test_a_registered_objective_is_known_everywhere(
 
 
 def test_a_registered_objective_trains(ceiling: str, tmp_path: Path) -> None:
-    options = ObjectiveConfig(kind=ceiling, ceiling=1.2)
-    config = small(tmp_path, steps=2, objective=options, eval=EvalConfig(tasks=0))
+    options = ObjectiveConfig(loss_type=ceiling, ceiling=1.2)
+    config = small(tmp_path, max_steps=2, objective=options, eval=EvalConfig(tasks=0))
     assert session.train(config).folder.joinpath("config.json").is_file()

@@ -211,13 +211,13 @@ def test_on_fresh_data_every_objective_is_reinforce(name: str, unit: Any, how: A
     log_d = aggregate(
         log_discrepancy(value, value, sampled=SAMPLED), ids(unit), sampled=SAMPLED, how=how
     )
-    control = mask(log_d, keep_all(SAMPLED), low=0.999, high=1.001)
-    control = mask_weight(
-        log_d, veto(log_d, control, sequence=SEQUENCE, below=0.9), low=0.5, high=2.0
+    correction = mask(log_d, keep_all(SAMPLED), low=0.999, high=1.001)
+    correction = mask_weight(
+        log_d, veto(log_d, correction, sequence=SEQUENCE, below=0.9), low=0.5, high=2.0
     )
     log_s = log_staleness(logp, value, unit=ids(unit), sampled=SAMPLED, how=how)
-    norm = token_norm(SAMPLED, control.keep, sequence=SEQUENCE)
-    loss = (OBJECTIVES[name](log_s, ADVANTAGE.double()).loss * control.factor * norm).sum()
+    norm = token_norm(SAMPLED, correction.keep, sequence=SEQUENCE)
+    loss = (OBJECTIVES[name](log_s, ADVANTAGE.double()).loss * correction.factor * norm).sum()
     (gradient,) = torch.autograd.grad(loss, logp)
     torch.testing.assert_close(gradient, -ADVANTAGE.double() / 5, rtol=1e-12, atol=0)
 
@@ -230,18 +230,18 @@ def test_gradients_reach_nothing_but_logp(name: str, unit: Any) -> None:
     log_d = aggregate(
         log_discrepancy(old_logp, behavior_logp, sampled=SAMPLED), ids(unit), sampled=SAMPLED
     )
-    control = truncate(log_d, mask(log_d, keep_all(SAMPLED), low=0.5, high=2.0), high=1.1)
+    correction = truncate(log_d, mask(log_d, keep_all(SAMPLED), low=0.5, high=2.0), high=1.1)
     log_s = log_staleness(logp, old_logp, unit=ids(unit), sampled=SAMPLED)
     surrogate = OBJECTIVES[name](log_s, ADVANTAGE)
-    norm = token_norm(SAMPLED, control.keep, sequence=SEQUENCE, how="kept")
+    norm = token_norm(SAMPLED, correction.keep, sequence=SEQUENCE, how="kept")
     extra = reference_kl(logp, reference_logp, sampled=SAMPLED) - sampled_entropy(
         logp, sampled=SAMPLED
     )
-    ((surrogate.loss * control.factor + extra) * norm).sum().backward()
+    ((surrogate.loss * correction.factor + extra) * norm).sum().backward()
     assert (
         not surrogate.clipped.requires_grad
         and not norm.requires_grad
-        and not control.factor.requires_grad
+        and not correction.factor.requires_grad
     )
     assert logp.grad is not None and logp.grad[SAMPLED].any()
     assert not logp.grad[~SAMPLED].any()
@@ -334,8 +334,8 @@ def test_a_cut_batch_sums_to_the_whole(how: Any) -> None:
         3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     log_d = aggregate(log_discrepancy(old, behavior, sampled=SAMPLED), ids("turn"), sampled=SAMPLED)
-    control = mask_weight(log_d, keep_all(SAMPLED), low=0.3, high=3.0)
-    scale = control.factor * token_norm(SAMPLED, control.keep, sequence=SEQUENCE, how=how)
+    correction = mask_weight(log_d, keep_all(SAMPLED), low=0.3, high=3.0)
+    scale = correction.factor * token_norm(SAMPLED, correction.keep, sequence=SEQUENCE, how=how)
 
     def loss(logp: Tensor, part: slice) -> Tensor:
         log_s = log_staleness(

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.bands import kept_shares, over_all, reset_table, resets, with_limits
 from tests.support.fake_comparison import comparison, study_plan
+from unstale.analysis.report.compare import KEPT
+from unstale.analysis.report.study import StudyResults, read_results
 from unstale.durability.run_folder import EVENTS, dumps
-from unstale.observe.report.compare import KEPT
-from unstale.observe.report.study import StudyResults, read_results
 
 SETTINGS = {  # setting -> arm -> (held-out success, kept share) by seed
     "bfloat16-seq2": {

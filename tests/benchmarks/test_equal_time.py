@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import equal_time
 from tests.support.fake_comparison import comparison, study_plan
+from unstale.analysis.report.study import StudyResults, read_results
 from unstale.config import ConfigError
-from unstale.observe.report.study import StudyResults, read_results
 
 
 @pytest.fixture(autouse=True)

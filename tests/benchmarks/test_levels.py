@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.levels import differences, successes
 from tests.support.fake_comparison import comparison, study_plan
-from unstale.observe.report.study import StudyResults, read_results
+from unstale.analysis.report.study import StudyResults, read_results
 
 FINAL = {  # setting -> arm -> held-out success by seed
     "fp8-s2": {"snapshot_old": (0.50, 0.60, 0.70), "rollout": (0.40, 0.56, 0.60)},

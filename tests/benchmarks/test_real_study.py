@@ -10,19 +10,20 @@ from benchmarks.power import pilot_spreads, table
 from benchmarks.sums import HELD_OUT, LARGEST, Sums
 from tests.support.fake_comparison import comparison, study_plan
 from tests.support.tiny_runs import save_tiny
-from unstale.cli import main, study
-from unstale.cli.compare import Planned
+from unstale.cli import main
 from unstale.cli.session import train
 from unstale.config.options import override
+from unstale.research import study
+from unstale.research.compare import Planned
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "studies" / "real.toml"
 SMALL: dict[str, Any] = {
-    "steps": 2,
+    "max_steps": 2,
     "schedule.groups_per_step": 2,
     "schedule.group_size": 2,
     "eval.tasks": 2,
-    "eval.every": 2,
-    "checkpoint.every": 2,
+    "eval.interval": 2,
+    "checkpoint.interval": 2,
     "engine.max_running": 16,
     "trainer.warmup_steps": 0,
 }
@@ -34,7 +35,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
     """Return the first run of each arm in each setting, with a tiny policy."""
     folder = tmp_path_factory.mktemp("study")
     save_tiny(folder / "tiny", bitwise=True)
-    words = [str(FILE), "--policy", str(folder / "tiny"), "--seeds", "1"]
+    words = [str(FILE), "--model", str(folder / "tiny"), "--seeds", "1"]
     plan = study.planned(main.parse(["compare", *words, "--runs", str(folder / "runs")]))
     return {(each.folder.name, run.arm): run for each in plan.comparisons for run in each.runs}
 

@@ -110,7 +110,7 @@ def test_every_route_has_a_run_that_means_something(name: str, tmp_path: Path) -
     config = route_steps.config_of(name, route_steps.Setting(5, 6), seed=1, runs=tmp_path)
     check(config).require()
     assert config.old_logps.route == name and config.schedule.staleness_bound == 2
-    assert config.steps == 5 + 4, "the first four do not count"
+    assert config.max_steps == 5 + 4, "the first four do not count"
 
 
 def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     titles = re.findall("^### (.*)$", text, re.MULTILINE)
     assert titles == ["Scoring", "Publication", "Decoding", "Memory by vocabulary"]
     assert all(f"| 0.6B | `{route}` |" in text for route in routes()) and "| 0.6B | 2 |" in text
-    assert gpu.main([*words.split(), "--parts", "memory"]).name.endswith("-gpu-memory.md")
+    assert gpu.main([*words.split(), "--parts", "memory"]).name == "gpu-memory.md"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cpu"):
         gpu.arguments([])

@@ -58,7 +58,10 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "--old_logps.route cannot be 'snapsht'; did you mean snapshot_old",
         ),
         (("train", "retail", "--trainer.lr", "fast"), "--trainer.lr must be a number, got 'fast'"),
-        (("train", "retail", "--steps", "2.5"), "--steps must be a whole number, got '2.5'"),
+        (
+            ("train", "retail", "--max_steps", "2.5"),
+            "--max_steps must be a whole number, got '2.5'",
+        ),
         (("train", "retail", "--trainer.lr", "-1"), "trainer.lr must be > 0, got -1.0"),
         (
             ("train", "retail", "--schedule.max_staleness", "-1"),
@@ -89,7 +92,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "credit.estimator is now advantage.estimator",
         ),
         (("train", "retail", "--tensorboard", "true"), "tensorboard is now trackers"),
-        (("train", "retail", "--steps"), "--steps needs a value"),
+        (("train", "retail", "--max_steps"), "--max_steps needs a value"),
         (("report", "runs/x", "--seed", "3"), "unknown argument --seed"),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
         (("report",), "missing: run; see unstale report --help"),
@@ -128,7 +131,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "dr_grpo is objective.loss_aggregation constant, objective.constant N",
         ),
         (
-            ("lint", "llm", "--objective.kind", "dr_grpo"),
+            ("lint", "llm", "--objective.loss_type", "dr_grpo"),
             "it is ppo_clip here, with advantage.estimator = dr_grpo, objective.loss_aggregation = "
             "constant and objective.constant = the largest",
         ),
@@ -182,7 +185,7 @@ def test_a_wrong_model_folder_is_told_before_a_run_folder_is_made(
     if prepare == "empty":
         model.mkdir()
     line = complaint(
-        capsys, "train", "retail", "--policy", str(model), "--runs", str(tmp_path / "runs")
+        capsys, "train", "retail", "--model", str(model), "--runs", str(tmp_path / "runs")
     )
     assert says in line and not (tmp_path / "runs").exists()
 
@@ -251,7 +254,7 @@ def test_help_has_the_values_of_a_file(
     file.write_text('recipe = "llm"\n[engine]\nmax_context = 333\n')
     for words in ([str(file)], ["--config", str(file)], [f"--config={file}"]):
         with pytest.raises(SystemExit):
-            main.main(["train", *words, "--help", "--steps", "7"])
+            main.main(["train", *words, "--help", "--max_steps", "7"])
         text = capsys.readouterr().out
         assert max(map(len, text.partition("\nrun: ")[2].splitlines())) <= 80
         shown = " ".join(text.split())
@@ -271,8 +274,8 @@ def test_help_hides_options_that_the_choices_do_not_read(
     for choice, option in (
         ("--old_logps.route=ppo_ewma_async", "--old_logps.averages"),
         ("--advantage.estimator=turn_level", "--advantage.discount"),
-        ("--objective.kind=dual_clip", "--objective.dual_clip "),
-        ("--objective.kind=sapo", "--objective.tau_pos"),
+        ("--objective.loss_type=dual_clip", "--objective.dual_clip "),
+        ("--objective.loss_type=sapo", "--objective.tau_pos"),
         ("--trainer.lora_rank=4", "--trainer.lora_alpha"),
     ):
         assert option not in shown() and option in shown(choice)
@@ -284,8 +287,8 @@ def test_help_hides_options_that_the_choices_do_not_read(
 def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('recipe = "retail"\nsteps = 3\n[trainer]\nlr = 1\n[schedule]\ngroup_size = 4\n')
-    config = parse("train", "--config", str(file), "--steps", "5")
-    assert (config.recipe, config.steps, config.trainer.lr) == ("retail", 5, 1.0)
+    config = parse("train", "--config", str(file), "--max_steps", "5")
+    assert (config.recipe, config.max_steps, config.trainer.lr) == ("retail", 5, 1.0)
     assert config.schedule.group_size == 4
     assert config.task == RECIPES["retail"]().task
 
@@ -305,7 +308,7 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
             "trainer.lrr; did you mean trainer.lr",
         ),
         (
-            "[objective]\nkind = 'grpo'",
+            "[objective]\nloss_type = 'grpo'",
             "'grpo'; it is ppo_clip here, with objective.loss_aggregation = sequence_mean",
         ),
         ("[objective]\nloss_aggregation = 'token-mean'", "it is action_tokens here"),
@@ -335,7 +338,7 @@ def test_the_values_of_other_trainers_lead_to_values_that_exist() -> None:
 def test_a_name_that_a_file_of_options_has_twice_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.json").write_text('{"steps": 3, "trainer": {"lr": 1, "lr": 2}}')
+    (tmp_path / "run.json").write_text('{"max_steps": 3, "trainer": {"lr": 1, "lr": 2}}')
     line = complaint(capsys, "train", "retail", "--config", str(tmp_path / "run.json"))
     assert "run.json is not valid JSON: the name 'lr' is given twice" in line
     line = complaint(capsys, "train", "llm", "--chat_template_kwargs", '{"a": 1, "a": 2}')
@@ -345,15 +348,15 @@ def test_a_name_that_a_file_of_options_has_twice_is_refused(
 def test_help_lists_the_download_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["train", "--help"])
-    assert "--policy_download" in capsys.readouterr().out
+    assert "--model_download" in capsys.readouterr().out
 
 
 def test_a_file_may_stand_in_the_place_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('recipe = "retail"\nsteps = 3\n[trainer]\nlr = 1\n')
-    (tmp_path / "run.json").write_text('{"recipe": "retail", "steps": 3, "trainer": {"lr": 1}}')
+    (tmp_path / "run.json").write_text('{"recipe": "retail", "max_steps": 3, "trainer": {"lr": 1}}')
     for name in ("run.toml", "run.json"):
         config = parse("train", str(tmp_path / name), "--trainer.lr", "1e-6")
-        assert (config.recipe, config.steps, config.trainer.lr) == ("retail", 3, 1e-6)
+        assert (config.recipe, config.max_steps, config.trainer.lr) == ("retail", 3, 1e-6)
         assert config.task == RECIPES["retail"]().task
 
 
@@ -378,7 +381,7 @@ def test_the_configuration_of_a_run_can_be_given_back(tmp_path: Path, config: Ru
 def test_a_file_of_an_earlier_version_may_have_options_that_its_run_did_not_use(
     tmp_path: Path,
 ) -> None:
-    config = replace(RECIPES["llm"](), correction=CorrectionConfig(control="none"))
+    config = replace(RECIPES["llm"](), correction=CorrectionConfig(mode="none"))
     RunLog.create(tmp_path / "run", config).close()
     file = tmp_path / "run" / "config.json"
     row = json.loads(file.read_text())
@@ -390,11 +393,11 @@ def test_a_file_of_an_earlier_version_may_have_options_that_its_run_did_not_use(
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("run.json", '{"recipe": "of_a_script", "steps": 3}', "unknown recipe 'of_a_script'"),
-        ("run.json", '{"steps": ', "run.json is not valid JSON"),
+        ("run.json", '{"recipe": "of_a_script", "max_steps": 3}', "unknown recipe 'of_a_script'"),
+        ("run.json", '{"max_steps": ', "run.json is not valid JSON"),
         ("run.json", '{"trainer": {"lr": "x"}}', "run.json, trainer.lr must be a number, got 'x'"),
         ("run.json", "[]", "run.json must hold an object, got []"),
-        ("run.toml", "steps = 3", "no recipe is given"),
+        ("run.toml", "max_steps = 3", "no recipe is given"),
         ("other.toml", None, "cannot read"),
     ],
 )
@@ -415,13 +418,13 @@ OWN_RECIPES = """
 from unstale.recipes import retail
 
 def short(**changes):
-    return retail(steps=2, **changes)
+    return retail(max_steps=2, **changes)
 
 def nothing():
     return 3
 
 def wrong():
-    return retail(steps=0)
+    return retail(max_steps=0)
 """
 
 
@@ -431,11 +434,11 @@ def test_a_recipe_of_ones_own_is_named_by_its_module(
     (tmp_path / "recipes_of_mine.py").write_text(OWN_RECIPES)
     monkeypatch.syspath_prepend(tmp_path)
     config = parse("train", "recipes_of_mine:short", "--seed", "3")
-    assert (config.recipe, config.steps, config.seed) == ("recipes_of_mine:short", 2, 3)
+    assert (config.recipe, config.max_steps, config.seed) == ("recipes_of_mine:short", 2, 3)
     for function, says in (
         ("none", "has no attribute 'none'"),
         ("nothing", "'recipes_of_mine:nothing' returned a int, no RunConfig"),
-        ("wrong", "'recipes_of_mine:wrong' cannot be used: steps must be >= 1, got 0"),
+        ("wrong", "'recipes_of_mine:wrong' cannot be used: max_steps must be >= 1, got 0"),
     ):
         assert says in complaint(capsys, "train", f"recipes_of_mine:{function}")
 
@@ -459,7 +462,7 @@ def test_the_neutral_recipe_suits_a_model_of_ones_own() -> None:
         "bfloat16",
     )
     assert config.minutes == 0 and config.engine.max_completion_tokens >= 2048
-    assert config.policy != "base"
+    assert config.model != "base"
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -583,7 +586,14 @@ def test_eval_imports_code_that_a_run_names_only_if_it_is_named_again(
         (("check-template", str(SHIPPED_POLICY), "--conversations", "3"), "checks", 0),
         (("journal", "RUN"), "content", 1),  # the fake journal has gaps
         (
-            ("simulate", "--set", "costs.decode=0.01", "costs.train_token=1e-4", "--steps", "4"),
+            (
+                "simulate",
+                "--set",
+                "costs.decode=0.01",
+                "costs.train_token=1e-4",
+                "--steps",
+                "4",
+            ),
             "mean_step_s",
             0,
         ),

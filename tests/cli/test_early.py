@@ -125,8 +125,8 @@ def test_what_cannot_run_is_refused_before_torch_is_imported(tmp_path: Path) -> 
     refused = [
         ("keeps its cache", [*train, "--engine.keep_cache", "true"]),
         ("first already holds a run", [*train, "--name", "first"]),
-        ("there is no folder nowhere/at-all", [*train, "--policy", "nowhere/at-all"]),
-        ("no model folder at nowhere", [*train, "--policy", "./nowhere"]),
+        ("there is no folder nowhere/at-all", [*train, "--model", "nowhere/at-all"]),
+        ("no model folder at nowhere", [*train, "--model", "./nowhere"]),
         ("the policy has 2048", [*train, *streamed, "--engine.max_context", "4096"]),
         ("seed cannot change from 0 to 3", ["train", "--resume", str(run), "--seed", "3"]),
         ("nowhere is neither", ["eval", "./nowhere"]),

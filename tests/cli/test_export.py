@@ -49,9 +49,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         config = tiny_run(
             folder / "model",
             folder,
-            steps=3,
+            max_steps=3,
             trainer=TRAINERS[trainer],
-            checkpoint=CheckpointConfig(every=1, keep=2),
+            checkpoint=CheckpointConfig(interval=1, keep=2),
         )
         return session.train(config, console=quiet()).folder
 

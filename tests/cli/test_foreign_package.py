@@ -72,7 +72,7 @@ def run_commands(path: Sequence[Path], commands: Sequence[str]) -> dict[str, dic
 CHOSEN = "lint tiny_echo --objective.ceiling 1.0001 --old_logps.shift 0.2 --task.digits 1"
 TRAIN = "train tiny_echo --runs . --name"
 TRAINED = f"{TRAIN} all --task.isolate process --task.workers 1 --task.digits 1"
-CONSTANT = f"{TRAIN} constant --engine.backend constant --engine.args 7 --steps 1"
+CONSTANT = f"{TRAIN} constant --engine.backend constant --engine.args 7 --max_steps 1"
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,8 @@ def test_broken_packages_break_only_runs_that_use_them(tmp_path: Path) -> None:
     add_distribution(tmp_path, "broken", broken)
     add_distribution(tmp_path, "second", {"unstale.recipes": {"both": "json:loads"}})
     use = {
-        "lint retail --objective.kind gone": "'gone' of broken 0.1 in the group unstale.objectives "
-        "cannot be used: ModuleNotFoundError: No module named 'no_such_module'",
+        "lint retail --objective.loss_type gone": "'gone' of broken 0.1 in the group "
+        "unstale.objectives cannot be used: ModuleNotFoundError: No module named 'no_such_module'",
         "lint retail --techniques wrong": "'wrong' of broken 0.1 in the group unstale.techniques "
         "cannot be used: json:dumps is of type function, not Entry with this name",
         "lint retail --task.env lost": "'lost' of broken 0.1 in the group unstale.environments "

@@ -57,7 +57,7 @@ class Tasks(NumberedTasks):
 
 def run(folder: Path, body: str = "pass") -> tuple[int | None, str]:
     (folder / "hostile.py").write_text(TASK.format(evil=EVIL, body=body))
-    words = ["train", "calculator", "--task.env=hostile:Tasks", "--name=run", "--steps=2"]
+    words = ["train", "calculator", "--task.env=hostile:Tasks", "--name=run", "--max_steps=2"]
     words += ["--schedule.groups_per_step=2", "--schedule.group_size=2", "--eval.tasks=0"]
     words += ["--engine.max_completion_tokens=4", "--tools_in_prompt=true"]
     with Forked(words, cwd=folder, forks_children=True) as process:

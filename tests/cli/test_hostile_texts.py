@@ -29,7 +29,7 @@ COMMANDS = (
     *(("export", "RUN", "OUT"), ("same", "RUN", "RUN"), ("audit", "RUN"), ("eval", "RUN")),
     *(("train", "--resume", "RUN"), ("compare", "--report", "RUN"), ("push-to-hub", "RUN")),
     *(("align", "RUN", "RUN"), ("check-template", "RUN"), ("check-template", "MODEL")),
-    *(("eval", "MODEL", "calculator"), ("train", "calculator", "--policy", "MODEL")),
+    *(("eval", "MODEL", "calculator"), ("train", "calculator", "--model", "MODEL")),
     ("lint", "CONFIG"),
     ("train", "CONFIG"),
 )

@@ -7,14 +7,14 @@ the option, the value and what is allowed.
 import numpy as np
 import pytest
 
+from unstale.analysis.commands.plan import workload_of
+from unstale.analysis.planner.workload import LogNormal, Workload
 from unstale.cli.main import make_parser, parse
 from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError
 from unstale.config.options import options
 from unstale.config.techniques import techniques
 from unstale.lint import check
-from unstale.planner.plan_command import workload_of
-from unstale.planner.workload import LogNormal, Workload
 
 BAD = ("-1", "nan", "inf", "1e300", "9" * 20, "9" * 400)
 ZERO_IS_VALID = {"--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step"}
@@ -95,7 +95,7 @@ def test_no_number_of_the_configuration_is_too_large_to_be_checked() -> None:
         if chosen:
             chosen += ["--selection.pool", "64"]  # some techniques need one
         if option.section == "opmd":
-            chosen += ["--objective.kind", "none"]
+            chosen += ["--objective.loss_type", "none"]
         for text in ("nan", "1e300", "9" * 400):
             is_infinite = float in option.kinds and text == "9" * 400
             try:

@@ -30,7 +30,7 @@ def configure(run: Path, **options: Any) -> None:
 
 
 def test_a_folder_gets_the_model_and_its_card(run: Path, tmp_path: Path) -> None:
-    configure(run, policy="some-lab/tiny@v1")
+    configure(run, model="some-lab/tiny@v1")
     out = tmp_path / "out"
     assert unstale.push_to_hub(run, out) == str(out)
     assert Policy.load(out).tokenizer.chat_template
@@ -51,7 +51,7 @@ def test_a_folder_gets_the_model_and_its_card(run: Path, tmp_path: Path) -> None
 
 
 def test_a_base_that_is_a_folder_is_not_named_as_a_repository(run: Path) -> None:
-    configure(run, policy="base")
+    configure(run, model="base")
     card = ModelCard(push.model_card(run))
     assert card.data.base_model is None and "the small model of the package" in card.text
     assert "# name" in push.model_card(run, "lab/name")

@@ -32,7 +32,7 @@ from unstale.cli.main import main
 main()
 """
 """A program that starts a command, and no more threads than its first argument says."""
-SHORT = ["--steps=1", "--minutes=0", "--eval.tasks=0", "--task.latency_s=0"]
+SHORT = ["--max_steps=1", "--minutes=0", "--eval.tasks=0", "--task.latency_s=0"]
 SHORT += ["--schedule.groups_per_step=2", "--schedule.group_size=2"]
 
 

@@ -72,7 +72,7 @@ def small(folder: Path, **changes: object) -> RunConfig:
         recipe="toy",
         runs=folder,
         name="run",
-        steps=3,
+        max_steps=3,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
         engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=8),
@@ -203,7 +203,7 @@ def test_the_episodes_of_a_file_depend_on_template_and_data_and_not_on_budgets(
 
     def reopen(env: str = "retail", **options: Any) -> None:
         task = make_task(env, **options)
-        with open_saved(save, small(tmp_path, policy=str(model), task=task)):
+        with open_saved(save, small(tmp_path, model=str(model), task=task)):
             pass
 
     reopen()
@@ -252,7 +252,7 @@ def test_a_failed_episode_is_data(tmp_path: Path) -> None:
     config = small(
         tmp_path,
         task=TaskConfig(env="tests.support.toy:HalfBrokenTasks"),
-        steps=4,
+        max_steps=4,
         eval=EvalConfig(tasks=5),  # one of them fails
     )
     run = session.train(config, console=quiet())
@@ -271,7 +271,7 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
     config = small(
         tmp_path,
         task=TaskConfig(env="tests.support.toy:BrokenTasks"),
-        steps=200,
+        max_steps=200,
         eval=EvalConfig(tasks=0),
     )
     with pytest.raises(
@@ -286,8 +286,8 @@ def test_the_end_of_a_failed_run_is_recorded_without_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that failed for lack of memory or open files may not be able to import modules."""
-    monkeypatch.setitem(sys.modules, "unstale.observe.dashboard.frozen", None)
-    config = small(tmp_path, task=TaskConfig(env="tests.support.toy:BrokenTasks"), steps=200)
+    monkeypatch.setitem(sys.modules, "unstale.analysis.dashboard.frozen", None)
+    config = small(tmp_path, task=TaskConfig(env="tests.support.toy:BrokenTasks"), max_steps=200)
     with pytest.raises(unstale.RunFailed, match="episodes of a batch failed"):
         session.train(replace(config, eval=EvalConfig(tasks=0)), console=quiet())
     events = read_jsonl(tmp_path / "run" / "events.jsonl")
@@ -298,7 +298,10 @@ def test_the_end_of_a_failed_run_is_recorded_without_a_report(
     ("changes", "error"),
     [
         ({}, None),
-        ({"steps": 99, "trackers": "tests.support.tracker:make_interrupting"}, KeyboardInterrupt),
+        (
+            {"max_steps": 99, "trackers": "tests.support.tracker:make_interrupting"},
+            KeyboardInterrupt,
+        ),
         ({"task": TaskConfig(env="tests.support.toy:BrokenTasks")}, unstale.RunFailed),
     ],
 )
@@ -318,7 +321,7 @@ def test_code_that_blocks_the_event_loop_is_named(tmp_path: Path) -> None:
     config = small(
         tmp_path,
         task=TaskConfig(env="tests.support.toy:BlockingTasks"),
-        steps=1,
+        max_steps=1,
         eval=EvalConfig(tasks=0),
     )
     console = Console(file=StringIO(), soft_wrap=True)
@@ -376,7 +379,7 @@ def started(folder: Path, steps: int, *knobs: str, is_patient: bool = True) -> I
         str(folder),
         "--name",
         "run",
-        "--steps",
+        "--max_steps",
         str(steps),
         "--eval.tasks",
         "0",
@@ -464,9 +467,9 @@ def test_a_resume_with_other_rows_is_refused_or_marked(
 
     write(0)
     task = make_task("dataset:rows.jsonl", reward="unstale.rewards:numeric_answer")
-    config = small(tmp_path, task=task, steps=1, policy="base")
+    config = small(tmp_path, task=task, max_steps=1, model="base")
     session.train(config, console=quiet())
-    more = replace(config, steps=2)
+    more = replace(config, max_steps=2)
     write(1)
     with pytest.raises(
         ConfigError, match=r"rows of dataset:rows.jsonl have changed \(.*Put the old data"
@@ -475,12 +478,12 @@ def test_a_resume_with_other_rows_is_refused_or_marked(
     write(0)  # the old data is accepted
     session.resume(tmp_path / "run", more, console=quiet())
     write(1)
-    last = replace(config, steps=3, allow_changed_data=True)
+    last = replace(config, max_steps=3, allow_changed_data=True)
     run = session.resume(tmp_path / "run", last, console=quiet())
     assert "After step 2, the rows of dataset:rows.jsonl have changed" in run.report.read_text()
     assert run.metrics[-1]["step"] == 3
     # the new rows are now those of the run
-    session.resume(tmp_path / "run", replace(last, steps=4), console=quiet())
+    session.resume(tmp_path / "run", replace(last, max_steps=4), console=quiet())
     changes = [
         row
         for row in read_jsonl(tmp_path / "run" / "events.jsonl")
@@ -526,7 +529,7 @@ def test_the_trainer_has_all_cores_while_no_episode_runs(
 
 def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:
     async def main() -> unstale.Run:
-        return await asyncio.to_thread(session.train, small(tmp_path, steps=1), console=quiet())
+        return await asyncio.to_thread(session.train, small(tmp_path, max_steps=1), console=quiet())
 
     assert asyncio.run(main()).metrics[-1]["step"] == 1
 
@@ -534,7 +537,7 @@ def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:
 def test_training_works_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:
     async def cell() -> tuple[unstale.Run, float]:
         notebook = asyncio.get_running_loop()
-        run = session.train(small(tmp_path, steps=1), console=quiet())
+        run = session.train(small(tmp_path, max_steps=1), console=quiet())
         success = evaluate(run.folder, small(tmp_path), console=quiet()).success
         assert asyncio.get_running_loop() is notebook and asyncio.get_event_loop() is notebook
         await asyncio.sleep(0)  # the notebook's loop goes on

@@ -43,14 +43,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options_of(policy: Path, folder: Path, **changes: object) -> RunConfig:
     trainer = TrainerConfig(lr=3e-2, minibatches_per_batch=1)
-    config = tiny_run(policy, folder, steps=10, deterministic=False, trainer=trainer)
+    config = tiny_run(policy, folder, max_steps=10, deterministic=False, trainer=trainer)
     return override(config, changes)
 
 
 def trained(config: RunConfig, data: Path, folder: Path, options: SftOptions) -> list[float]:
     """Return the mean of -log pi of each step."""
     steps = sft(config, data, folder, options, console=Console(file=StringIO()))
-    assert [each.step for each in steps] == list(range(1, config.steps + 1))
+    assert [each.step for each in steps] == list(range(1, config.max_steps + 1))
     assert all(each.grad_norm > 0 for each in steps)
     return [each.nll for each in steps]
 
@@ -66,14 +66,15 @@ def test_the_policy_learns_the_replies_and_can_be_loaded(
     assert [each["nll"] for each in record["steps"]] == nll
     before, after = (Policy.load(each).weights() for each in (policy, tmp_path / "out"))
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    again = trained(override(config, {"steps": 2}), data, tmp_path / "again", SftOptions(batch=2))
+    shorter = override(config, {"max_steps": 2})
+    again = trained(shorter, data, tmp_path / "again", SftOptions(batch=2))
     assert again == nll[:2]
 
 
 def test_otr_learns_likely_tokens_first(policy: Path, data: Path, tmp_path: Path) -> None:
     """Both losses start from the same policy. The weights of OTR are at most 1, so it is slower."""
     config = options_of(
-        policy, tmp_path, **{"trainer.optimizer": "SGD", "trainer.lr": 0.1, "steps": 4}
+        policy, tmp_path, **{"trainer.optimizer": "SGD", "trainer.lr": 0.1, "max_steps": 4}
     )
     plain = trained(config, data, tmp_path / "plain", SftOptions(batch=2))
     exact = trained(config, data, tmp_path / "exact", SftOptions(batch=2, loss="otr"))
@@ -126,8 +127,8 @@ def test_a_mixture_of_task_sets_with_the_same_tools_is_no_reason_to_refuse(
 def test_the_command_writes_a_model_folder(
     policy: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["sft", "calculator", str(data), "--folder", str(tmp_path / "out"), "--steps", "2"]
-    words += ["--policy", str(policy), "--task.env", "tests.support.tiny_runs:EvenTasks"]
+    words = ["sft", "calculator", str(data), "--folder", str(tmp_path / "out"), "--max_steps", "2"]
+    words += ["--model", str(policy), "--task.env", "tests.support.tiny_runs:EvenTasks"]
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--loss", "otr", "--samples", "8", "--batch", "2"])
     out = capsys.readouterr().out

@@ -37,7 +37,7 @@ def configured(runs: Path) -> RunConfig:
         chat_template="python_calls",
         runs=runs,
         name="run",
-        steps=1,
+        max_steps=1,
         task=make_task("reasoning-gym:chain_sum+lcm", tool="calculator"),
         sft=SftConfig(
             steps=2,
@@ -48,7 +48,7 @@ def configured(runs: Path) -> RunConfig:
         ),
         engine=EngineConfig(max_context=512, max_completion_tokens=8),
         schedule=ScheduleConfig(groups_per_step=2, group_size=2),
-        checkpoint=CheckpointConfig(every=1),
+        checkpoint=CheckpointConfig(interval=1),
         eval=EvalConfig(tasks=2),
     )
 

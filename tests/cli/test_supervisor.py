@@ -159,7 +159,7 @@ def leaves(reply, row):
 def test_a_reward_that_leaves_python_ends_the_run_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "leaving.py").write_text(REWARD)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(9)))
-    words = ["train", "calculator", "--task.env=dataset:rows.jsonl", "--name=run", "--steps=9"]
+    words = ["train", "calculator", "--task.env=dataset:rows.jsonl", "--name=run", "--max_steps=9"]
     words += ["--task.held_out_share=0.5"]
     words += ["--task.reward=leaving:leaves", "--engine.max_completion_tokens=8"]
     with Forked([*words, "--eval.tasks=0"], cwd=tmp_path, forks_children=True) as process:

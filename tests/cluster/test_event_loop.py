@@ -1,6 +1,6 @@
 """Long replies of engine hosts do not stall the event loop of a run, nor send it large messages.
 
-The expert routes of a reply, which an MoE policy replays, exceed the largest message.
+The routed experts of a reply, which an MoE policy replays, exceed the largest message.
 """
 
 import asyncio
@@ -103,6 +103,6 @@ def test_replies_of_16k_tokens_stall_nothing(
         console=Console(file=StringIO()),
     )
     assert run.metrics[-1]["trainer/action_tokens"] == 2 * TOKENS
-    assert {row["routes/missing_share"] for row in run.metrics} == {0.0}
+    assert {row["routed_experts/missing_share"] for row in run.metrics} == {0.0}
     assert 100_000 < max(sizes) < MAX_MESSAGE_BYTES < TOKENS * ROUTED
     assert max(stalls) < MAX_STALL_S

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from tests.support.ranked_runs import config, train
-from unstale.cli.audit import audit
+from unstale.analysis.audit import audit
 from unstale.cli.evaluate import evaluate
 from unstale.cli.failures import RunFailed
 from unstale.cli.replay import replay
@@ -86,7 +86,7 @@ def test_a_second_model_on_ranks_is_exact_and_replaced_when_it_dies(
             made,
             deterministic=False,
             audit=AuditConfig(share=1.0),
-            checkpoint=CheckpointConfig(every=1),
+            checkpoint=CheckpointConfig(interval=1),
             old_logps=OldLogpsConfig(route="old_logit_model", ranks=2),
         )
     )

@@ -52,8 +52,8 @@ def config(tmp_path: Path) -> RunConfig:
     tiny_policy(seed=3).save(tmp_path / "policy")
     return RunConfig(
         recipe="",
-        policy=str(tmp_path / "policy"),
-        steps=4,
+        model=str(tmp_path / "policy"),
+        max_steps=4,
         deterministic=True,
         old_logps=OldLogpsConfig(route="snapshot_old"),
         audit=AuditConfig(share=0.5),

@@ -87,9 +87,9 @@ def test_ranks_that_divide_each_pass_train_as_ranks_that_do_not(
 def test_a_run_is_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
     made = replace(config(tmp_path, "run", steps=2), deterministic=False)
     folder = train(made)
-    fewer = replace(made, steps=3, cluster=ClusterConfig(trainers=1))
+    fewer = replace(made, max_steps=3, cluster=ClusterConfig(trainers=1))
     session.resume(folder, fewer, console=Console(file=StringIO()))
-    local = replace(made, steps=4, cluster=ClusterConfig())
+    local = replace(made, max_steps=4, cluster=ClusterConfig())
     session.resume(folder, local, console=Console(file=StringIO()))
     rows = RunFolder(folder).metrics()
     assert [row["old_logps/exact_share"] for row in rows if row["step"]] == [1.0] * 4

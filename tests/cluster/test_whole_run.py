@@ -29,7 +29,7 @@ from unstale.durability.run_folder import EVENTS, RunFolder
 
 def config(runs: Path, policy: Path | str = "base", **cluster: int) -> RunConfig:
     base = configured(policy, restarts=4)
-    return replace(base, runs=runs, steps=3, cluster=ClusterConfig(**cluster))
+    return replace(base, runs=runs, max_steps=3, cluster=ClusterConfig(**cluster))
 
 
 def test_two_ranks_and_a_host_that_is_killed_train_together(
@@ -64,7 +64,7 @@ def test_two_ranks_and_a_host_that_is_killed_train_together(
     assert [row["version"] for row in run.metrics] == [0, 1, 2]
     for row in run.metrics:
         assert row["old_logps/exact_share"] == 1 and row["rollout/failed_episodes"] == 0
-        assert row["routes/missing_share"] == 0 and row["trainer/grad_norm"] > 0
+        assert row["routed_experts/missing_share"] == 0 and row["trainer/grad_norm"] > 0
         assert row["correction/log_d_abs_mean"] < 1e-4 and row["audit/logp_error_abs_mean"] < 1e-5
     kinds = [row["kind"] for row in RunFolder(run.folder).rows(EVENTS)]
     assert kinds.count("engine_lost") == kinds.count("engine_back") == 1

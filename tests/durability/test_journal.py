@@ -34,6 +34,7 @@ from tests.cli.test_run import small
 from tests.support.forked import Forked
 from tests.support.waits import LIMIT_S, wait_until
 from tests.test_loop import make, run
+from unstale.analysis.planner.recorded import RESULTS
 from unstale.cli import main, session
 from unstale.config import ConfigError, install
 from unstale.durability.compare_runs import differences
@@ -50,7 +51,6 @@ from unstale.durability.journal import (
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
 from unstale.durability.journal.tables import ADDED
-from unstale.planner.recorded import RESULTS
 from unstale.records import (
     HAS_BEHAVIOR,
     ContextPiece,

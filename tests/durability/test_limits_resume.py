@@ -40,7 +40,7 @@ class Wandering(Numbers):
 def limited(*, deterministic: bool, scope: str = "run") -> RunConfig:
     made = chosen("limits", deterministic=deterministic)
     if scope == "task":
-        made = override(made, {"selection.pool": 2, "steps": 6})
+        made = override(made, {"selection.pool": 2, "max_steps": 6})
     options = {"window": 8, "free_every": 2, "remind": 0, "scope": scope}
     options["successes"] = 1 if scope == "task" else 2
     return override(made, {f"limits.{name}": value for name, value in options.items()})

@@ -199,7 +199,7 @@ def killed(name: str = "", number: int = 0) -> Iterator[None]:
 
 
 def config(*, every: int = 2, deterministic: bool = False, **schedule: int) -> RunConfig:
-    made = configure(steps=STEPS, every=every, deterministic=deterministic, **schedule)
+    made = configure(max_steps=STEPS, every=every, deterministic=deterministic, **schedule)
     return replace(made, trainer=TrainerConfig(lr=1e-2), audit=AuditConfig(share=0.5))
 
 
@@ -356,7 +356,7 @@ def test_statistics_of_tasks_count_batches_when_versions_get_new_numbers(
 ) -> None:
     """The weights of version 0 become version 4, so the last groups are of version 10 or 11."""
     made = override(
-        config(every=100), {"techniques": "beta_sampler", "selection.pool": 20, "steps": 8}
+        config(every=100), {"techniques": "beta_sampler", "selection.pool": 20, "max_steps": 8}
     )
     with killed("step", 4):
         toy.begin(tmp_path / "run", made)
@@ -711,7 +711,7 @@ def changed(**changes: Any) -> RunConfig:
     "changes, says",
     [
         (
-            {"policy": "elsewhere"},
+            {"model": "elsewhere"},
             "policy cannot change from base to elsewhere in a resumed run: the weights",
         ),
         (
@@ -768,7 +768,7 @@ def test_an_option_of_the_task_set_cannot_change() -> None:
         ({}, []),
         ({"runs": Path("elsewhere"), "name": "other"}, []),
         (
-            {"steps": 20},
+            {"max_steps": 20},
             ["steps is 20, it was 12: the learning-rate schedule now ends there"],
         ),
         (
@@ -788,7 +788,7 @@ def test_an_option_of_the_task_set_cannot_change() -> None:
         ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: takes effect from here on"]),
         (
             {"trackers": "wandb", "eval__every": 2},
-            ["trackers is wandb", "eval.every is 2, it was 0: takes effect from here on"],
+            ["trackers is wandb", "eval.interval is 2, it was 0: takes effect from here on"],
         ),
     ],
 )
@@ -834,7 +834,7 @@ def test_a_run_that_goes_on_after_its_end_keeps_its_final_evaluation(
         toy.begin(folder, made)
         last = rows(folder)[-1]
         assert last["step"] == STEPS and "eval/reward_mean" in last
-        longer = replace(made, steps=STEPS + 2)
+        longer = replace(made, max_steps=STEPS + 2)
         with monkeypatch.context() as patch, pytest.raises(ExceptionGroup):
             patch.setattr(ScriptedEngine, "start", fail)
             toy.go_on(folder, longer)
@@ -871,7 +871,7 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     with RunLog(tmp_path / "early") as log:
         log.event("stopped", reason="finished")
     said = complaint(capsys, "train", "--resume", "early")
-    assert "the run in early is finished; to continue it, raise --steps" in said
+    assert "the run in early is finished; to continue it, raise --max_steps" in said
     assert "leave out retail or --resume" in complaint(
         capsys, "train", "retail", "--resume", "early"
     )
@@ -934,9 +934,9 @@ KNOBS = [
     "true",
     "--minutes",
     "0",
-    "--steps",
+    "--max_steps",
     "3",
-    "--checkpoint.every",
+    "--checkpoint.interval",
     "2",
     "--eval.tasks",
     "0",
@@ -985,7 +985,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
 
 
 def test_checkpoints_are_also_made_by_the_clock(toy: Toy, tmp_path: Path) -> None:
-    made = replace(config(), checkpoint=CheckpointConfig(every=100, minutes=1e-9))
+    made = replace(config(), checkpoint=CheckpointConfig(interval=100, minutes=1e-9))
     toy.begin(tmp_path / "run", made)
     with Journal.read(tmp_path / "run") as reader:
         assert [row.step for row in reader.checkpoints()] == list(range(STEPS + 1))

@@ -28,7 +28,7 @@ class Choosing(Toy):
 
 def chosen(techniques: str, *, deterministic: bool, **options: Any) -> RunConfig:
     made = config(deterministic=deterministic)
-    made = replace(made, steps=4, selection=SelectionConfig(pool=6, candidates=4))
+    made = replace(made, max_steps=4, selection=SelectionConfig(pool=6, candidates=4))
     return override(made, {"techniques": techniques, **options})
 
 

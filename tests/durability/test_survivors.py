@@ -19,8 +19,7 @@ from unstale.cli import main
 from unstale.cli.survivors import write_survivors
 from unstale.durability.journal import JOURNAL, Journal, survivors
 from unstale.durability.run_folder import Row
-from unstale.observe.report.survivors import terminal_table
-from unstale.observe.report.words import survivorship
+from unstale.observe.survivors import survivorship, terminal_table
 from unstale.records import (
     ContextPiece,
     Failure,

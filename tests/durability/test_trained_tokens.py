@@ -283,7 +283,7 @@ def trained(folder: Path, runs: Path, *, share: float = 1.0) -> Path:
     config = tiny_run(
         folder,
         runs,
-        steps=8,
+        max_steps=8,
         audit=AuditConfig(record=True),
         objective=ObjectiveConfig(clip_low=0.05, clip_high=0.05, ratio_cap=1.04),
         journal=JournalConfig(token_share=share),

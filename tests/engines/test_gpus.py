@@ -164,7 +164,7 @@ def test_each_process_of_an_engine_computes_on_a_gpu_of_its_own(
 
 def test_an_engine_that_decodes_on_the_cpu_takes_no_gpu(four_gpus: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    several = replace(config({"processes": 8}, trainers=4), policy=str(tmp_path))
+    several = replace(config({"processes": 8}, trainers=4), model=str(tmp_path))
     assert run_gpus(several) == GpuShares(("7", "6", "5", "4"))
 
 

@@ -83,8 +83,8 @@ def configured(folder: Path | str, **engine: Any) -> RunConfig:
     return RunConfig(
         recipe="toy",
         name="run",
-        policy=str(folder),
-        steps=3,
+        model=str(folder),
+        max_steps=3,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
         engine=EngineConfig(**options),

@@ -310,7 +310,7 @@ def configured(engine: dict[str, Any], **options: Any) -> RunConfig:
 def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
     tiny_policy().save(tmp_path)
     options = {"processes": 3, "prefill_engines": 2, "prefill_ratio": 5.0, "max_context": 512}
-    pool = build_engine(configured(options, policy=str(tmp_path)), None)
+    pool = build_engine(configured(options, model=str(tmp_path)), None)
     assert pool.phases == Phases(2, 5.0)
     assert supervise(pool, Recovery()).phases == Phases(2, 5.0)
 

@@ -195,7 +195,7 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
             max_context=256,
             max_completion_tokens=16,
         )
-        config = tiny_run(model, tmp_path, steps=4, deterministic=False, engine=engine)
+        config = tiny_run(model, tmp_path, max_steps=4, deterministic=False, engine=engine)
         rows = session.train(config, console=quiet()).metrics
         assert first.asked > 6 and second.asked > 6
     assert [row["step"] for row in rows] == list(range(1, 5))

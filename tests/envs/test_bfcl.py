@@ -9,8 +9,9 @@ import pytest
 
 from unstale.config import ConfigError
 from unstale.envs import EnvError, Message, Turn
-from unstale.envs.adapters import bfcl
-from unstale.envs.adapters.bfcl import (
+from unstale.envs.calls import PythonCalls
+from unstale.research.adapters import bfcl
+from unstale.research.adapters.bfcl import (
     BfclEnv,
     BfclTasks,
     BfclTurns,
@@ -19,7 +20,6 @@ from unstale.envs.adapters.bfcl import (
     load_entries,
     reference_calls,
 )
-from unstale.envs.calls import PythonCalls
 
 pytest.importorskip("bfcl_eval", reason="needs: pip install --no-deps bfcl-eval==2026.3.23")
 

@@ -327,7 +327,7 @@ def test_a_missing_held_out_file_is_refused_before_a_run_begins(tmp_path: Path) 
 def test_a_run_trains_on_rows_and_evaluates_on_others(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "sums.jsonl", ROWS)
     task = make_task(f"dataset:{path}", reward=NUMERIC, held_out_share=0.2)
-    rows = session.train(small(tmp_path, task=task, steps=2), console=quiet()).metrics
+    rows = session.train(small(tmp_path, task=task, max_steps=2), console=quiet()).metrics
     assert [row["step"] for row in rows] == [0, 1, 2] and "eval/success_rate" in rows[-1]
 
 

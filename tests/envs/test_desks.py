@@ -24,8 +24,8 @@ from unstale.envs.desk import DeskEnv, DeskTasks, shipped_desks
 from unstale.envs.desk.database import User
 from unstale.envs.desk.domain import LEVELS
 from unstale.envs.desk.expert import call_message, correct_call, expert_replies
-from unstale.envs.telecom import Line, Plan
 from unstale.records import Task
+from unstale.research.envs.telecom import Line, Plan
 from unstale.testing import check_env
 
 DESKS = {level: shipped_desks(level=str(level)) for level in LEVELS}

@@ -91,7 +91,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_one_file_declares_an_environment_that_trains(tmp_path: Path) -> None:
     task = make_task("echo", digits=3)
     check_env(build_taskset(task), episodes=4)
-    rows = session.train(small(tmp_path, task=task, steps=2), console=quiet()).metrics
+    rows = session.train(small(tmp_path, task=task, max_steps=2), console=quiet()).metrics
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 

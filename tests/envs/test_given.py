@@ -97,14 +97,16 @@ def test_a_task_set_or_its_class_is_given_as_it_is() -> None:
 
 
 def test_a_run_with_given_rows_is_recorded_and_resumed_in_python(tmp_path: Path) -> None:
-    config = replace(small(tmp_path, steps=1), task=dataset(ROWS, reward=lambda reply, row: 0.5))
+    config = replace(
+        small(tmp_path, max_steps=1), task=dataset(ROWS, reward=lambda reply, row: 0.5)
+    )
     run = unstale.train(config, console=quiet())
     assert RunFolder(run.folder).config()["task"]["env"] == "dataset:__main__:rows"
     with pytest.raises(ConfigError, match=r"names what a program gave .*unstale\.resume\(folder, "):
         load_config(run.folder, named={})
-    more = unstale.resume(str(run.folder), replace(config, steps=2), console=quiet())
+    more = unstale.resume(str(run.folder), replace(config, max_steps=2), console=quiet())
     assert more.metrics[-1]["step"] == 2
-    changed = replace(config, steps=3, task=dataset(ROWS[1:], reward=lambda reply, row: 0.5))
+    changed = replace(config, max_steps=3, task=dataset(ROWS[1:], reward=lambda reply, row: 0.5))
     with pytest.raises(ConfigError, match="the rows of dataset:__main__:rows have changed"):
         unstale.resume(run.folder, changed, console=quiet())
 
@@ -118,8 +120,8 @@ def endless() -> Iterator[str]:
     "make, message",
     [
         (lambda: TrainerConfig(lr="1e-4"), r"trainer\.lr must be a number, got '1e-4'"),  # type: ignore[arg-type]
-        (lambda: RunConfig(recipe="x", steps="5"), "steps must be a whole number, got '5'"),  # type: ignore[arg-type]
-        (lambda: unstale.recipes.llm(steps=True), "steps must be a whole number, got True"),
+        (lambda: RunConfig(recipe="x", max_steps="5"), "steps must be a whole number, got '5'"),  # type: ignore[arg-type]
+        (lambda: unstale.recipes.llm(max_steps=True), "steps must be a whole number, got True"),
         (
             lambda: RunConfig(recipe="x", engine={"max_context": 64}),  # type: ignore[arg-type]
             r"engine must be an EngineConfig, got \{'max_context': 64\}\. Write EngineConfig\(",

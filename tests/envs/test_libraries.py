@@ -21,9 +21,10 @@ from tests.rollout.test_episode import play as rolled
 from unstale.cli import main
 from unstale.config import ConfigError, install, make_task
 from unstale.config.tasks import libraries
-from unstale.envs import Message, Taskset, Turn, adapters
-from unstale.envs.adapters import openenv
+from unstale.envs import Message, Taskset, Turn
 from unstale.envs.registry import build_taskset
+from unstale.research import adapters
+from unstale.research.adapters import openenv
 from unstale.testing import check_env
 
 NAMES = ("reasoning-gym:chain_sum", "gymnasium:FrozenLake-v1", "textarena:GuessTheNumber-v0")
@@ -210,7 +211,7 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
     """Code is evaluated neither here nor in the sandbox. The word `exec` alone is allowed."""
     taskset = tasks("reasoning-gym:countdown")
     from unstale.envs import sandbox
-    from unstale.envs.adapters import reasoning_gym
+    from unstale.research.adapters import reasoning_gym
 
     assert taskset.evaluates["countdown"]
     assert not tasks("reasoning-gym:chain_sum").evaluates["chain_sum"]
@@ -245,7 +246,7 @@ def test_a_scorer_that_evaluates_runs_in_the_sandbox() -> None:
     """Only the scorer recognises another expression of the number. One that never ends is wrong."""
     taskset = tasks("reasoning-gym:countdown")
     from unstale.envs import sandbox
-    from unstale.envs.adapters import reasoning_gym
+    from unstale.research.adapters import reasoning_gym
 
     answer = taskset.puzzle(next(taskset.train(0))).answer
     assert play(taskset, 0, f"<answer>({answer})</answer>")[-1].rewards == {"score": 1.0}
@@ -283,7 +284,7 @@ def test_a_walk_to_the_goal() -> None:
 
 def test_spaces_of_text_are_taken_as_they_are() -> None:
     gymnasium = pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
-    from unstale.envs.adapters.gymnasium import GymnasiumTasks
+    from unstale.research.adapters.gymnasium import GymnasiumTasks
 
     class Parrot(gymnasium.Env[str, str]):
         observation_space = action_space = gymnasium.spaces.Text(20)
@@ -320,7 +321,7 @@ def test_an_environment_of_gymnasium_is_closed_once_however_its_episode_ends(
 ) -> None:
     """This includes an environment whose `close` raises."""
     gymnasium = pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
-    from unstale.envs.adapters.gymnasium import GymnasiumTasks
+    from unstale.research.adapters.gymnasium import GymnasiumTasks
 
     class Door(gymnasium.Env[str, str]):
         observation_space = action_space = gymnasium.spaces.Text(20, charset="abdeknor.")

@@ -13,7 +13,7 @@ from unstale.envs.registry import build_taskset
 from unstale.records import Task
 
 pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
-from unstale.envs.adapters.reasoning_gym import ReasoningGymTasks
+from unstale.research.adapters.reasoning_gym import ReasoningGymTasks
 
 
 def with_calculator(names: str) -> ReasoningGymTasks:

@@ -331,8 +331,8 @@ def test_root_without_bubblewrap_is_refused_unless_it_is_allowed(
     build_taskset(TaskConfig(env="python"))
     monkeypatch.setattr(sandbox, "_way", lambda: _Way("limits", isolated=True))
     monkeypatch.setenv(sandbox.ALLOW_WEAK, "")  # restored after the test
-    (_, values) = split_options(["--allow-weak-sandbox", "--steps", "1"])
-    assert values == {"allow_weak_sandbox": True, "steps": 1}
+    (_, values) = split_options(["--allow-weak-sandbox", "--max_steps", "1"])
+    assert values == {"allow_weak_sandbox": True, "max_steps": 1}
     sandbox.allow_weak()
     build_taskset(TaskConfig(env="python"))
 

@@ -15,7 +15,8 @@ from unstale.config import ConfigError
 from unstale.config.tasks import make_task
 from unstale.envs import Message
 from unstale.envs.registry import build_taskset
-from unstale.envs.synthesis import (
+from unstale.records import Task
+from unstale.research.envs.synthesis import (
     TEMPLATES,
     Draft,
     Puzzle,
@@ -24,7 +25,6 @@ from unstale.envs.synthesis import (
     read_pass_rates,
     refusal,
 )
-from unstale.records import Task
 from unstale.testing import check_env
 
 

@@ -74,7 +74,7 @@ def test_a_template_that_renders_tools_is_left_alone() -> None:
 def test_hidden_tools_are_told_to_the_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = replace(RunConfig(recipe=""), policy=str(tmp_path))
+    config = replace(RunConfig(recipe=""), model=str(tmp_path))
     tasks = CalculatorTasks()
 
     def warning(chat: Chat, config: RunConfig = config, tasks: Any = tasks) -> str:
@@ -85,7 +85,7 @@ def test_hidden_tools_are_told_to_the_user(
     assert f"{tmp_path} does not render tools" in warning(hidden)
     assert "Set tools_in_prompt = true" in warning(hidden)
     assert not warning(chat_of(CHATML))
-    assert not warning(hidden, replace(config, policy=str(SHIPPED_POLICY)))
+    assert not warning(hidden, replace(config, model=str(SHIPPED_POLICY)))
     assert not warning(hidden.with_tools([]))
     assert not warning(Chat(tokenizer_of("qwen2.5"), TOOLS))
     agent = ExternalAgent(lambda url, task, seed, key: 1.0, ["x"])

@@ -287,11 +287,11 @@ MIXED = "tests.support.isolated_envs:Mixed"
 def mixed(folder: Path, isolation: str) -> Any:
     return small(
         folder,
-        steps=4,
+        max_steps=4,
         deterministic=True,
         task=TaskConfig(env=MIXED, isolate=isolation),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=3),
-        checkpoint=CheckpointConfig(every=2),
+        checkpoint=CheckpointConfig(interval=2),
     )
 
 

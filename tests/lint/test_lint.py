@@ -141,10 +141,16 @@ _RESET = "--old_logps.route ppo_ewma_async --old_logps.reset_below 0.5"
 REFUSED = [
     ("--deterministic true --minutes 3", "a deterministic run that ends by the clock"),
     ("--old_logps.route current_recompute", "S is identically 1, ppo_clip can never act"),
-    ("--old_logps.route current_recompute --objective.kind dual_clip", "dual_clip can never act"),
-    ("--old_logps.route current_recompute --objective.kind gspo", "gspo can never act"),
-    ("--old_logps.route current_recompute --objective.kind cispo", "cispo can never act"),
-    ("--old_logps.route current_recompute --objective.kind kl_penalty", "kl_penalty can never act"),
+    (
+        "--old_logps.route current_recompute --objective.loss_type dual_clip",
+        "dual_clip can never act",
+    ),
+    ("--old_logps.route current_recompute --objective.loss_type gspo", "gspo can never act"),
+    ("--old_logps.route current_recompute --objective.loss_type cispo", "cispo can never act"),
+    (
+        "--old_logps.route current_recompute --objective.loss_type kl_penalty",
+        "kl_penalty can never act",
+    ),
     ("--old_logps.route interp_prox_loglinear --old_logps.alpha 1", "S is identically 1"),
     (
         "--old_logps.route interp_prox_linear --old_logps.alpha 1 --trainer.minibatches_per_batch "
@@ -153,29 +159,29 @@ REFUSED = [
     ),
     ("--old_logps.route interp_prox_linear --schedule.max_staleness 0", "S is identically 1"),
     (
-        "--old_logps.route rollout --correction.control mask",
+        "--old_logps.route rollout --correction.mode mask",
         "D is identically 1, mask can never act",
     ),
     (
-        "--old_logps.route rollout --correction.control none --correction.token_veto_threshold 0.1",
+        "--old_logps.route rollout --correction.mode none --correction.token_veto_threshold 0.1",
         "D is identically 1, token_veto_threshold can never act",
     ),
-    ("--old_logps.route current_recompute --objective.kind sapo", "sapo can never act"),
-    ("--old_logps.route current_recompute --objective.kind dro", "dro can never act"),
+    ("--old_logps.route current_recompute --objective.loss_type sapo", "sapo can never act"),
+    ("--old_logps.route current_recompute --objective.loss_type dro", "dro can never act"),
     (
         "--old_logps.route interp_prox_loglinear --correction.normalize true",
         "the mean weight of the batch is not known in time",
     ),
-    ("--old_logps.route rollout --correction.control clamp", "a weight on D (clamp) beside a loss"),
+    ("--old_logps.route rollout --correction.mode clamp", "a weight on D (clamp) beside a loss"),
     ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
-    ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) beside"),
+    ("--old_logps.route rollout --correction.mode truncate", "a weight on D (truncate) beside"),
     (
         "--old_logps.route interp_prox_loglinear --old_logps.alpha 0",
         "beside a loss that is anchored on mu",
     ),
     *(
         (
-            f"--old_logps.route {route} --correction.control none",
+            f"--old_logps.route {route} --correction.mode none",
             "D is neither bounded nor weighted",
         )
         for route in (
@@ -190,8 +196,7 @@ REFUSED = [
         )
     ),
     (
-        "--old_logps.route ewma_prox --correction.control none --correction.token_veto_threshold "
-        "0.1",
+        "--old_logps.route ewma_prox --correction.mode none --correction.token_veto_threshold 0.1",
         "not bounded from above",
     ),
     *(
@@ -208,14 +213,14 @@ REFUSED = [
         "--old_logps.route interp_prox_loglinear --objective.loss_aggregation kept",
         "is not known in time",
     ),
-    (f"{_RESET} --correction.control truncate", "the average can never be reset"),
+    (f"{_RESET} --correction.mode truncate", "the average can never be reset"),
     ("--engine.max_context 2049", "2049, but the policy has 2048 positions"),
     (
-        "--objective.kind gspo --objective.unit turn",
+        "--objective.loss_type gspo --objective.unit turn",
         "gspo cannot take S as the geometric mean over a turn",
     ),
     (
-        "--objective.kind gspo --objective.unit sequence --objective.aggregate sum",
+        "--objective.loss_type gspo --objective.unit sequence --objective.aggregate sum",
         "as the product over a sequence",
     ),
 ]
@@ -236,7 +241,7 @@ def test_a_config_json_may_have_a_text_config_without_options(
     """The policy is refused when it is loaded, if it is wrong."""
     for text in (f'{{"max_position_embeddings": 64, "text_config": {text_config}}}', "[1]"):
         (tmp_path / "config.json").write_text(text)
-        found = check(configured(f"--policy {tmp_path} --engine.max_context 65")).refusals
+        found = check(configured(f"--model {tmp_path} --engine.max_context 65")).refusals
         assert [each.wrong for each in found if "65" in each.wrong] == [
             "engine.max_context = 65, but the policy has 64 positions"
         ] * (text[0] == "{")
@@ -276,18 +281,18 @@ def test_truncated_sampling_without_its_support_is_refused_before_the_linter_see
 ALLOWED = [
     "--old_logps.route current_recompute --trainer.minibatches_per_batch 2",
     "--old_logps.route current_recompute --old_logps.baseline true",
-    "--old_logps.route current_recompute --objective.kind none",
-    "--old_logps.route rollout --correction.control none",
+    "--old_logps.route current_recompute --objective.loss_type none",
+    "--old_logps.route rollout --correction.mode none",
     "--old_logps.route rollout --old_logps.baseline true",
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 1 --old_logps.baseline true",
     "--old_logps.route current_recompute --schedule.max_staleness 0 "
-    "--trainer.minibatches_per_batch 2 --correction.control none",
-    "--correction.control none",
+    "--trainer.minibatches_per_batch 2 --correction.mode none",
+    "--correction.mode none",
     "--schedule.max_staleness 2 --schedule.lookahead_window 400",
     "--old_logps.route ewma_prox --engine.keep_cache true",
     f"{_FULL} 0.01 --old_logps.spill true",
     "--old_logps.storage delta --old_logps.memory_gb 0.01",
-    f"{_RESET} --correction.control truncate --correction.token_veto_threshold 0.1",
+    f"{_RESET} --correction.mode truncate --correction.token_veto_threshold 0.1",
 ]
 
 
@@ -320,19 +325,19 @@ def test_updates_are_lost_if_most_weights_are_stored_in_the_format(
     }
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    found = check(configured(f"--policy {tmp_path} --trainer.dtype bfloat16 --trainer.lr 1e-6"))
+    found = check(configured(f"--model {tmp_path} --trainer.dtype bfloat16 --trainer.lr 1e-6"))
     assert is_lost == any("rounded to nearest" in each.wrong for each in found.warnings)
 
 
 NARROW = "--correction.low 0.995 --correction.high 1.005"
-GSPO = "--objective.kind gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4"
+GSPO = "--objective.loss_type gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4"
 ROUNDED = "--engine.quantise int4"
 WARNED = [
-    ("--objective.kind gspo", "gspo with the band of a single token"),
-    ("--objective.kind none", "nothing bounds S"),
-    ("--objective.kind kl_penalty --objective.kl_penalty 0", "nothing bounds S"),
+    ("--objective.loss_type gspo", "gspo with the band of a single token"),
+    ("--objective.loss_type none", "nothing bounds S"),
+    ("--objective.loss_type kl_penalty --objective.kl_penalty 0", "nothing bounds S"),
     (
-        "--techniques m2po --objective.kind none --old_logps.route snapshot_old "
+        "--techniques m2po --objective.loss_type none --old_logps.route snapshot_old "
         "--m2po.of discrepancy",
         "nothing bounds S",
     ),
@@ -350,18 +355,18 @@ WARNED = [
     (NARROW, "narrower than the noise"),
     (f"{NARROW} --correction.unit sequence --correction.aggregate max", "D at 0.005"),
     (
-        "--policy nobody/unknown --trainer.dtype bfloat16 --trainer.lr 1e-6",
+        "--model nobody/unknown --trainer.dtype bfloat16 --trainer.lr 1e-6",
         "a learning rate of 1e-06 with weights that are rounded to nearest in bfloat16",
     ),
     (
-        "--policy nobody/unknown --trainer.dtype float16 --trainer.lr 1e-6",
+        "--model nobody/unknown --trainer.dtype float16 --trainer.lr 1e-6",
         "a learning rate of 1e-06 with weights that are rounded to nearest in float16",
     ),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
     (f"{ROUNDED} --correction.high 1.2", "narrower than the noise"),
     (f"{ROUNDED} --correction.token_veto_threshold 0.2", "drops sequences for mere noise"),
     (
-        f"{ROUNDED} --old_logps.route rollout --correction.control none",
+        f"{ROUNDED} --old_logps.route rollout --correction.mode none",
         "the rounding of the engine",
     ),
     ("--engine.quantise fp8 --trainer.quantise fp8", "removes little"),
@@ -431,11 +436,11 @@ def test_what_is_likely_a_mistake_is_a_warning(knobs: str, says: str) -> None:
 @pytest.mark.parametrize(
     "recipe, knobs, fix",
     [
-        ("airline", "--policy base --task.level 1", "--policy base-desks"),
-        ("airline", "--policy base", "--policy base-desks --task.level 1"),
-        ("airline", "--policy base-desks", "--task.level 1"),
-        ("desks_small", "--policy base --task.desks retail,telecom", "--policy base-desks"),
-        ("desks_small", "--policy base --task.desks retail", ""),
+        ("airline", "--model base --task.level 1", "--model base-desks"),
+        ("airline", "--model base", "--model base-desks --task.level 1"),
+        ("airline", "--model base-desks", "--task.level 1"),
+        ("desks_small", "--model base --task.desks retail,telecom", "--model base-desks"),
+        ("desks_small", "--model base --task.desks retail", ""),
         ("desks_small", "", ""),
         ("airline", "", ""),
         ("calculator", "", ""),
@@ -484,7 +489,7 @@ def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
             config.trainer,
             config.audit,
             config.eval,
-            config.steps,
+            config.max_steps,
             config.minutes,
         )
         for config in made.values()
@@ -502,7 +507,8 @@ def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
 def test_bounds_and_versions_are_told_with_their_numbers() -> None:
     knobs = (
         "--schedule.max_staleness 3 --schedule.lookahead_window 20 --trainer.minibatches_per_batch "
-        "2 --correction.unit turn --correction.token_veto_threshold 0.01 --objective.kind dual_clip"
+        "2 --correction.unit turn --correction.token_veto_threshold 0.01 "
+        "--objective.loss_type dual_clip"
     )
     verdict = check(configured(knobs))
     d, s = verdict.factors
@@ -523,7 +529,7 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
 
 @pytest.mark.parametrize("of", ["whole", "staleness"])
 def test_the_mask_of_m2po_bounds_s(of: str) -> None:
-    route = "--old_logps.route snapshot_old --objective.kind none"
+    route = "--old_logps.route snapshot_old --objective.loss_type none"
     verdict = check(configured(f"{route} --techniques m2po --m2po.of {of}"))
     assert verdict.factors[1].bound == "nothing; changed by m2po (see techniques)"
     assert verdict.facts["unbounded"] == "nothing"
@@ -536,13 +542,13 @@ def test_the_mask_of_m2po_bounds_s(of: str) -> None:
 def test_limits_of_a_clip_are_refused_where_nothing_clips(kind: str) -> None:
     for name in ("clip_low", "clip_high"):
         with pytest.raises(ConfigError, match=f"objective.{name} is an option of .*ppo_clip"):
-            configured(f"--objective.kind {kind} --objective.{name} 0.1")
+            configured(f"--objective.loss_type {kind} --objective.{name} 0.1")
 
 
 def test_bounds_of_every_control_and_objective_are_told() -> None:
     knobs = (
-        "--correction.control clamp --correction.normalize true --correction.unit sequence "
-        "--correction.aggregate max --objective.kind sapo --objective.tau_neg 2 "
+        "--correction.mode clamp --correction.normalize true --correction.unit sequence "
+        "--correction.aggregate max --objective.loss_type sapo --objective.tau_neg 2 "
         "--objective.ratio_cap 5"
     )
     d, s = check(configured(knobs)).factors
@@ -556,14 +562,14 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
     )
     facts = check(configured("--objective.loss_aggregation sequence_mean")).facts
     assert facts["loss"].endswith("then over sequences: it trains on reward / length")
-    _, s = check(configured("--objective.kind dro --objective.dro_beta 0.1")).factors
+    _, s = check(configured("--objective.loss_type dro --objective.dro_beta 0.1")).factors
     assert s.bound == "dro: pulled back by 0.05 (log S)^2, per token; no weight S"
 
 
 def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
     says = r"correction\.normalize is an option of truncate, clamp, mask_weight; .* is mask"
     with pytest.raises(ConfigError, match=says):
-        configured("--correction.control mask --correction.normalize true")
+        configured("--correction.mode mask --correction.normalize true")
     with pytest.raises(ConfigError, match=r"objective\.tau_pos is an option of sapo"):
         configured("--objective.tau_pos 2")
 
@@ -578,11 +584,11 @@ def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
             "objective.constant = 500.0 is read only with objective.loss_aggregation = constant",
         ),
         (
-            "--correction.control none --correction.low 0.9",
-            "correction.low is an option of mask, clamp, mask_weight; correction.control is none",
+            "--correction.mode none --correction.low 0.9",
+            "correction.low is an option of mask, clamp, mask_weight; correction.mode is none",
         ),
         (
-            "--correction.control none --correction.high 3",
+            "--correction.mode none --correction.high 3",
             "correction.high is an option of mask, truncate, clamp, mask_weight; ",
         ),
         (
@@ -606,32 +612,32 @@ def test_every_option_that_nothing_reads_is_refused(knobs: str, says: str) -> No
 def test_an_option_of_the_recipe_that_a_new_choice_does_not_read_is_reset() -> None:
     decoupled = configured("", recipe="areal_decoupled")
     assert (decoupled.correction.low, decoupled.correction.high) == (0.0, 5.0)
-    changed = configured("--correction.control none", recipe="areal_decoupled").correction
+    changed = configured("--correction.mode none", recipe="areal_decoupled").correction
     assert (changed.low, changed.high) == (0.5, 2.0)
-    truncated = configured("--correction.control truncate", recipe="areal_decoupled").correction
+    truncated = configured("--correction.mode truncate", recipe="areal_decoupled").correction
     assert (truncated.low, truncated.high) == (0.5, 5.0)
     constant = ObjectiveConfig(loss_aggregation="constant", constant=5.0)
     assert constant.with_options(loss_aggregation="kept").constant == 1000.0
 
 
 def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
-    stored = plain(configured("--correction.control none"))
+    stored = plain(configured("--correction.mode none"))
     stored["correction"]["low"] = 0.9
     stored["selection"]["candidates"] = 9
-    assert stored_config(stored) == configured("--correction.control none")
+    assert stored_config(stored) == configured("--correction.mode none")
 
 
 @pytest.mark.parametrize(
     "knobs, loose",
     [
-        ("--correction.control none", "D; S from above where A < 0"),
-        ("--objective.kind none", "S"),
-        ("--objective.kind kl_penalty", "S is pulled back, not cut"),
-        ("--objective.kind cispo", "nothing"),
-        ("--objective.kind sapo", "nothing"),
-        ("--objective.kind dro", "S is pulled back, not cut"),
+        ("--correction.mode none", "D; S from above where A < 0"),
+        ("--objective.loss_type none", "S"),
+        ("--objective.loss_type kl_penalty", "S is pulled back, not cut"),
+        ("--objective.loss_type cispo", "nothing"),
+        ("--objective.loss_type sapo", "nothing"),
+        ("--objective.loss_type dro", "S is pulled back, not cut"),
         ("--objective.ratio_cap 3", "nothing"),
-        ("--objective.ratio_cap 3 --correction.control mask", "S from above where A < 0"),
+        ("--objective.ratio_cap 3 --correction.mode mask", "S from above where A < 0"),
         ("--old_logps.route current_recompute --old_logps.baseline true", "nothing"),
     ],
 )
@@ -651,10 +657,10 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
 
 def test_a_policy_that_is_not_here_is_named() -> None:
     assert "policy" not in check(configured()).facts
-    missing = check(configured("--policy models/nope")).facts["policy"]
+    missing = check(configured("--model models/nope")).facts["policy"]
     assert missing.startswith("models/nope is no model folder here")
     assert missing.endswith("unstale train refuses it")
-    words = "--policy no-such/model --policy-download"
+    words = "--model no-such/model --model_download"
     assert check(configured(words)).facts["policy"].endswith("unstale train downloads it")
     assert "reward" in check(configured()).facts["not read"]
 

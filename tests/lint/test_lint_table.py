@@ -34,9 +34,9 @@ SILENT = (
     "--objective.clip_high 1e6",
     "--engine.max_context 16",
     "--engine.max_completion_tokens 5000",
-    "--correction.control mask --correction.unit sequence --correction.aggregate sum",
-    "--correction.control truncate --correction.high inf",
-    "--objective.kind dual_clip --objective.dual_clip 1.1",
+    "--correction.mode mask --correction.unit sequence --correction.aggregate sum",
+    "--correction.mode truncate --correction.high inf",
+    "--objective.loss_type dual_clip --objective.dual_clip 1.1",
     "--engine.max_running 1",
     "--trainer.weight_decay 10",
     "--old_logps.route ppo_ewma_async --old_logps.reset_below 0.99",
@@ -46,14 +46,14 @@ SILENT = (
     "--rollout.max_turns 1 --advantage.estimator turn_level",
 )
 HEARD = (
-    "--objective.kind gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4",
+    "--objective.loss_type gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4",
     "--objective.unit sequence --objective.aggregate sum",
     "--objective.unit sequence",
     "--schedule.group_size 1",
     "--schedule.group_size 1 --advantage.estimator rloo",
     "--correction.token_veto_threshold 1.0",
     "--correction.token_veto_threshold 0.99",
-    "--correction.token_veto_threshold 0.9 --correction.control none",
+    "--correction.token_veto_threshold 0.9 --correction.mode none",
     "--objective.clip_low 0 --objective.clip_high 0",
     "--schedule.lookahead_window 100000",
     "--trainer.lr 10",
@@ -62,7 +62,7 @@ HEARD = (
     "--old_logps.route interp_prox_loglinear --schedule.max_staleness 6",
 )
 WARNING = (
-    "--objective.kind gspo",
+    "--objective.loss_type gspo",
     "--old_logps.route ewma_prox --old_logps.beta 0.9999",
     "--old_logps.route ewma_prox --old_logps.beta 0",
     "--old_logps.route ppo_ewma_async --old_logps.beta 0",
@@ -70,26 +70,25 @@ WARNING = (
     "--trainer.dtype bfloat16 --engine.dtype float32 --objective.clip_low 0.01 "
     "--objective.clip_high 0.01",
     "--old_logps.route eager --old_logps.fallback ewma_prox --schedule.max_staleness 0",
-    "--objective.kind kl_penalty --objective.kl_penalty 0",
-    "--objective.kind none",
+    "--objective.loss_type kl_penalty --objective.kl_penalty 0",
+    "--objective.loss_type none",
 )
 REFUSED_TABLE = (
     "--old_logps.route current_recompute",
-    "--old_logps.route current_recompute --old_logps.baseline true --correction.control none",
-    "--old_logps.route current_recompute --trainer.minibatches_per_batch 2 "
-    "--correction.control none",
+    "--old_logps.route current_recompute --old_logps.baseline true --correction.mode none",
+    "--old_logps.route current_recompute --trainer.minibatches_per_batch 2 --correction.mode none",
     "--engine.keep_cache true",
     "--engine.keep_cache true --old_logps.route eager",
     "--engine.keep_cache true --schedule.max_staleness 0",
-    "--old_logps.route ewma_prox --old_logps.beta 0 --correction.control none",
-    "--old_logps.route rollout --correction.control truncate",
+    "--old_logps.route ewma_prox --old_logps.beta 0 --correction.mode none",
+    "--old_logps.route rollout --correction.mode truncate",
     "--old_logps.route rollout",
-    "--old_logps.route eager --old_logps.fallback ewma_prox --correction.control none",
+    "--old_logps.route eager --old_logps.fallback ewma_prox --correction.mode none",
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 1",
     "--old_logps.route interp_prox_linear --schedule.max_staleness 1 --old_logps.fresh behavior",
-    "--old_logps.route rollout --correction.control none --correction.token_veto_threshold 0.01",
+    "--old_logps.route rollout --correction.mode none --correction.token_veto_threshold 0.01",
     "--old_logps.storage full --old_logps.memory_gb 0.001",
-    "--objective.kind gspo --objective.unit turn",
+    "--objective.loss_type gspo --objective.unit turn",
 )
 CONFIG_ERROR = (
     "--engine.top_p 0.95",
@@ -113,19 +112,19 @@ HEARD += (
     "--correction.token_veto_threshold 0.9999",
     "--engine.dtype float32 --correction.token_veto_threshold 1",
     "--old_logps.route ewma_prox --engine.dtype float32 --correction.token_veto_threshold 0.9",
-    "--correction.control mask --correction.unit sequence --correction.aggregate sum "
+    "--correction.mode mask --correction.unit sequence --correction.aggregate sum "
     "--correction.low 0.9 --correction.high 1.1",
     "--engine.dtype float32 --correction.low 1 --correction.high 1",
-    "--objective.kind dual_clip --trainer.dtype bfloat16 --objective.dual_clip 1.01",
-    "--objective.kind cispo --objective.unit sequence --objective.loss_aggregation kept",
-    "--objective.kind gspo --objective.loss_aggregation sequence_mean",
+    "--objective.loss_type dual_clip --trainer.dtype bfloat16 --objective.dual_clip 1.01",
+    "--objective.loss_type cispo --objective.unit sequence --objective.loss_aggregation kept",
+    "--objective.loss_type gspo --objective.loss_aggregation sequence_mean",
     "--old_logps.route interp_prox_loglinear",
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 0.9",
-    "--old_logps.route interp_prox_linear --schedule.max_staleness 6 --correction.control truncate",
+    "--old_logps.route interp_prox_linear --schedule.max_staleness 6 --correction.mode truncate",
     "--old_logps.route interp_prox_linear --schedule.max_staleness 3",
-    "--old_logps.route current_recompute --old_logps.baseline true --correction.control truncate",
+    "--old_logps.route current_recompute --old_logps.baseline true --correction.mode truncate",
     "--old_logps.route current_recompute --trainer.minibatches_per_batch 2 "
-    "--correction.control mask --correction.low 0",
+    "--correction.mode mask --correction.low 0",
     "--old_logps.route current_recompute --trainer.minibatches_per_batch 2 --correction.high inf",
     "--schedule.max_staleness 17",
     "--schedule.max_staleness 12 --schedule.lookahead_window 81",
@@ -142,9 +141,9 @@ HEARD += (
     "--objective.kl_coef inf",
     "--objective.loss_aggregation constant --objective.constant 1e9",
     "--objective.ratio_cap 0.5",
-    "--objective.kind sapo --objective.tau_pos 1e5",
-    "--objective.kind sapo --objective.tau_pos 2 --objective.unit sequence",
-    "--old_logps.route rollout --correction.control clamp --correction.normalize true",
+    "--objective.loss_type sapo --objective.tau_pos 1e5",
+    "--objective.loss_type sapo --objective.tau_pos 2 --objective.unit sequence",
+    "--old_logps.route rollout --correction.mode clamp --correction.normalize true",
     "--engine.temperature 1e-4",
     "--engine.temperature 1e4",
     "--trainer.lora_rank 8 --trainer.lora_alpha 1e-6",
@@ -153,8 +152,8 @@ HEARD += (
     "--objective.kl_coef 1e9",
     "--objective.entropy_coef 1e9",
     "--objective.kl_coef 1e9 --objective.entropy_coef 1e9",
-    "--objective.kind kl_penalty --objective.kl_penalty 1e9",
-    "--objective.kind dro --objective.dro_beta 1e9",
+    "--objective.loss_type kl_penalty --objective.kl_penalty 1e9",
+    "--objective.loss_type dro --objective.dro_beta 1e9",
     "--minutes 1e-6",
     "--trainer.optimizer Adagrad --trainer.lr 0.5",
     "--trainer.optimizer SGD --trainer.lr 1e-30",
@@ -167,7 +166,7 @@ SILENT += (
     "--correction.token_veto_threshold 0.01",
     "--correction.token_veto_threshold 0.5",
     "--engine.dtype float32 --correction.token_veto_threshold 0.9",
-    "--objective.kind gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4 "
+    "--objective.loss_type gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4 "
     "--objective.loss_aggregation sequence_mean",
     "--objective.unit sequence --objective.aggregate sum --objective.clip_low 0.9 "
     "--objective.clip_high 10 --objective.loss_aggregation sequence_mean",
@@ -183,15 +182,15 @@ SILENT += (
     "--trainer.grad_clip 1e-3",
     "--trainer.grad_clip inf",
     "--objective.ratio_cap 3",
-    "--objective.kind sapo",
+    "--objective.loss_type sapo",
     "--trainer.warmup_steps 115",
     "--trainer.lora_rank 128 --trainer.lr 1e-3",
     "--trainer.lora_rank 8 --trainer.lora_alpha 1",
     "--trainer.lora_rank 1 --trainer.lora_alpha 64",
-    "--objective.kind kl_penalty --objective.kl_penalty 10",
-    "--objective.kind dro",
+    "--objective.loss_type kl_penalty --objective.kl_penalty 10",
+    "--objective.loss_type dro",
     "--minutes 1",
-    "--old_logps.route ewma_prox --correction.control truncate",
+    "--old_logps.route ewma_prox --correction.mode truncate",
     "--old_logps.route ewma_prox --schedule.max_staleness 1",
 )
 
@@ -248,7 +247,7 @@ def rules_that_fire(knobs: str, recipe: str) -> dict[Rule, str]:
 CASES = [
     *(("retail", knobs) for knobs in (*HEARD, *REFUSED_TABLE, *WARNING, *ALLOWED)),
     *(("retail", knobs) for knobs, _ in (*REFUSED, *WARNED)),
-    *((name, "--correction.control none") for name in RECIPES),
+    *((name, "--correction.mode none") for name in RECIPES),
     *((name, "--engine.keep_cache true") for name in RECIPES),
 ]
 
@@ -264,7 +263,7 @@ def test_every_fix_of_a_finding_removes_it(recipe: str, knobs: str) -> None:
 def test_every_rule_is_tried() -> None:
     tried = {rule for recipe, knobs in CASES for rule in rules_that_fire(knobs, recipe)}
     untried = {rule.__name__ for rule in {*REFUSALS, *WARNINGS} - tried}
-    with_experts = {"_free_experts", "_unrecorded_routes"}  # test_moe_rules.py tries these
+    with_experts = {"_free_experts", "_unrecorded_experts"}  # test_moe_rules.py tries these
     of_streams = {
         rule.__name__ for rule in {*stream.REFUSALS, *stream.WARNINGS}
     }  # test_stream_rules.py tries these

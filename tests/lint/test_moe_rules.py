@@ -15,7 +15,7 @@ REPLAY = "--trainer.routing_replay true"
 def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("moe")
     tiny_policy(experts=8).save(folder)
-    return f"--policy {folder}"
+    return f"--model {folder}"
 
 
 def test_an_exact_route_of_an_moe_without_replay_is_warned_of(moe: str) -> None:

@@ -69,7 +69,7 @@ def test_a_veto_inside_the_noise_of_the_format_is_warned_of_or_refused() -> None
 
 
 def test_a_route_that_puts_the_format_into_the_clip_is_warned_of() -> None:
-    rollout = "--old_logps.route rollout --correction.control none"
+    rollout = "--old_logps.route rollout --correction.mode none"
     found = the_warning(f"{rollout} --engine.quantise fp8", "contains the rounding of the engine")
     for fix in ("--old_logps.route snapshot_old", "--trainer.quantise fp8"):
         assert fix in found.fix

@@ -44,7 +44,7 @@ ACCEPTED = (
     "--schedule.max_staleness 0",
     "--old_logps.route ewma_prox",
     "--old_logps.route ppo_ewma_async --old_logps.beta 0.5",
-    "--correction.control mask --correction.unit sequence",
+    "--correction.mode mask --correction.unit sequence",
     "--objective.loss_aggregation kept",
     "--objective.kl_coef 0.01 --objective.entropy_coef 0.01",
     "--techniques 'ear mssr novelty ace top_turns minpro ess_lr preserve_clip'",

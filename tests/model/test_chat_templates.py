@@ -84,7 +84,7 @@ def test_a_file_is_recorded_by_its_text_and_stays_the_same_when_a_run_resumes(
 ) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(BRACKETS)
-    words = ["train", "llm", "--policy", "models/mine", "--chat_template"]
+    words = ["train", "llm", "--model", "models/mine", "--chat_template"]
     config = configure(parse([*words, str(file)]))
     assert config.chat_template == BRACKETS
     assert stored_config(plain(config)) == config

@@ -54,15 +54,15 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
 
 def replaying(policy: Policy, run: PrefixTree) -> PrefixTree:
     """Return the tree with random experts to replay, and missing rows where no token is."""
-    policy.replay_routes()
+    policy.replay_experts()
     layers = policy.model.config.num_hidden_layers
     random = torch.Generator().manual_seed(2)
-    routes = torch.stack(
+    routed_experts = torch.stack(
         [torch.randperm(EXPERTS, generator=random)[:2] for _ in range(len(run.tokens) * layers)]
     )
-    routes = routes.view(-1, layers, 2).to(torch.uint8)
-    routes[run.num_tokens :] = torch.iinfo(torch.uint8).max
-    return replace(run, routes=routes)
+    routed_experts = routed_experts.view(-1, layers, 2).to(torch.uint8)
+    routed_experts[run.num_tokens :] = torch.iinfo(torch.uint8).max
+    return replace(run, routed_experts=routed_experts)
 
 
 def compare_with_one_process(peers: RankGroup, how: str) -> tuple[float, float, int]:

@@ -27,13 +27,13 @@ from transformers import (
 )
 
 from unstale.config import ConfigError
-from unstale.expert_routes import ExpertRoutes, link, pack_experts
-from unstale.model.experts import RouteRecorder, find_routers, replay_routes
+from unstale.model.experts import ExpertRecorder, find_routers, replay_experts
 from unstale.model.forward import ForwardOptions
 from unstale.model.packing_check import check_packing
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
 from unstale.records import Sampled, ScoredTrajectory, Trajectory, collate
+from unstale.routed_experts import RoutedExperts, link, pack_experts
 from unstale.testing import episode, tiny_policy
 
 EXPERTS = 8
@@ -42,20 +42,20 @@ LAYERS = 2
 
 def moe(seed: int = 0) -> Policy:
     policy = tiny_policy(seed=seed, experts=EXPERTS)
-    policy.replay_routes()
+    policy.replay_experts()
     return policy
 
 
-def packed(length: int = 20, *, routes: Tensor | None = None) -> Packed:
+def packed(length: int = 20, *, routed_experts: Tensor | None = None) -> Packed:
     tokens = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(1))
-    return Packed(tokens, (0, length), routes)
+    return Packed(tokens, (0, length), routed_experts)
 
 
 @torch.no_grad()
 def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
     """Return the experts `[T, layers, k]` that the policy chooses for one sequence."""
     other = policy.twin()
-    recorder = RouteRecorder(other.model)
+    recorder = ExpertRecorder(other.model)
     other.model(input_ids=tokens[None], use_cache=False)
     return recorder.take().to(torch.uint8)
 
@@ -83,7 +83,9 @@ def test_ones_own_choice_changes_no_bit() -> None:
     policy = moe()
     text = packed()
     plain = policy.logps(text, temperature=1.0)
-    replayed = policy.logps(replace(text, routes=own_routes(policy, text.tokens)), temperature=1.0)
+    replayed = policy.logps(
+        replace(text, routed_experts=own_routes(policy, text.tokens)), temperature=1.0
+    )
     assert torch.equal(plain, replayed)
 
 
@@ -91,8 +93,8 @@ def test_another_choice_is_weighted_by_current_probabilities() -> None:
     """Compare with a model whose routers are made to choose the recorded experts."""
     policy = moe()
     text = packed()
-    routes = own_routes(tiny_policy(seed=3, experts=EXPERTS), text.tokens)
-    replayed = policy.logps(replace(text, routes=routes), temperature=1.0)
+    routed_experts = own_routes(tiny_policy(seed=3, experts=EXPERTS), text.tokens)
+    replayed = policy.logps(replace(text, routed_experts=routed_experts), temperature=1.0)
     assert not torch.equal(replayed, policy.logps(text, temperature=1.0))
 
     forced = tiny_policy(experts=EXPERTS)
@@ -100,7 +102,7 @@ def test_another_choice_is_weighted_by_current_probabilities() -> None:
 
         def choose(hidden: Tensor, router: object = router, layer: int = layer) -> object:
             logits = torch.nn.functional.linear(hidden, router.weight)  # type: ignore[attr-defined]
-            index = routes[:, layer].long()
+            index = routed_experts[:, layer].long()
             weights = logits.softmax(-1).gather(1, index)
             return logits, weights / weights.sum(-1, keepdim=True), index
 
@@ -137,14 +139,14 @@ def test_other_families_load_replay_and_train(family: str, tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     tiny_policy().tokenizer.save_pretrained(tmp_path)
     policy = Policy.load(tmp_path, independent_rows=True)
-    policy.replay_routes()
+    policy.replay_experts()
     assert policy.packing_noise == 0.0
     assert all(torch.equal(policy.weights()[name], p) for name, p in model.named_parameters())
 
     text = packed()
     plain = policy.logps(text, temperature=1.0)
-    own = replace(text, routes=own_routes(policy, text.tokens))
-    other = replace(text, routes=own_routes(tiny_policy(experts=EXPERTS), text.tokens))
+    own = replace(text, routed_experts=own_routes(policy, text.tokens))
+    other = replace(text, routed_experts=own_routes(tiny_policy(experts=EXPERTS), text.tokens))
     # Granite's router normalizes before the softmax, which rounds differently.
     torch.testing.assert_close(policy.logps(own, temperature=1.0), plain, rtol=1e-5, atol=1e-5)
     replayed = policy.logps(other, temperature=1.0)
@@ -155,11 +157,11 @@ def test_other_families_load_replay_and_train(family: str, tmp_path: Path) -> No
 
 def test_gradients_reach_the_router_and_recomputed_layers_replay_too() -> None:
     gradients = []
-    routes = own_routes(tiny_policy(seed=3, experts=EXPERTS), packed().tokens)
+    routed_experts = own_routes(tiny_policy(seed=3, experts=EXPERTS), packed().tokens)
     for recompute in (False, True):
         policy = moe()
         policy.set_forward_options(ForwardOptions(gradient_checkpointing=recompute))
-        policy.logps(packed(routes=routes), temperature=1.0).sum().backward()
+        policy.logps(packed(routed_experts=routed_experts), temperature=1.0).sum().backward()
         router = find_routers(policy.model)[0]
         gradients.append([p.grad for p in policy.model.parameters() if p.grad is not None])
         assert router.weight.grad.abs().sum() > 0  # type: ignore[union-attr]
@@ -174,15 +176,15 @@ def test_a_missing_row_keeps_the_policys_choice() -> None:
     other = own_routes(tiny_policy(seed=3, experts=EXPERTS), text.tokens)
     nothing = torch.full_like(own, 255)
     plain = policy.logps(text, temperature=1.0)
-    assert torch.equal(policy.logps(replace(text, routes=nothing), temperature=1.0), plain)
+    assert torch.equal(policy.logps(replace(text, routed_experts=nothing), temperature=1.0), plain)
     late = torch.cat([nothing[:10], other[10:]])
-    mixed = policy.logps(replace(text, routes=late), temperature=1.0)
+    mixed = policy.logps(replace(text, routed_experts=late), temperature=1.0)
     assert torch.equal(mixed[:11], plain[:11]) and not torch.equal(mixed[11:], plain[11:])
 
 
 def test_a_twin_replays_too() -> None:
     policy = moe()
-    text = packed(routes=own_routes(tiny_policy(seed=3, experts=EXPERTS), packed().tokens))
+    text = packed(routed_experts=own_routes(tiny_policy(seed=3, experts=EXPERTS), packed().tokens))
     twin = policy.twin()
     assert torch.equal(twin.logps(text, temperature=1.0), policy.logps(text, temperature=1.0))
 
@@ -195,8 +197,10 @@ def test_siblings_share_a_token_only_if_its_rows_agree() -> None:
     differs = same.clone()
     differs[length + MIN_SHARED] += 1  # a row in the middle of the second prompt
     counts = [
-        build_prefix_tree(Packed(tokens, (0, length, 2 * length), routes), share=True).num_tokens
-        for routes in (None, same, differs)
+        build_prefix_tree(
+            Packed(tokens, (0, length, 2 * length), routed_experts), share=True
+        ).num_tokens
+        for routed_experts in (None, same, differs)
     ]
     assert counts == [length + 1, length + 1, length + 1 + MIN_SHARED]
 
@@ -208,40 +212,46 @@ def scored(*pieces: Sampled, context: int = 4) -> ScoredTrajectory:
     return ScoredTrajectory(trajectory, (1.0,))
 
 
-def sampled(count: int, version: int, routes: ExpertRoutes | None) -> Sampled:
-    return Sampled((5,) * count, (-1.0,) * count, version, routes=routes)
+def sampled(count: int, version: int, routed_experts: RoutedExperts | None) -> Sampled:
+    return Sampled((5,) * count, (-1.0,) * count, version, routed_experts=routed_experts)
 
 
 def test_a_row_is_of_the_version_that_samples_the_next_token() -> None:
     """Four tokens of context, two tokens of version 0, two of version 1."""
-    old = ExpertRoutes(0, records(5))
-    new = ExpertRoutes(0, records(7, first=3))
-    batch = collate([scored(sampled(2, 0, old), sampled(2, 1, new))], replay_routes=True)
-    assert batch.routes and batch.routes.complete.tolist() == [False] * 4 + [True] * 4
-    rows = batch.routes.rows(batch, batch.sampled)[:, 0, 0].tolist()
+    old = RoutedExperts(0, records(5))
+    new = RoutedExperts(0, records(7, first=3))
+    batch = collate([scored(sampled(2, 0, old), sampled(2, 1, new))], replay_experts=True)
+    assert (
+        batch.routed_experts and batch.routed_experts.complete.tolist() == [False] * 4 + [True] * 4
+    )
+    rows = batch.routed_experts.rows(batch, batch.sampled)[:, 0, 0].tolist()
     assert rows == [0, 1, 2, 3, 4, (5 + 3) % 8, (6 + 3) % 8, 255]
-    of_new = batch.routes.rows(batch, batch.sampled & (batch.version == 1))[:, 0, 0].tolist()
+    of_new = batch.routed_experts.rows(batch, batch.sampled & (batch.version == 1))[
+        :, 0, 0
+    ].tolist()
     assert of_new == [3, 4, 5, 6, 7, 0, 1, 255]
-    of_old = batch.routes.rows(batch, batch.sampled & (batch.version == 0))[:, 0, 0].tolist()
+    of_old = batch.routed_experts.rows(batch, batch.sampled & (batch.version == 0))[
+        :, 0, 0
+    ].tolist()
     assert of_old == [0, 1, 2, 3, 4, 255, 255, 255]
 
 
 def test_tokens_after_a_gap_are_incomplete() -> None:
-    late = ExpertRoutes(2, records(3, first=2))
+    late = RoutedExperts(2, records(3, first=2))
     rows = records(5)
     rows[3] = 255
-    hole = ExpertRoutes(0, rows)
-    for routes in (late, hole, None):
-        batch = collate([scored(sampled(2, 0, routes))], replay_routes=True)
-        assert batch.routes and not batch.routes.complete.any()
-    empty = collate([scored(sampled(2, 0, None))], replay_routes=True)
+    hole = RoutedExperts(0, rows)
+    for routed_experts in (late, hole, None):
+        batch = collate([scored(sampled(2, 0, routed_experts))], replay_experts=True)
+        assert batch.routed_experts and not batch.routed_experts.complete.any()
+    empty = collate([scored(sampled(2, 0, None))], replay_experts=True)
     assert moe().logps(empty, temperature=1.0).shape == (6,)
-    assert collate([scored(sampled(2, 0, hole))]).routes is None
+    assert collate([scored(sampled(2, 0, hole))]).routed_experts is None
 
 
 def test_a_later_reply_of_the_same_version_adds_rows() -> None:
-    first = ExpertRoutes(0, records(5))
-    later = link(ExpertRoutes(5, records(9, first=5)), first, stop=8)
+    first = RoutedExperts(0, records(5))
+    later = link(RoutedExperts(5, records(9, first=5)), first, stop=8)
     assert later and later.covered == 8
     assert later.rows(9)[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 255]
     assert link(None, first, stop=8) is first
@@ -251,20 +261,20 @@ def test_a_later_reply_fills_a_hole_of_an_earlier_one() -> None:
     """So the rows are there that `covered` counts."""
     rows = records(100)
     rows[50] = 255
-    later = link(ExpertRoutes(50, records(150, first=50)), ExpertRoutes(0, rows), stop=200)
+    later = link(RoutedExperts(50, records(150, first=50)), RoutedExperts(0, rows), stop=200)
     assert later and later.covered == 200
     assert (later.rows(200) == records(200)).all()
     rows = records(150, first=60)
     rows[0] = 255
-    assert (ExpertRoutes(60, rows, later).rows(200) == records(200)).all()
+    assert (RoutedExperts(60, rows, later).rows(200) == records(200)).all()
 
 
 def test_numbers_of_a_layer_without_a_router_mean_nothing() -> None:
     rows = pack_experts([[[-1, -1], [0, 1]], [[3, 3], [-1, 1]]], EXPERTS, routed=(False, True))
     assert rows[:, 1].tolist() == [[0, 1], [255, 255]]
-    assert ExpertRoutes(0, rows).covered == 1
+    assert RoutedExperts(0, rows).covered == 1
     recorded = pack_experts([[[-1, 1]]], EXPERTS, routed=(False, True))  # the routed layer alone
-    assert ExpertRoutes(0, recorded).covered == 0
+    assert RoutedExperts(0, recorded).covered == 0
 
 
 def test_rows_that_name_no_expert_are_missing() -> None:
@@ -277,15 +287,15 @@ def test_rows_that_name_no_expert_are_missing() -> None:
 
 
 def test_rows_of_another_model_are_refused() -> None:
-    routes = ExpertRoutes(0, np.zeros((6, 3, 2), dtype=np.uint8))
-    batch = collate([scored(sampled(2, 0, routes))], replay_routes=True)
+    routed_experts = RoutedExperts(0, np.zeros((6, 3, 2), dtype=np.uint8))
+    batch = collate([scored(sampled(2, 0, routed_experts))], replay_experts=True)
     with pytest.raises(ValueError, match="recorded 2 experts in 3 layers; the policy has 2 in 2"):
         moe().logps(batch, temperature=1.0)
 
 
 def test_models_that_cannot_replay_are_refused() -> None:
     with pytest.raises(ConfigError, match="routing_replay must be false: Qwen3ForCausalLM has no"):
-        tiny_policy().replay_routes()
+        tiny_policy().replay_experts()
     config = Glm4MoeConfig(
         vocab_size=64,
         hidden_size=32,
@@ -300,13 +310,13 @@ def test_models_that_cannot_replay_are_refused() -> None:
         first_k_dense_replace=1,
     )
     with pytest.raises(ConfigError, match="Glm4MoeTopkRouter weights its experts by a rule"):
-        replay_routes(Glm4MoeForCausalLM(config))
+        replay_experts(Glm4MoeForCausalLM(config))
 
 
 def test_layers_without_a_router_are_left_out() -> None:
     sizes = tiny_policy(experts=EXPERTS).model.config.to_dict()
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, "mlp_only_layers": [0]}))
-    layers = replay_routes(model)
+    layers = replay_experts(model)
     rows = torch.from_numpy(records(3))
     assert layers.routed == (1,)
     assert torch.equal(layers.select(rows), rows[:, 1:])  # type: ignore[arg-type]

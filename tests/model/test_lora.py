@@ -30,12 +30,13 @@ from tests.old_logps.test_exact_routes import BATCH, play, truth
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.trainer.test_trainer import WIDE, a_batch, learn, make
+from unstale.analysis import audit
 from unstale.builders import (
     build_old_logps,
     load_policy,
     shares_deltas,
 )
-from unstale.cli import audit, session
+from unstale.cli import session
 from unstale.cli.resume import config_changes
 from unstale.config import (
     SHIPPED_POLICY,
@@ -69,7 +70,7 @@ from unstale.weights.store import VersionStore
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 LORA = Lora(rank=4, seed=5)
-WITH_KL = RunConfig(recipe="", steps=2, correction=WIDE, objective=ObjectiveConfig(kl_coef=0.1))
+WITH_KL = RunConfig(recipe="", max_steps=2, correction=WIDE, objective=ObjectiveConfig(kl_coef=0.1))
 TOKENS = list(range(2, 40))
 
 
@@ -381,8 +382,8 @@ def configured(base: Path | None = None, **changes: Any) -> RunConfig:
     config = RunConfig(
         recipe="toy",
         name="run",
-        policy=str(base or "base"),
-        steps=3,
+        model=str(base or "base"),
+        max_steps=3,
         deterministic=True,
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
         engine=EngineConfig(max_context=512, max_running=24),
@@ -440,7 +441,7 @@ def test_a_recorded_run_is_audited_on_its_own_base_alone(
     exact, average = (row["logp_error_abs_mean"] for row in found["routes"])
     assert exact < 1e-5 < average
     stored = json.loads((run.folder / "config.json").read_text())
-    (run.folder / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))
+    (run.folder / "config.json").write_text(json.dumps(stored | {"model": str(folder)}))
     try:
         with pytest.raises(ConfigError, match="adapters were trained on other weights"):
             audit.audit(run.folder, routes=["snapshot_old"], console=quiet())
@@ -455,8 +456,8 @@ def test_a_run_does_not_go_on_over_another_base(run: session.Run, tmp_path: Path
     changed.save(folder)
     left = Path(shutil.copytree(run.folder, tmp_path / "run"))
     stored = json.loads((left / "config.json").read_text())
-    (left / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))
-    made = configured(folder, runs=tmp_path, steps=4, audit=AuditConfig(share=1.0, record=True))
+    (left / "config.json").write_text(json.dumps(stored | {"model": str(folder)}))
+    made = configured(folder, runs=tmp_path, max_steps=4, audit=AuditConfig(share=1.0, record=True))
     with pytest.raises(ConfigError, match="adapters were trained on other weights"):
         session.resume(left, made, console=quiet())
     assert not (left / "error.txt").exists()

@@ -338,7 +338,7 @@ def test_damaged_weights_are_refused_with_their_file(tmp_path: Path, damage: str
     if damage == "pointer":
         words = f"policy: {path} is a pointer of Git LFS, not the file with the weights: run `git l"
     assert refusal(tmp_path).startswith(words)
-    config = RunConfig(recipe="x", policy=str(tmp_path))
+    config = RunConfig(recipe="x", model=str(tmp_path))
     with pytest.raises(ConfigError) as caught:
         lint.check(config)
     assert str(caught.value).startswith(words)

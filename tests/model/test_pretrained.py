@@ -82,8 +82,8 @@ def test_a_step_raises_the_likelihood_of_its_batch(policy: Policy) -> None:
         recipe="llm",
         trainer=TrainerConfig(dtype="float32", lr=1e-5, warmup_steps=0),
         old_logps=OldLogpsConfig(route="rollout"),
-        correction=CorrectionConfig(control="none"),
-        objective=ObjectiveConfig(kind="none"),
+        correction=CorrectionConfig(mode="none"),
+        objective=ObjectiveConfig(loss_type="none"),
     )
     old = build_old_logps(config.old_logps, build_scorer(config, policy))
     trainer = LocalTrainer(policy, config, old, techniques=Techniques({"sft": objective}))

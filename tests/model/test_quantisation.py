@@ -224,7 +224,7 @@ def configure(folder: Path, *, engine: str, trainer: str = "none", **changes: An
 @pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "old_logit_model"])
 def test_exact_routes_are_exact_with_rounded_passes(tmp_path: Path, route: str) -> None:
     old_logps = OldLogpsConfig(route=route)
-    config = configure(tmp_path, engine="fp8", trainer="fp8", steps=5, old_logps=old_logps)
+    config = configure(tmp_path, engine="fp8", trainer="fp8", max_steps=5, old_logps=old_logps)
     rows = session.train(config, console=quiet()).metrics
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
@@ -236,7 +236,7 @@ def test_exact_routes_are_exact_with_rounded_passes(tmp_path: Path, route: str) 
 @pytest.mark.costly
 @pytest.mark.usefixtures("forked_children")
 def test_an_engine_that_rounds_alone_is_measured_as_discrepancy(tmp_path: Path) -> None:
-    config = configure(tmp_path, engine="int4", steps=2)
+    config = configure(tmp_path, engine="int4", max_steps=2)
     rows = session.train(config, console=quiet()).metrics
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert min(row["correction/log_d_abs_mean"] for row in rows) > 5e-3

@@ -140,7 +140,7 @@ def test_templates_that_fail_or_never_end_are_refused(
 ) -> None:
     monkeypatch.setattr(sampling, "TEMPLATE_S", 0.5)
     monkeypatch.setattr(guard, "_TICK_S", 0.1)
-    config = replace(make_recipe("calculator"), policy="base")
+    config = replace(make_recipe("calculator"), model="base")
     policy = Policy.load(SHIPPED_POLICY, chat_template="")
     taskset = build_taskset(config.task)
     assert build_chat(config, policy, taskset).stop_tokens, "the folder's own template is used"

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.support.fake_run import NoDisplay, fake_metrics, fake_run
+from unstale.analysis.dashboard.frozen import freeze, write_and_summarize, write_and_warn
 from unstale.durability.run_folder import RunFolder, RunLog, dumps
-from unstale.observe.dashboard.frozen import freeze, write_and_summarize, write_and_warn
 from unstale.observe.health import CHECKS, examine
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import RunOutcome

@@ -22,7 +22,7 @@ OTHER_ROUTES = {
     "old_logps/closing_s",
     "old_logps/stall_s",
 }
-OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
+OTHER_POLICIES = {"routed_experts/missing_share", "trainer/packing_noise"}
 OTHER_DTYPES = {
     "trainer/overflow_step_share",
     "trainer/loss_scale",
@@ -108,7 +108,7 @@ def listed_names() -> dict[str, str]:
 
 def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
     config = replace(
-        small(tmp_path), audit=AuditConfig(share=1.0), checkpoint=CheckpointConfig(every=1)
+        small(tmp_path), audit=AuditConfig(share=1.0), checkpoint=CheckpointConfig(interval=1)
     )
     rows = session.train(config, console=quiet()).metrics
     logged = {name for row in rows for name in row}

@@ -315,7 +315,7 @@ def test_a_program_gives_trackers_as_objects_functions_and_names(tmp_path: Path)
         return opened[0]
 
     trackers: Any = [sink, make, "tests.support.tracker:make_memory"]
-    session.train(small(tmp_path, trackers=trackers, steps=1), console=quiet())
+    session.train(small(tmp_path, trackers=trackers, max_steps=1), console=quiet())
     for memory in (sink, *opened, OPENED.pop()):
         assert [step for step, _ in memory.rows] == [0, 1] and memory.outcome
     assert json.loads((tmp_path / "run" / "config.json").read_text())["trackers"].endswith(
@@ -337,7 +337,7 @@ def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
             tmp_path,
             trackers="tests.support.tracker:make_memory",
             deterministic=True,
-            checkpoint=CheckpointConfig(every=1),
+            checkpoint=CheckpointConfig(interval=1),
         ),
         console=quiet(),
     )
@@ -358,7 +358,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_that_failed_or_was_stopped(
     with pytest.raises(RunFailed, match="all 4 episodes of a batch failed") as failed:
         session.train(failing, console=quiet())
     stopped = small(
-        tmp_path, name="stopped", steps=99, trackers="tests.support.tracker:make_interrupting"
+        tmp_path, name="stopped", max_steps=99, trackers="tests.support.tracker:make_interrupting"
     )
     with pytest.raises(KeyboardInterrupt):
         session.train(stopped, console=quiet())
@@ -375,7 +375,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_policy_cannot_be_saved(
 ) -> None:
     config = small(
         tmp_path,
-        steps=1,
+        max_steps=1,
         eval=EvalConfig(tasks=0),
         trackers="tests.support.tracker:make_obstructing",
     )
@@ -383,7 +383,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_policy_cannot_be_saved(
         session.train(config, console=quiet())
     output = StringIO()
     with pytest.raises(KeyboardInterrupt):
-        session.train(replace(config, steps=99, name="stopped"), console=Console(file=output))
+        session.train(replace(config, max_steps=99, name="stopped"), console=Console(file=output))
     assert "the policy was not saved: the model cannot be written" in output.getvalue()
     outcomes = [memory.outcome for memory in OPENED]
     OPENED.clear()
@@ -407,7 +407,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
     monkeypatch.setattr(EmbeddedEngine, "close", fail)
     config = small(
         tmp_path,
-        steps=1,
+        max_steps=1,
         eval=EvalConfig(tasks=0),
         deterministic=True,
         trackers="tests.support.tracker:make_memory",
@@ -417,7 +417,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
         session.train(config, console=quiet())
     error = LookupError("a mistake")
     with pytest.raises(LookupError, match="a mistake"):
-        session.resume(tmp_path / "run", replace(config, steps=2), console=quiet())
+        session.resume(tmp_path / "run", replace(config, max_steps=2), console=quiet())
     outcomes = [memory.outcome for memory in OPENED]
     OPENED.clear()
     assert [outcome and outcome.kind for outcome in outcomes] == ["failed", "failed"]
@@ -428,7 +428,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
 def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> None:
     config = small(tmp_path, trackers="tests.support.tracker:make_memory")
     run = session.train(config, console=quiet())
-    session.resume(run.folder, replace(config, steps=4), console=quiet())
+    session.resume(run.folder, replace(config, max_steps=4), console=quiet())
     first, second = OPENED
     OPENED.clear()
     assert (first.first_step, second.first_step) == (0, 3)

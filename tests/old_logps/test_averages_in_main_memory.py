@@ -10,15 +10,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from unstale.analysis.planner.models import PRESETS
+from unstale.analysis.planner.route_costs import route_cost
 from unstale.builders import build_old_logps
+from unstale.builders.footprint import predict_footprint
 from unstale.config import OldLogpsConfig, RunConfig
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
-from unstale.planner.footprint import predict_footprint
-from unstale.planner.models import PRESETS
-from unstale.planner.route_costs import route_cost
 from unstale.records import collate
 from unstale.testing import episode, nudge, tiny_policy
 

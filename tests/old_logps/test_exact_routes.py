@@ -536,7 +536,7 @@ def routed(
     )
     # the script's log-probabilities are far from the policy's: any control of D would drop every
     # token
-    without_correction = replace(config, correction=CorrectionConfig(control="none"))
+    without_correction = replace(config, correction=CorrectionConfig(mode="none"))
     return replace(
         parts,
         config=config,

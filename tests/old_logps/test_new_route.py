@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_run import small
+from unstale.analysis.audit import audit
+from unstale.analysis.planner.route_costs import route_cost
 from unstale.cli import session
-from unstale.cli.audit import audit
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
 from unstale.config import AuditConfig, ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from unstale.config.routes import routes
 from unstale.lint import check
-from unstale.planner.route_costs import route_cost
 from unstale.recipes.routes import route_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -101,7 +101,7 @@ def test_a_registered_route_is_known_everywhere(
 def test_a_registered_route_trains_and_is_audited(shifted: str, tmp_path: Path) -> None:
     config = small(
         tmp_path,
-        steps=2,
+        max_steps=2,
         old_logps=OldLogpsConfig(route=shifted, shift=0.2),
         audit=AuditConfig(record=True),
         eval=EvalConfig(tasks=0),

@@ -50,10 +50,10 @@ def configured(folder: Path, tmp_path: Path) -> RunConfig:
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return RunConfig(
         recipe="llm",
-        policy=str(folder),
+        model=str(folder),
         runs=tmp_path,
         name="run",
-        steps=STEPS,
+        max_steps=STEPS,
         deterministic=True,
         task=DatasetConfig(env=f"dataset:{prompts}", reward=f"{__name__}:digits_share"),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
@@ -61,7 +61,7 @@ def configured(folder: Path, tmp_path: Path) -> RunConfig:
         trainer=TrainerConfig(dtype="float32", lr=1e-5),
         audit=AuditConfig(record=True),
         eval=EvalConfig(tasks=0),
-        checkpoint=CheckpointConfig(every=STEPS),
+        checkpoint=CheckpointConfig(interval=STEPS),
     )
 
 

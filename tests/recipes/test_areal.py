@@ -12,8 +12,8 @@ from unstale.builders import build_old_logps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.recipes import RECIPES
 from unstale.records import Batch, ScoredTrajectory, collate
+from unstale.research.techniques.m2po import under_limit
 from unstale.techniques import Techniques
-from unstale.techniques.m2po import under_limit
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 

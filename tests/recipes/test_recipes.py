@@ -15,14 +15,14 @@ from unstale.config import RunConfig
 
 def tiny():
     \"\"\"A tiny recipe.\"\"\"
-    return RunConfig(recipe="tiny", steps=1)
+    return RunConfig(recipe="tiny", max_steps=1)
 """
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_its_own_name_and_a_docstring(name: str) -> None:
     assert RECIPES[name]().recipe == name
-    assert RECIPES[name]().steps > 0 and RECIPES[name].__doc__
+    assert RECIPES[name]().max_steps > 0 and RECIPES[name].__doc__
 
 
 @pytest.mark.parametrize("name", ["calculator", "desks_small", "retail"])
@@ -36,12 +36,12 @@ def test_a_desk_has_the_settings_of_a_model_that_must_read_its_rules(name: str) 
     config, base = RECIPES[name](), RECIPES["llm"]()
     assert isinstance(config.task, DeskConfig) and config.task.env == name
     assert config.task.level == "2", "the prompt of level 1 has no rules"
-    assert (config.policy, config.engine, config.trainer) == (
-        base.policy,
+    assert (config.model, config.engine, config.trainer) == (
+        base.model,
         base.engine,
         base.trainer,
     )
-    assert config.minutes == 0.0 and config.policy != "base"
+    assert config.minutes == 0.0 and config.model != "base"
 
 
 def test_the_recipe_of_an_average_resets_it() -> None:
@@ -56,5 +56,5 @@ def test_one_file_adds_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     read_entry_points.cache_clear()
     assert find_recipes().keys() - RECIPES.keys() == {"tiny"}
-    assert make_recipe("tiny").steps == 1
+    assert make_recipe("tiny").max_steps == 1
     read_entry_points.cache_clear()

@@ -148,7 +148,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
         resize=lambda *row: recorded.append(row),
         hidden_states=None,
         seed=0,
-        replay_routes=False,
+        replay_experts=False,
     )
 
     def more(*rewards: float | None) -> int:

@@ -27,8 +27,8 @@ from rich.console import Console
 from tests.engines.test_server_process import group_lives, group_members
 from tests.support.fake_vllm import rounded_as_vllm
 from unstale import recipes
+from unstale.analysis.audit import audit
 from unstale.cli import session
-from unstale.cli.audit import audit
 from unstale.config import (
     SHIPPED_POLICY,
     AuditConfig,

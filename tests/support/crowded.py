@@ -87,7 +87,7 @@ def main(folder: str) -> None:
         recipe="crowded",
         runs=Path(folder),
         name="run",
-        steps=1,
+        max_steps=1,
         task=TaskConfig(env="tests.support.crowded:tasks"),
         schedule=ScheduleConfig(max_staleness=0, groups_per_step=1, group_size=2),
         engine=EngineConfig(max_completion_tokens=8, max_context=128),

@@ -23,7 +23,9 @@ def trial(
     Each step takes `step_s`. `recorded` may have its `tokens` (50) and its `kept` share (0.9).
     """
     clock = FakeClock()
-    config = replace(fake_config(steps=len(evaluations) - 1, seed=seed), eval=EvalConfig(every=1))
+    config = replace(
+        fake_config(steps=len(evaluations) - 1, seed=seed), eval=EvalConfig(interval=1)
+    )
     with RunLog.create(folder, config, clock=clock) as log:
         clock.now = 100.0  # the engine starts
         for step, success in enumerate(evaluations):

@@ -37,10 +37,10 @@ def fake_config(route: str = "snapshot_old", steps: int = 80, seed: int = 0) -> 
         recipe="retail",
         name="retail-demo-0",
         seed=seed,
-        steps=steps,
+        max_steps=steps,
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         old_logps=OldLogpsConfig(route=route),  # type: ignore[arg-type]
-        eval=EvalConfig(tasks=256, every=20),
+        eval=EvalConfig(tasks=256, interval=20),
     )
 
 

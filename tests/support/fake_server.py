@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from unstale.model.experts import RouteRecorder
+from unstale.model.experts import ExpertRecorder
 from unstale.model.policy import Policy
 
 _HEADERS = (
@@ -34,7 +34,7 @@ class Speech:
         self.noise = noise
         """Of a position, and how many words there are."""
         self.aborted = False
-        self.routes: list[Tensor] = []
+        self.routed_experts: list[Tensor] = []
         """The experts `[tokens, layers, k]` of every step, if the server records them."""
         self._cache = DynamicCache()
 
@@ -83,14 +83,14 @@ class FakeServer:
         """Replies that were asked for, probes among them."""
         self.running: dict[str, Any] = {}
         self.policy = policy
-        self.recorder: RouteRecorder | None = None
-        """Set by `record_routes`, which stands for --enable-return-routed-experts."""
+        self.recorder: ExpertRecorder | None = None
+        """Set by `record_experts`, which stands for --enable-return-routed-experts."""
         self.head: Tensor | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
-    def record_routes(self) -> None:
-        self.recorder = RouteRecorder(self.policy.model)
+    def record_experts(self) -> None:
+        self.recorder = ExpertRecorder(self.policy.model)
 
     def step(self, speech: Speech) -> tuple[int, float, float]:
         """Return `speech.next`, and record its experts."""

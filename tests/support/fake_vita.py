@@ -274,4 +274,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
                     sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], made, raising=False
                 )
         vars(sys.modules[name]).update(content)
-    patch.delitem(sys.modules, "unstale.envs.adapters.vita", raising=False)
+    patch.delitem(sys.modules, "unstale.research.adapters.vita", raising=False)

@@ -12,7 +12,7 @@ from unstale.engines import Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
-from unstale.expert_routes import ExpertRoutes, pack_experts
+from unstale.routed_experts import RoutedExperts, pack_experts
 from unstale.weights.bits import checksum
 from unstale.weights.store import Delta
 
@@ -70,21 +70,21 @@ EXPERTS = 128
 
 
 class LongEngine(ScriptedEngine):
-    """A scripted engine whose replies have as many tokens as they may, and routes if recorded."""
+    """A scripted engine whose replies have as many tokens as they may, and experts if recorded."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(words)
-        self._record_routes = options.record_routes
+        self._record_experts = options.record_experts
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         reply = await super().sample(tokens, params)
-        if not self._record_routes:
+        if not self._record_experts:
             return reply
-        first = params.first_route(reply.piece.version)
+        first = params.first_routed(reply.piece.version)
         place = np.arange(first, len(tokens) + len(reply.piece.tokens) - 1)
         experts = (place[:, None, None] + np.arange(ROUTED)) % EXPERTS
-        routes = ExpertRoutes(first, pack_experts(experts, EXPERTS))
-        return replace(reply, piece=replace(reply.piece, routes=routes))
+        routed_experts = RoutedExperts(first, pack_experts(experts, EXPERTS))
+        return replace(reply, piece=replace(reply.piece, routed_experts=routed_experts))
 
 
 def words(tokens: Sequence[int], params: SamplingParams) -> list[int]:

@@ -38,7 +38,7 @@ def config(
         deterministic=True,
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
         eval=EvalConfig(tasks=0),
-        checkpoint=CheckpointConfig(every=2),
+        checkpoint=CheckpointConfig(interval=2),
         engine=replace(base.engine, dtype="float32"),
         trainer=replace(
             base.trainer,

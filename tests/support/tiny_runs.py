@@ -67,10 +67,10 @@ def tiny_run(policy: Path, runs: Path, **changes: Any) -> RunConfig:
     """Return a deterministic, asynchronous run of 20 steps that audits every token."""
     config = RunConfig(
         recipe="tiny",
-        policy=str(policy),
+        model=str(policy),
         runs=runs,
         name="run",
-        steps=20,
+        max_steps=20,
         deterministic=True,
         engine=EngineConfig(
             dtype="float32", max_context=256, max_completion_tokens=24, max_running=16

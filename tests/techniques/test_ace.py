@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 from tests.support.signals import made
 from unstale.records import Batch, collate
-from unstale.techniques.ace import Ace, AceConfig
+from unstale.research.techniques.ace import Ace, AceConfig
 from unstale.testing import episode
 
 

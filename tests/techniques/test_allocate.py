@@ -12,10 +12,9 @@ import torch
 
 from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConfig
 from unstale.config.options import override
-from unstale.techniques import GroupSoFar, Outcome
-from unstale.techniques.allocate import Allocate, AllocateConfig
-from unstale.techniques.baseline import BaselineConfig, advantages
-from unstale.techniques.budget import (
+from unstale.research.techniques.allocate import Allocate, AllocateConfig
+from unstale.research.techniques.baseline import BaselineConfig, advantages
+from unstale.research.techniques.budget import (
     find_price,
     half_width,
     mixed_error,
@@ -23,7 +22,8 @@ from unstale.techniques.budget import (
     segments,
     v0_utility,
 )
-from unstale.techniques.success import SuccessTracker
+from unstale.research.techniques.success import SuccessTracker
+from unstale.techniques import GroupSoFar, Outcome
 
 SEEDS, TASKS, GROUPS, LAG = 20, 64, 8, 2
 

@@ -15,14 +15,14 @@ from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConf
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Group
-from unstale.techniques import Observer, Outcome, Techniques
-from unstale.techniques.baseline import (
+from unstale.research.techniques.baseline import (
     BaselineConfig,
     PriorBaseline,
     advantages,
     make_baseline,
     shrink,
 )
+from unstale.techniques import Observer, Outcome, Techniques
 
 
 def numbers(*values: float) -> Tensor:

@@ -11,10 +11,10 @@ import pytest
 from tests.support.groups import context, group, made
 from unstale.config import ConfigError, RunConfig
 from unstale.records import ScoredTrajectory, Task
+from unstale.research.techniques.bin_sizes import BinSizes, BinSizesConfig, exact_sizes
+from unstale.research.techniques.bins import BinsConfig, BinWeights
+from unstale.research.techniques.difficulty import Bins
 from unstale.techniques import GroupSoFar, Outcome
-from unstale.techniques.bin_sizes import BinSizes, BinSizesConfig, exact_sizes
-from unstale.techniques.bins import BinsConfig, BinWeights
-from unstale.techniques.difficulty import Bins
 
 SEEDS, TASKS, HARD, GROUPS, SIZE = 20, 24, 6, 6, 8
 

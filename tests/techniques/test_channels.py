@@ -15,15 +15,15 @@ from unstale.algorithms.advantages import grpo_advantage
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Group
-from unstale.techniques import Techniques
-from unstale.techniques.channels import (
+from unstale.research.techniques.channels import (
     Channels,
     ChannelsConfig,
     channel_advantages,
     named_rewards,
     whiten_nonzero,
 )
-from unstale.techniques.tool_bonus import ToolBonus, ToolBonusConfig
+from unstale.research.techniques.tool_bonus import ToolBonus, ToolBonusConfig
+from unstale.techniques import Techniques
 
 
 def graded(*rewards: tuple[float, float]) -> Group:

@@ -18,9 +18,9 @@ from unstale.envs import ListedTasks, task_identity
 from unstale.envs.mixed import MixedTasks
 from unstale.lint import check
 from unstale.recipes import RECIPES
+from unstale.research.techniques.catalogue import ROWS
+from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
 from unstale.techniques import Techniques
-from unstale.techniques.catalogue import ROWS
-from unstale.techniques.ess_lr import EssLr, EssLrConfig
 
 NONE = RunConfig(recipe="mine")
 
@@ -28,7 +28,7 @@ NONE = RunConfig(recipe="mine")
 def test_a_technique_is_chosen_by_name_and_keeps_its_options(tmp_path: Path) -> None:
     chosen = override(NONE, {"techniques": "ess_lr", "ess_lr.base": 0.5})
     assert chosen.technique_options == {"ess_lr": EssLrConfig(base=0.5)}
-    assert override(chosen, {"steps": 3}).technique_options == chosen.technique_options
+    assert override(chosen, {"max_steps": 3}).technique_options == chosen.technique_options
     assert stored_config(json.loads(dumps(chosen))) == chosen
     (tmp_path / "own.toml").write_text('techniques = "ess_lr"\n[ess_lr]\nbase = 0.5\n')
     assert override(NONE, read_file(tmp_path / "own.toml")) == chosen
@@ -61,10 +61,10 @@ CONDITIONS = {
     "predicted_sampler": POOL,
     "stages": POOL,
     "channels": {"techniques": "tool_bonus channels"},
-    "echo": {"objective.kind": "ppo_clip"},
-    "opmd": {"objective.kind": "none"},
+    "echo": {"objective.loss_type": "ppo_clip"},
+    "opmd": {"objective.loss_type": "none"},
     "pick": {"schedule.group_size": 8},
-    "preserve_clip": {"objective.kind": "ppo_clip"},
+    "preserve_clip": {"objective.loss_type": "ppo_clip"},
 }
 """The one option that a technique may ask for before it is admitted with its defaults."""
 ESTIMATOR = {"advantage.estimator": "grpo"}

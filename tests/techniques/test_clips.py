@@ -10,9 +10,9 @@ from tests.support.lagged_bandit import clip, learn, ratio
 from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import override
-from unstale.techniques.echo import Echo, EchoConfig, confidence
-from unstale.techniques.m2po import M2po, M2poConfig, under_limit
-from unstale.techniques.preserve_clip import PreserveClip, PreserveClipConfig
+from unstale.research.techniques.echo import Echo, EchoConfig, confidence
+from unstale.research.techniques.m2po import M2po, M2poConfig, under_limit
+from unstale.research.techniques.preserve_clip import PreserveClip, PreserveClipConfig
 
 NONE = RunConfig(recipe="mine")
 
@@ -110,8 +110,8 @@ def test_preserve_clip_keeps_the_gradient_above_the_clip_alone() -> None:
     )
     assert loss.tolist() == pytest.approx([-1.28, 0.8, -2.2, 1.5, -0.5])
     assert slope.tolist() == pytest.approx([-1.28, 0, -2.2, 1.5, -0.5])
-    with pytest.raises(ConfigError, match=r"preserve_clip needs objective.kind = ppo_clip or"):
-        override(NONE, {"techniques": "preserve_clip", "objective.kind": "cispo"})
+    with pytest.raises(ConfigError, match=r"preserve_clip needs objective.loss_type = ppo_clip or"):
+        override(NONE, {"techniques": "preserve_clip", "objective.loss_type": "cispo"})
 
 
 def preserved(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def test_echo_multiplies_advantages_by_entropy_and_confidence() -> None:
 
 
 def test_echo_refuses_what_it_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"echo needs objective.kind = ppo_clip, got cispo"):
-        override(NONE, {"techniques": "echo", "objective.kind": "cispo"})
+    with pytest.raises(ConfigError, match=r"echo needs objective.loss_type = ppo_clip, got cispo"):
+        override(NONE, {"techniques": "echo", "objective.loss_type": "cispo"})
     with pytest.raises(ConfigError, match=r"echo.narrowest must be <= echo.widest, got 2"):
         EchoConfig(narrowest=2.0)

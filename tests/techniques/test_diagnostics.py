@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.support.groups import TASK, context, group, made, rewarded
 from unstale.algorithms.advantages import grpo
 from unstale.records import Failure, Group, Sampled
+from unstale.research.techniques.balance import Balance, BalanceConfig, logit_changes, mass_balance
+from unstale.research.techniques.gfcr import Gfcr, GfcrConfig
 from unstale.techniques import CreditContext, Techniques
-from unstale.techniques.balance import Balance, BalanceConfig, logit_changes, mass_balance
-from unstale.techniques.gfcr import Gfcr, GfcrConfig
 
 
 def test_the_change_of_the_right_mass_by_hand_and_by_a_finite_difference() -> None:

@@ -13,11 +13,11 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Batch
+from unstale.research.techniques.aepo import Aepo, AepoConfig
+from unstale.research.techniques.ear import Ear, EarConfig
+from unstale.research.techniques.mssr import Mssr, MssrConfig
+from unstale.research.techniques.top_tokens import TopTokens, TopTokensConfig, largest
 from unstale.techniques import Shaper
-from unstale.techniques.aepo import Aepo, AepoConfig
-from unstale.techniques.ear import Ear, EarConfig
-from unstale.techniques.mssr import Mssr, MssrConfig
-from unstale.techniques.top_tokens import TopTokens, TopTokensConfig, largest
 
 NONE = RunConfig(recipe="mine")
 

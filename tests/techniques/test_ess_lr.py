@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
 from unstale.techniques import StepSeen
-from unstale.techniques.ess_lr import EssLr, EssLrConfig
 
 SEEDS, POSITIONS, ARMS, SEQUENCES = 24, 10, 10, 16
 

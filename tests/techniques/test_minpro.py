@@ -12,7 +12,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Batch, ScoredTrajectory, collate
-from unstale.techniques.minpro import Minpro, MinproConfig
+from unstale.research.techniques.minpro import Minpro, MinproConfig
 from unstale.testing import episode
 
 NONE = RunConfig(recipe="mine")
@@ -81,9 +81,12 @@ def test_of_whole_takes_the_ratio_to_the_engine() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"objective.kind": "gspo"}, "needs objective.kind = ppo_clip, dual_clip, .*got gspo"),
+        (
+            {"objective.loss_type": "gspo"},
+            "needs objective.loss_type = ppo_clip, dual_clip, .*got gspo",
+        ),
         ({"objective.unit": "turn"}, "needs objective.unit = token, got turn"),
-        ({"minpro.of": "whole"}, "needs correction.control = none or mask, got mask_weight"),
+        ({"minpro.of": "whole"}, "needs correction.mode = none or mask, got mask_weight"),
     ],
 )
 def test_what_its_ratio_does_not_fit_is_refused(values: dict, message: str) -> None:
@@ -95,7 +98,7 @@ def test_the_linter_warns_of_a_clip_that_drops_gradients() -> None:
     found = check(override(NONE, {"techniques": "minpro"}))
     (warning,) = [each for each in found.warnings if each.wrong == "minpro with ppo_clip"]
     cispo_fix, without = warning.fix.split(", or ")
-    assert cispo_fix == "--objective.kind cispo --objective.clip_low 1"
+    assert cispo_fix == "--objective.loss_type cispo --objective.clip_low 1"
     assert without == "--techniques ''"
     assert "changed by minpro" in found.factors[1].bound
     soft = override(NONE, {"techniques": "minpro", **dict(warning.fixes[0])})

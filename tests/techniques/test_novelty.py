@@ -12,8 +12,8 @@ from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Batch
+from unstale.research.techniques.novelty import Novelty, NoveltyConfig
 from unstale.techniques import Shaper
-from unstale.techniques.novelty import Novelty, NoveltyConfig
 
 
 def batch_of(advantage: list[float], reward: list[float], *, group_size: int) -> Batch:

@@ -11,10 +11,10 @@ from tests.support.signals import at_sampled, packed
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
-from unstale.techniques.opmd import Opmd, OpmdConfig
+from unstale.research.techniques.opmd import Opmd, OpmdConfig
 
 NONE = RunConfig(recipe="mine")
-FITTING = {"techniques": "opmd", "objective.kind": "none"}
+FITTING = {"techniques": "opmd", "objective.loss_type": "none"}
 
 
 def gradient(log_ratio: Tensor, advantage: Tensor, tau: float) -> Tensor:
@@ -24,7 +24,7 @@ def gradient(log_ratio: Tensor, advantage: Tensor, tau: float) -> Tensor:
     given = at_sampled(batch, log_ratio)
     given[~batch.sampled] = torch.nan
     given.requires_grad_()
-    found = Opmd(OpmdConfig(tau=tau)).surrogate(given, batch, ObjectiveConfig(kind="none"))
+    found = Opmd(OpmdConfig(tau=tau)).surrogate(given, batch, ObjectiveConfig(loss_type="none"))
     assert not found.clipped.any()
     found.loss.sum().backward()
     assert given.grad is not None and not given.grad[~batch.sampled].any()
@@ -41,7 +41,10 @@ def test_its_gradient_is_that_of_log_pi_whatever_the_ratio() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"objective.kind": "ppo_clip"}, r"opmd needs objective\.kind = none, got ppo_clip"),
+        (
+            {"objective.loss_type": "ppo_clip"},
+            r"opmd needs objective\.loss_type = none, got ppo_clip",
+        ),
         ({"objective.unit": "sequence"}, r"opmd needs objective\.unit = token, got sequence"),
         ({"techniques": "minpro opmd"}, "Remove minpro from --techniques"),
     ],

@@ -12,7 +12,7 @@ from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Batch
-from unstale.techniques.opob import Opob, OpobConfig
+from unstale.research.techniques.opob import Opob, OpobConfig
 
 NONE = RunConfig(recipe="mine")
 

@@ -17,8 +17,8 @@ from torch.nn.functional import one_hot
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import collate
+from unstale.research.techniques.outer_step import OuterStep, OuterStepConfig
 from unstale.techniques import StepSeen, Techniques
-from unstale.techniques.outer_step import OuterStep, OuterStepConfig
 from unstale.testing import episode
 from unstale.trainer.halves import GradientNoiseScale
 

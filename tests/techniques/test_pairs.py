@@ -29,9 +29,10 @@ from unstale.durability.journal import Journal, check
 from unstale.durability.run_folder import RunFolder
 from unstale.envs import Message, Turn
 from unstale.lint import check as lint
-from unstale.recipes import retail, systems
-from unstale.recipes import techniques as combined
+from unstale.recipes import retail
 from unstale.records import Task
+from unstale.research.recipes import systems
+from unstale.research.recipes import techniques as combined
 from unstale.techniques import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
@@ -51,7 +52,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "pick": {"pick.n": 2},
     "proxy": {"proxy.score": "even"},
-    "opmd": {"objective.kind": "none"},
+    "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }
 """Options without which a technique is refused, by its name, or has no episode to train on. They
@@ -173,9 +174,9 @@ def small(policy: Path, folder: Path) -> RunConfig:
         policy,
         folder,
         name="whole",
-        steps=3,
+        max_steps=3,
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=3),
-        checkpoint=CheckpointConfig(every=1),
+        checkpoint=CheckpointConfig(interval=1),
         audit=AuditConfig(share=0.0),
     )
 
@@ -252,10 +253,10 @@ def test_a_recipe_trains_and_ends_equal_after_a_kill(
     config = replace(
         recipe(),
         recipe=base.recipe,
-        policy=base.policy,
+        policy=base.model,
         runs=base.runs,
         name=base.name,
-        steps=base.steps,
+        steps=base.max_steps,
         minutes=base.minutes,
         deterministic=True,
         engine=base.engine,

@@ -21,8 +21,15 @@ from unstale.config.options import override
 from unstale.config.techniques import techniques
 from unstale.lint import check
 from unstale.records import Group, ScoredTrajectory
+from unstale.research.techniques.pick import (
+    Pick,
+    PickConfig,
+    balanced,
+    contrast,
+    largest_variance,
+    split,
+)
 from unstale.techniques import Techniques
-from unstale.techniques.pick import Pick, PickConfig, balanced, contrast, largest_variance, split
 
 RUN = RunConfig(recipe="mine", techniques="pick")
 

@@ -19,9 +19,14 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Group
+from unstale.research.techniques.baseline import (
+    BaselineConfig,
+    PriorBaseline,
+    ProbeBaseline,
+    make_baseline,
+)
+from unstale.research.techniques.probe import Probe, means_of_others
 from unstale.techniques import HiddenStates, Observer, StatesReader, Techniques
-from unstale.techniques.baseline import BaselineConfig, PriorBaseline, ProbeBaseline, make_baseline
-from unstale.techniques.probe import Probe, means_of_others
 from unstale.testing import checkpoint_round_trip
 
 

@@ -12,9 +12,9 @@ from tests.support.groups import context, group, made
 from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError
 from unstale.records import Group, Trajectory
+from unstale.research.techniques.flaw import Flaw, FlawConfig
+from unstale.research.techniques.proxy import Proxy, ProxyConfig
 from unstale.techniques import Techniques
-from unstale.techniques.flaw import Flaw, FlawConfig
-from unstale.techniques.proxy import Proxy, ProxyConfig
 
 
 def measured(*groups: Group, score: str = "success") -> list[float]:

@@ -209,8 +209,8 @@ def a_trainer(*, route: str = "snapshot_old", replay: Replay | None = None) -> L
     policy = tiny_policy(dtype="float64")
     config = RunConfig(
         recipe="",
-        steps=10,
-        correction=CorrectionConfig(control="none" if route == "rollout" else "truncate"),
+        max_steps=10,
+        correction=CorrectionConfig(mode="none" if route == "rollout" else "truncate"),
         trainer=TrainerConfig(optimizer="SGD", lr=0.1),
     )
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
@@ -373,7 +373,7 @@ def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -
 
 def test_the_rule_failed_needs_tasks_that_come_again() -> None:
     """A run of 3 steps takes 6 tasks: of a list of 5 one comes again, of a list of 6 none."""
-    schedule = {"schedule.groups_per_step": 2, "steps": 3, "techniques": "replay"}
+    schedule = {"schedule.groups_per_step": 2, "max_steps": 3, "techniques": "replay"}
     config = override(RunConfig(recipe="mine"), {**schedule, "replay.rule": "failed"})
     require_repeats(config, listed(5))
     require_repeats(override(config, {"selection.pool": 6}), listed(6))

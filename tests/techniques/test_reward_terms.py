@@ -11,11 +11,11 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Trajectory
+from unstale.research.techniques.flaw import Flaw, FlawConfig
+from unstale.research.techniques.pick import Pick, PickConfig
+from unstale.research.techniques.tool_bonus import ToolBonus, ToolBonusConfig
 from unstale.rewards import first_error
 from unstale.techniques import Techniques
-from unstale.techniques.flaw import Flaw, FlawConfig
-from unstale.techniques.pick import Pick, PickConfig
-from unstale.techniques.tool_bonus import ToolBonus, ToolBonusConfig
 
 
 def flawed(reward: float, flaw: float, **fields: object) -> Trajectory:

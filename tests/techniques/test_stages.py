@@ -10,8 +10,8 @@ import pytest
 from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.lint import check
+from unstale.research.techniques.stages import Stages, StagesConfig
 from unstale.techniques import Draw, DrawContext, Outcome
-from unstale.techniques.stages import Stages, StagesConfig
 
 SEEDS, TASKS, GROUPS = 20, 64, 8
 NAMES = [f"{i:02}" for i in range(20)]
@@ -105,7 +105,7 @@ def test_wrong_options_are_refused(
     techniques: str, selection: SelectionConfig, steps: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig(recipe="mine", techniques=techniques, selection=selection, steps=steps)
+        RunConfig(recipe="mine", techniques=techniques, selection=selection, max_steps=steps)
 
 
 def learn(options: StagesConfig | None, episodes: int = 8000) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.groups import context, group, made
 from unstale.config import ConfigError
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Trajectory
-from unstale.techniques.step_groups import StepGroups, StepGroupsConfig
+from unstale.research.techniques.step_groups import StepGroups, StepGroupsConfig
 
 A, B, C = 10, 11, 12
 PLAIN = {"discount": 1.0, "std": False}

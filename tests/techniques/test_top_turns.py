@@ -11,7 +11,7 @@ from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Batch
-from unstale.techniques.top_turns import TopTurns, TopTurnsConfig, largest_of
+from unstale.research.techniques.top_turns import TopTurns, TopTurnsConfig, largest_of
 
 
 def in_turns(batch: Batch, *turns: int) -> Batch:

@@ -15,7 +15,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Group
-from unstale.techniques.truncated import Truncated, TruncatedConfig
+from unstale.research.techniques.truncated import Truncated, TruncatedConfig
 
 
 def selected(items: Group, **options: Any) -> Group:

@@ -14,14 +14,20 @@ import torch
 from tests.techniques.test_predicted_sampler import TEXTS, outcome, world
 from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.options import override
-from unstale.techniques.forecast import Array
-from unstale.techniques.predicted_sampler import (
+from unstale.research.techniques.forecast import Array
+from unstale.research.techniques.predicted_sampler import (
     ModelSampler,
     PredictedSampler,
     PredictedSamplerConfig,
     make_sampler,
 )
-from unstale.techniques.value_model import Results, ValueModel, fit_trust, trusted, value_loss
+from unstale.research.techniques.value_model import (
+    Results,
+    ValueModel,
+    fit_trust,
+    trusted,
+    value_loss,
+)
 from unstale.testing import checkpoint_round_trip
 
 SEEDS, BATCHES, GROUPS, EPISODES = 20, 16, 8, 8

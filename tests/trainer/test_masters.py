@@ -40,7 +40,7 @@ def mixed_batch(step: int) -> Batch:
 
 def make(policy: Policy, **options: object) -> LocalTrainer:
     trainer = TrainerConfig(**{"dtype": "bfloat16", "rounding": "stochastic", "lr": 1e-5} | options)
-    config = RunConfig(recipe="", steps=10, seed=4, trainer=trainer)
+    config = RunConfig(recipe="", max_steps=10, seed=4, trainer=trainer)
     old = build_old_logps(OldLogpsConfig(route="snapshot_old"), LocalScorer(policy, 1.0, 4096))
     return LocalTrainer(policy, config, old)
 

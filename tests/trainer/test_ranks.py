@@ -1,6 +1,6 @@
 """Test the trainer on several ranks, each with its part of the weights.
 
-A step is that of one process but for the rounding of sums, also with replayed expert routes. Old
+A step is that of one process but for the rounding of sums, also with replayed routed experts. Old
 log-probabilities are exact, bit for bit, by every route that promises it. Every route keeps its
 contract. A number that is not finite on one rank is an error on all.
 """
@@ -43,7 +43,6 @@ from unstale.durability.checkpoint import (
     Progress,
     Stateful,
 )
-from unstale.expert_routes import ExpertRoutes
 from unstale.model.lora import Lora
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
@@ -58,6 +57,7 @@ from unstale.records import (
     collate,
     walk,
 )
+from unstale.routed_experts import RoutedExperts
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
@@ -68,7 +68,7 @@ LORA = Lora(4)
 SNAPSHOT = OldLogpsConfig(route="snapshot_old")
 BASE = RunConfig(
     recipe="",
-    steps=STEPS,
+    max_steps=STEPS,
     old_logps=SNAPSHOT,
     audit=AuditConfig(share=0.5),
     trainer=TrainerConfig(lr=1e-4, max_tokens_per_microbatch=96),
@@ -126,7 +126,7 @@ class Outcome:
 
 
 def batch_of(step: int, *, replay: bool = False) -> Batch:
-    """Return a batch with tokens of the last three versions, each with routes of its own."""
+    """Return a batch with tokens of the last three versions, each with experts of its own."""
     plans = [
         [20 + i % 3, (12, max(0, step - 2)), 5, (9, max(0, step - 1)), (7, step)] for i in range(5)
     ]
@@ -134,11 +134,11 @@ def batch_of(step: int, *, replay: bool = False) -> Batch:
         episode(100 * step + i, plan, advantage=1.0 if i % 2 else -1.0)
         for i, plan in enumerate(plans)
     ]
-    return collate([*map(with_routes, episodes)], replay_routes=replay)
+    return collate([*map(with_experts, episodes)], replay_experts=replay)
 
 
-def with_routes(item: ScoredTrajectory) -> ScoredTrajectory:
-    """Return an episode whose sampled pieces have random routes of two layers."""
+def with_experts(item: ScoredTrajectory) -> ScoredTrajectory:
+    """Return an episode whose sampled pieces have random experts of two layers."""
     pieces: list[Piece] = []
     stop = 0
     for piece in item.trajectory.pieces:
@@ -146,7 +146,7 @@ def with_routes(item: ScoredTrajectory) -> ScoredTrajectory:
         if isinstance(piece, Sampled):
             noise = np.random.default_rng([item.trajectory.episode, piece.version])
             chosen = noise.random((stop - 1, 2, EXPERTS)).argsort(-1)[:, :, :2]
-            piece = replace(piece, routes=ExpertRoutes(0, chosen.astype(np.uint8)))
+            piece = replace(piece, routed_experts=RoutedExperts(0, chosen.astype(np.uint8)))
         pieces.append(piece)
     return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
@@ -164,7 +164,7 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
         independent_rows=replay,
     )
     if replay:
-        policy.replay_routes()
+        policy.replay_experts()
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
     truth: dict[tuple[int, int], Tensor] = {}
@@ -187,7 +187,7 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
             trainer.backward(minibatch)
             trainer.step()
         metrics.append(trainer.metrics())
-        assert not replay or metrics[-1]["routes/missing_share"] == 0.0
+        assert not replay or metrics[-1]["routed_experts/missing_share"] == 0.0
     weights = masters(trainer)
     moved = max((weights[name] - tensor).abs().max().item() for name, tensor in initial.items())
     trainer.old.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from tests.trainer.test_ranks import EXPERTS, with_routes
+from tests.trainer.test_ranks import EXPERTS, with_experts
 from unstale.algorithms.objectives import loss_divisor, token_norm
 from unstale.builders import build_trainer
 from unstale.config import (
@@ -45,7 +45,7 @@ PLANS: Sequence[Sequence[tuple[list, float]]] = (
     (([5, (7, 1), 2, (2, 1), 3], 0.0), ([5, (4, 0)], 0.0)),
 )
 """The episodes of five groups, with advantages. The second and the last have no gradient."""
-WIDE = CorrectionConfig(control="truncate", high=1e6)
+WIDE = CorrectionConfig(mode="truncate", high=1e6)
 ORDERS: Sequence[Sequence[Sequence[int]]] = (
     ((3,), (2,), (1,), (0,)),
     ((1,), (0, 2), (3,)),
@@ -78,11 +78,11 @@ def batch_of(groups: Sequence[int], *, replay: bool = False, scale: float = 1.0)
             episode(10 * number + i, plan, advantage=scale * advantage)
             for i, (plan, advantage) in enumerate(PLANS[number])
         ]
-        items = [with_routes(each) for each in items] if replay else items
+        items = [with_experts(each) for each in items] if replay else items
         scored += items
         trajectories = tuple(each.trajectory for each in items)
         made.append(Group(trajectories[0].task, trajectories, number=number))
-    return collate(scored, groups=made, replay_routes=replay)
+    return collate(scored, groups=made, replay_experts=replay)
 
 
 def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> t
     options = {"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9, "stream": stream}
     config = RunConfig(
         recipe="",
-        steps=10,
+        max_steps=10,
         schedule=ScheduleConfig(groups_per_step=4, group_size=3),
         trainer=TrainerConfig(
             **{
@@ -107,7 +107,7 @@ def build(stream: bool, *, experts: int = 0, lora: int = 0, **changes: Any) -> t
         assert not [name for name in names if "trainer.stream" in name]
     policy = tiny_policy(dtype="float64", experts=experts, lora=Lora(lora) if lora else None)
     if experts:
-        policy.replay_routes()
+        policy.replay_experts()
     trainer, auditor = build_trainer(config, policy, LocalScorer(policy, 1.0, 64))
     for version in (0, 1):
         policy.version = version
@@ -153,7 +153,7 @@ def require_equal(
             assert found[1][name] == wanted, name
 
 
-KEPT = CorrectionConfig(control="mask", low=0.05, high=3.0, unit="turn")
+KEPT = CorrectionConfig(mode="mask", low=0.05, high=3.0, unit="turn")
 CASES: Mapping[str, dict[str, Any]] = {
     **{
         how: {
@@ -167,12 +167,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "prompts apart": {"trainer": {"share_prompts": False}},
     "momentum": {"trainer": {"optimizer": "AdamW", "lr": 1e-2, "weight_decay": 0.1}},
     "gspo": {
-        "objective": ObjectiveConfig(kind="gspo", loss_aggregation="sequence_mean"),
-        "correction": CorrectionConfig(control="mask_weight", unit="sequence", low=0.1, high=5),
+        "objective": ObjectiveConfig(loss_type="gspo", loss_aggregation="sequence_mean"),
+        "correction": CorrectionConfig(mode="mask_weight", unit="sequence", low=0.1, high=5),
     },
     "veto and cap": {
-        "correction": CorrectionConfig(control="truncate", high=9.0, token_veto_threshold=2e-3),
-        "objective": ObjectiveConfig(kind="cispo", ratio_cap=1.5),
+        "correction": CorrectionConfig(mode="truncate", high=9.0, token_veto_threshold=2e-3),
+        "objective": ObjectiveConfig(loss_type="cispo", ratio_cap=1.5),
     },
     "eager": {"old_logps": OldLogpsConfig(route="eager")},
     "own": {"old_logps": OldLogpsConfig(route="snapshot_old", placement="own")},

@@ -74,8 +74,8 @@ def make(
     policy = policy or tiny_policy(dtype="float64")
     config = RunConfig(
         recipe="",
-        steps=10,
-        correction=CorrectionConfig(control="truncate", high=1e6),
+        max_steps=10,
+        correction=CorrectionConfig(mode="truncate", high=1e6),
         trainer=TrainerConfig(
             optimizer="SGD",
             lr=1.0,
@@ -301,7 +301,7 @@ def test_a_ratio_and_an_objective_replace_those_of_the_loss() -> None:
 
     class Quadrupled:
         def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
-            assert options.kind == "ppo_clip"
+            assert options.loss_type == "ppo_clip"
             return none(log_ratio, 4 * batch.advantage)
 
     class Plain(Doubled):

@@ -64,7 +64,7 @@ def make(
     trainer = sections.pop("trainer", {})
     config = RunConfig(
         recipe="",
-        steps=10,
+        max_steps=10,
         trainer=TrainerConfig(**{"optimizer": "SGD", "lr": 0.1} | trainer),
         old_logps=OldLogpsConfig(route=route),
         journal=JournalConfig(token_share=share),
@@ -117,7 +117,7 @@ def test_flags_weights_and_ratios_follow_their_formulas() -> None:
     batch = a_batch()
     old_logp, logp = true_logps(batch)
     trainer = make(
-        correction=CorrectionConfig(control="mask_weight", high=2.0, token_veto_threshold=0.01),
+        correction=CorrectionConfig(mode="mask_weight", high=2.0, token_veto_threshold=0.01),
         objective=ObjectiveConfig(clip_low=0.1, clip_high=0.1, ratio_cap=1.2),
     )
     found = learn(trainer, batch)
@@ -236,7 +236,7 @@ def test_a_technique_that_drops_tokens_or_changes_advantages_is_seen() -> None:
             Shapes(shape),
             route=route,
             needs=needs,
-            correction=CorrectionConfig(control="mask", high=2.0),
+            correction=CorrectionConfig(mode="mask", high=2.0),
         )
         found = learn(trainer, batch)
         dropped = 0

@@ -42,7 +42,7 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.masters import Masters
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 
-WIDE = CorrectionConfig(control="truncate", high=1e6)
+WIDE = CorrectionConfig(mode="truncate", high=1e6)
 PLANS: tuple[tuple[list, float], ...] = (
     ([4, (6, 0), 3, (2, 1)], 1.0),
     ([5, (3, 1)], -0.5),
@@ -70,7 +70,7 @@ def make(
     """Return a trainer at version 1 whose route has versions 0 and 1."""
     config = RunConfig(
         recipe="",
-        steps=10,
+        max_steps=10,
         correction=correction,
         objective=objective or ObjectiveConfig(),
         trainer=TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer),
@@ -99,7 +99,7 @@ def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
 def test_a_cap_on_the_whole_ratio_holds_what_a_token_counts() -> None:
     """The loss is -sum min(pi / mu, cap) A / N, from unpacked forward passes."""
     policy, batch = tiny_policy(), a_batch()
-    trainer = make(policy, objective=ObjectiveConfig(kind="none", ratio_cap=1.5))
+    trainer = make(policy, objective=ObjectiveConfig(loss_type="none", ratio_cap=1.5))
     total, capped = 0.0, 0
     for start, end in batch.spans():
         now = plain_logps(policy, batch.tokens[start:end].tolist())
@@ -114,7 +114,7 @@ def test_a_cap_on_the_whole_ratio_holds_what_a_token_counts() -> None:
 
 
 def test_normalized_weights_have_the_mean_one_over_the_batch() -> None:
-    correction = CorrectionConfig(control="truncate", high=2.0, normalize=True)
+    correction = CorrectionConfig(mode="truncate", high=2.0, normalize=True)
     trainer = make(tiny_policy(), correction=correction, minibatches_per_batch=2)
     factors = [part.factor[part.batch.sampled] for part in trainer.prepare(a_batch())]
     assert torch.cat(factors).mean().item() == pytest.approx(1.0)
@@ -123,7 +123,7 @@ def test_normalized_weights_have_the_mean_one_over_the_batch() -> None:
 
 def test_sequences_without_an_advantage_count_in_the_mean_of_the_weights() -> None:
     """So an option that trains them, too, does not change the weights of the others."""
-    correction = CorrectionConfig(control="truncate", high=1e6, normalize=True)
+    correction = CorrectionConfig(mode="truncate", high=1e6, normalize=True)
     found = []
     for entropy_coef in (0.0, 0.1):
         trainer = make(
@@ -140,7 +140,7 @@ def test_sequences_without_an_advantage_count_in_the_mean_of_the_weights() -> No
 def test_the_cap_on_the_whole_ratio_also_limits_the_kl_term() -> None:
     """Per token it is min(pi / mu, cap) (exp(r) - r - 1), where r = log pi_reference - log pi."""
     policy, batch = tiny_policy(dtype="float64"), a_batch()
-    options = ObjectiveConfig(kind="none", ratio_cap=1.5, kl_coef=0.5)
+    options = ObjectiveConfig(loss_type="none", ratio_cap=1.5, kl_coef=0.5)
     reference = tiny_policy(dtype="float64")
     trainer = make(policy, objective=options)
     nudge(reference, seed=1)  # as in `make`
@@ -166,7 +166,7 @@ def test_a_step_on_fresh_data_is_that_of_the_other_objectives(kind: str) -> None
     steps = []
     for each in ("none", kind):
         policy = tiny_policy(dtype="float64")
-        trainer = make(policy, route="rollout", objective=ObjectiveConfig(kind=each))
+        trainer = make(policy, route="rollout", objective=ObjectiveConfig(loss_type=each))
         batch = a_batch()
         logp = trainer.policy.score(
             batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=64
@@ -187,7 +187,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
     for max_tokens_per_microbatch in (1, 20, 10_000):
         trainer = make(
             tiny_policy(dtype="float64"),
-            correction=CorrectionConfig(control="mask", low=0.05, high=3.0, unit="turn"),
+            correction=CorrectionConfig(mode="mask", low=0.05, high=3.0, unit="turn"),
             objective=ObjectiveConfig(
                 loss_aggregation=loss_aggregation, entropy_coef=0.1, kl_coef=0.2, unit="sequence"
             ),
@@ -218,7 +218,7 @@ def test_the_loss_is_the_formula() -> None:
     before masking."""
     policy, batch = tiny_policy(), a_batch()
     version_0 = policy.twin()
-    trainer = make(policy, correction=CorrectionConfig(control="mask_weight", low=0.2, high=5.0))
+    trainer = make(policy, correction=CorrectionConfig(mode="mask_weight", low=0.2, high=5.0))
     total, clipped, kept, busy = 0.0, 0, 0, 0
     for start, end in batch.spans():
         tokens = batch.tokens[start:end].tolist()
@@ -249,7 +249,7 @@ def test_the_loss_is_the_formula() -> None:
 
 def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denominator() -> None:
     trainer = make(
-        tiny_policy(), minibatches_per_batch=2, objective=ObjectiveConfig(kind="kl_penalty")
+        tiny_policy(), minibatches_per_batch=2, objective=ObjectiveConfig(loss_type="kl_penalty")
     )
     parts = trainer.prepare(a_batch())
     assert [part.batch.episodes for part in parts] == [(0, 2, 5), (1, 3)]  # 4 has no action token
@@ -258,7 +258,7 @@ def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denom
 
 def test_nothing_is_padded() -> None:
     batch = a_batch()
-    metrics = learn(make(tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")), batch)
+    metrics = learn(make(tiny_policy(), objective=ObjectiveConfig(loss_type="kl_penalty")), batch)
     assert (
         metrics["trainer/sequence_tokens"] == len(batch.tokens) - 3
     )  # the sequence without action tokens is not run
@@ -277,7 +277,7 @@ def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> No
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-12, rtol=1e-9)
     assert found[1][1] - found[0][1] == 11  # the third sequence, whose advantage is 0
     assert not make(
-        tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")
+        tiny_policy(), objective=ObjectiveConfig(loss_type="kl_penalty")
     ).skips_zero_advantage
     assert not make(tiny_policy(), objective=ObjectiveConfig(entropy_coef=0.1)).skips_zero_advantage
 
@@ -319,7 +319,7 @@ def test_after_a_step_the_policy_is_no_longer_at_its_version() -> None:
 def test_a_reference_kl_pulls_back_to_where_the_run_began() -> None:
     policy = tiny_policy()
     trainer = make(
-        policy, objective=ObjectiveConfig(kind="none", kl_coef=1.0), route="rollout", lr=0.01
+        policy, objective=ObjectiveConfig(loss_type="none", kl_coef=1.0), route="rollout", lr=0.01
     )
     nudge(policy, seed=2, size=0.01)
     batch = collate([engine_made(policy, number) for number in range(8)])
@@ -401,7 +401,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_step() -> None:
 def test_metrics_say_what_happened_by_lag() -> None:
     policy, batch = tiny_policy(), a_batch()
     version_0 = policy.twin()
-    trainer = make(policy, objective=ObjectiveConfig(kind="kl_penalty"))
+    trainer = make(policy, objective=ObjectiveConfig(loss_type="kl_penalty"))
     metrics = learn(trainer, batch)
     assert metrics["old_logps/exact_share"] == 1.0
     assert (
@@ -433,7 +433,7 @@ def test_metrics_say_what_happened_by_lag() -> None:
 def test_the_current_policy_is_run_only_for_a_route_that_asks() -> None:
     batch = a_batch()
     assert learn(make(tiny_policy(), route="rollout"), batch)["old_logps/forward_tokens"] == 0
-    every = ObjectiveConfig(kind="kl_penalty")  # runs sequences without advantage, too
+    every = ObjectiveConfig(loss_type="kl_penalty")  # runs sequences without advantage, too
     asked = learn(make(tiny_policy(), route="current_recompute", objective=every), batch)
     assert (
         asked["old_logps/forward_tokens"] == len(batch.tokens) - 3 - 3
@@ -628,7 +628,7 @@ def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() ->
 
 def test_a_route_hears_of_every_step_and_what_the_control_kept() -> None:
     """A band around D = 1 that contains no token keeps no token."""
-    narrow = CorrectionConfig(control="mask", low=0.0, high=1.0)
+    narrow = CorrectionConfig(mode="mask", low=0.0, high=1.0)
     trainer = make(tiny_policy(), correction=narrow, minibatches_per_batch=2)
     heard: list[float] = []
     trainer.old.trained = lambda kept: heard.append(kept)  # type: ignore[method-assign]

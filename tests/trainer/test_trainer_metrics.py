@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.algorithms.corrections import Control
+from unstale.algorithms.corrections import CorrectionWeights
 from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch, collate
 from unstale.testing import episode
@@ -66,8 +66,8 @@ def filled() -> StepMetrics:
     old_logp = at_sampled(batch, batch.behavior_logp[batch.sampled] + log_d)
     logp = at_sampled(batch, old_logp[batch.sampled] + log_s)
     lag = torch.where(batch.sampled, 1, -1)
-    control = Control(torch.ones(len(batch.tokens)), batch.sampled)
-    metrics.add_correction(batch, old_logp, control, exact=batch.sampled, lag=lag)
+    correction = CorrectionWeights(torch.ones(len(batch.tokens)), batch.sampled)
+    metrics.add_correction(batch, old_logp, correction, exact=batch.sampled, lag=lag)
     low = at_sampled(batch, torch.tensor([1.0, 0.0, 0.0])).bool()
     high = at_sampled(batch, torch.tensor([0.0, 0.0, 1.0])).bool()
     surrogate = Surrogate(logp, clipped_low=low, clipped_high=high)

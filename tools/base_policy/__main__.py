@@ -18,7 +18,7 @@ from unstale.envs.desk import shipped_desks
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.base_policy", description=__doc__)
     parser.add_argument(
-        "--policy", choices=RECIPES, default="base", help="the policy to make (default: base)"
+        "--model", choices=RECIPES, default="base", help="the policy to make (default: base)"
     )
     parser.add_argument("--out", type=Path, help="folder to write (default: the shipped one)")
     parser.add_argument(

@@ -10,7 +10,7 @@ if `old_logp` is exact. If `old_logp` is an approximation, D also contains some 
 
 Call `log_discrepancy`, `aggregate` and `keep_all` in this order. Then call any of `veto`, `mask`,
 `truncate`, `clamp`, `mask_weight`. Each of them receives the `Control` that the previous one
-returned. A function with the decorator `@control` is a value of the option `correction.control`.
+returned. A function with the decorator `@mode` is a value of the option `correction.mode`.
 Its keyword-only parameters get the values of the options of that section with these names.
 """
 
@@ -208,7 +208,7 @@ def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class CorrectionWeights:
     """The result of a correction: a weight for each token, and whether it is kept. No gradient."""
 
     weight: Float[Tensor, "*shape"]
@@ -226,35 +226,35 @@ class Control:
         return torch.where(self.keep, self.weight, 0.0)
 
 
-Function = TypeVar("Function", bound=Callable[..., Control])
+Function = TypeVar("Function", bound=Callable[..., CorrectionWeights])
 
-CONTROLS: dict[str, Callable[..., Control]] = {}
+MODES: dict[str, Callable[..., CorrectionWeights]] = {}
 
 
-def control(function: Function) -> Function:
-    """Register a function as a value of the option `correction.control`. Used as a decorator."""
-    CONTROLS[function.__name__] = function
+def mode(function: Function) -> Function:
+    """Register a function as a value of the option `correction.mode`. Used as a decorator."""
+    MODES[function.__name__] = function
     return function
 
 
-def keep_all(sampled: Bool[Tensor, "*shape"]) -> Control:
+def keep_all(sampled: Bool[Tensor, "*shape"]) -> CorrectionWeights:
     """Return the `Control` to pass to the first correction: all sampled tokens kept, weight 1.
 
     A `Control` has each token's weight, and whether the token is kept.
     """
-    return Control(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
+    return CorrectionWeights(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 
-@control
-def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
+@mode
+def none(log_discrepancy: Float[Tensor, "*shape"], before: CorrectionWeights) -> CorrectionWeights:
     """Change nothing. This is right if D is known to be 1, as with `old_logp = behavior_logp`."""
     return before
 
 
-@control
+@mode
 def mask(
-    log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
-) -> Control:
+    log_discrepancy: Float[Tensor, "*shape"], before: CorrectionWeights, *, low: float, high: float
+) -> CorrectionWeights:
     """Keep a token only if `low <= D <= high`, where D is the discrepancy of trainer and engine.
 
     If D is aggregated by `mean`, a narrow range such as 1/1.005 to 1.005 is needed.
@@ -262,14 +262,14 @@ def mask(
     return replace(before, keep=before.keep & _inside(log_discrepancy, low=low, high=high))
 
 
-@control
+@mode
 def truncate(
     log_discrepancy: Float[Tensor, "*shape"],
-    before: Control,
+    before: CorrectionWeights,
     *,
     high: float,
     normalize: bool = False,
-) -> Control:
+) -> CorrectionWeights:
     """Weight each token by `min(D, high)`: truncated importance sampling.
 
     D is the discrepancy between trainer and engine. This is IMPALA's rho-bar (arXiv 1802.01561),
@@ -282,15 +282,15 @@ def truncate(
     return clamp(log_discrepancy, before, low=0.0, high=high, normalize=normalize)
 
 
-@control
+@mode
 def clamp(
     log_discrepancy: Float[Tensor, "*shape"],
-    before: Control,
+    before: CorrectionWeights,
     *,
     low: float,
     high: float,
     normalize: bool = False,
-) -> Control:
+) -> CorrectionWeights:
     """Weight each token by D, limited to the range from `low` to `high`.
 
     D is the discrepancy between trainer and engine. `truncate` is the same without a lower limit.
@@ -302,15 +302,15 @@ def clamp(
     return _add_weight(before, weight, normalize=normalize)
 
 
-@control
+@mode
 def mask_weight(
     log_discrepancy: Float[Tensor, "*shape"],
-    before: Control,
+    before: CorrectionWeights,
     *,
     low: float,
     high: float,
     normalize: bool = False,
-) -> Control:
+) -> CorrectionWeights:
     """Weight a token by D if `low <= D <= high`, and drop it otherwise.
 
     D is the discrepancy between trainer and engine. The method is known as IcePop and as MIS (arXiv
@@ -324,15 +324,15 @@ def mask_weight(
 
 def veto(
     log_discrepancy: Float[Tensor, "*shape"],
-    before: Control,
+    before: CorrectionWeights,
     *,
     sequence: Int[Tensor, "*shape"],
     below: float,
-) -> Control:
+) -> CorrectionWeights:
     """Drop each sequence that has a sampled token with a discrepancy below `below`; 0 drops none.
 
     The discrepancy is old_logp - behavior_logp as a ratio. `log_discrepancy` is per token, not
-    aggregated. Tokens that an earlier control dropped count too. One token that the trainer finds
+    aggregated. Tokens that an earlier mode dropped count too. One token that the trainer finds
     impossible shows that engine and trainer had different contexts, which affects the whole
     sequence.
     """
@@ -366,7 +366,7 @@ def cap_ratio(
 
 
 def summary(
-    control: Control,
+    correction: CorrectionWeights,
     *,
     sampled: Bool[Tensor, "*shape"],
     log_discrepancy: Float[Tensor, "*shape"],
@@ -381,8 +381,8 @@ def summary(
     if not sampled.any():
         return {}
     figures = {
-        "correction/kept_share": control.keep[sampled].double().mean().item(),
-        "correction/weight_mean": control.factor[sampled].double().mean().item(),
+        "correction/kept_share": correction.keep[sampled].double().mean().item(),
+        "correction/weight_mean": correction.factor[sampled].double().mean().item(),
     }
     for name, ratio in (("correction/log_d", log_discrepancy), ("objective/log_s", log_staleness)):
         values = ratio.detach()[sampled].double().sort().values
@@ -448,10 +448,10 @@ def _inside(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     return (log_ratio >= _log(low)) & (log_ratio <= _log(high))
 
 
-def _add_weight(before: Control, weight: Tensor, *, normalize: bool) -> Control:
+def _add_weight(before: CorrectionWeights, weight: Tensor, *, normalize: bool) -> CorrectionWeights:
     if before.weighted:
         raise ValueError(
-            "the tokens already carry a weight D; a second control would count it twice, use mask"
+            "the tokens already carry a weight D; a second one would count it twice, use mask"
         )
     if normalize and before.keep.any():
         weight = weight / weight[before.keep].mean()

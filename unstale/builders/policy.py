@@ -44,7 +44,7 @@ def load_policy(
     policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(config))
     if options.routing_replay:
-        policy.replay_routes()
+        policy.replay_experts()
     return policy
 
 

@@ -18,7 +18,7 @@ from unstale.config import (
     ScheduleConfig,
 )
 from unstale.durability.journal import JOURNAL, Journal
-from unstale.durability.journal.route_files import ROUTES, RouteFiles
+from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.durability.resume import ResumeState
 from unstale.engines import Engine
 from unstale.engines.pool import Recovery, supervise
@@ -70,10 +70,10 @@ def build(
     policy, taskset, old = parts.policy, parts.taskset, parts.old
     pending = PendingPieces()
     folder = outputs.log.path
-    routes = None
+    experts = None
     if config.trainer.routing_replay:
-        routes = RouteFiles(folder / ROUTES, keep=config.checkpoint.keep)
-    journal = Journal(folder / JOURNAL, routes=routes, keep_snapshots=config.deterministic)
+        experts = ExpertFiles(folder / ROUTED_EXPERTS, keep=config.checkpoint.keep)
+    journal = Journal(folder / JOURNAL, routed_experts=experts, keep_snapshots=config.deterministic)
     checkpoints = parts.checkpoints(config, folder)
     recorder = Recorder(
         outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
@@ -134,7 +134,7 @@ def build(
             resize=journal.resize,
             hidden_states=parts.hidden_states,
             seed=config.seed,
-            replay_routes=config.trainer.routing_replay,
+            replay_experts=config.trainer.routing_replay,
         ),
         old_logps=old,
         auditor=parts.auditor,

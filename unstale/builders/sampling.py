@@ -61,7 +61,7 @@ def build_sampler(
     if config.allow_weak_sandbox:
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
-    check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
+    check_taskset(taskset, config.seed, config.max_steps * config.schedule.groups_per_step)
     with preparing(taskset, "giveaways()"):
         warn_of_giveaways(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
@@ -126,7 +126,7 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
     """
     try:
         with (
-            reading(Path(config.policy), "chat template"),
+            reading(Path(config.model), "chat template"),
             Watchdog(partial(print, file=sys.stderr)),
             time_limit("the chat template", TEMPLATE_S, "use another template"),
         ):
@@ -166,7 +166,7 @@ def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> Non
         hides = not (chat.renders_tools or config.tools_in_prompt)
     if hides and config.policy_folder.resolve() not in folders:
         _print_note(
-            f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
+            f"[yellow]warning:[/] the chat template of {escape(config.model)} does not render "
             f"tools, so {escape(prompts)} do not say {names}. Set tools_in_prompt = true to "
             "describe them in the prompt, unless the policy was trained without descriptions"
         )
@@ -213,7 +213,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             packed=packs_weights(config),
             transfer=options.transfer,
             merging=merging,
-            record_routes=config.trainer.routing_replay,
+            record_experts=config.trainer.routing_replay,
             lockstep=config.deterministic,
         )
         for number, url in enumerate(urls)

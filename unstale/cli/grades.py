@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy
 from rich.table import Table
 
-from unstale.observe.report.held_out import FAILED
+from unstale.observe.held_out import FAILED
 from unstale.observe.statistics import wilson
 
 RESAMPLES = 10_000

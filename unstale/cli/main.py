@@ -23,8 +23,8 @@ from unstale.cli.recipe_options import (
     take_file,
 )
 from unstale.cli.supervisor import SUPERVISED, supervise
-from unstale.cli.verbs import add_verb, verb_names
-from unstale.config import ConfigError, nearest
+from unstale.cli.verbs import add_verb, unknown_verb, verb_names
+from unstale.config import ConfigError
 from unstale.durability.console import escape_logs, escape_tracebacks, keep_outputs
 from unstale.stop_signals import note_end
 
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     words = list(arguments)
     command = words[0] if words and not words[0].startswith("-") else None
     if command is not None and command not in verb_names():
-        raise ConfigError(f"unknown command {command!r}{nearest(command, verb_names())}")
+        raise unknown_verb(command)
     parser, verbs = make_parser(command)
     values: dict[str, Any] = {}
     verb = verbs[command] if command is not None else None

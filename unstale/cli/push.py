@@ -15,9 +15,9 @@ from unstale.config.checks import require_empty_folder
 from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
 from unstale.durability.run_folder import EVENTS, Row, RunFolder
-from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
-from unstale.observe.report.held_out import held_out
-from unstale.observe.report.words import number
+from unstale.observe.held_out import held_out
+from unstale.observe.run_rows import flatten, last_stop, refuse_old, step_of
+from unstale.observe.words import number
 
 CARD = "README.md"
 
@@ -61,7 +61,7 @@ def model_card(run: Path, repo: str = "") -> str:
     options, log = flatten(folder.config()), list(folder.rows(EVENTS))
     rows = sorted((row for row in folder.metrics() if step_of(row) > 0), key=step_of)
     started: Row = next((row for row in reversed(log) if row.get("kind") == "started"), {})
-    base = str(options.get("policy", "base"))
+    base = str(options.get("model", "base"))
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", base) and not Path(base).exists()
     data = ModelCardData(
         base_model=base.partition("@")[0] if is_on_hub else None,
@@ -80,7 +80,7 @@ def model_card(run: Path, repo: str = "") -> str:
                 "task": options.get("task.env"),
                 "steps": _steps(rows, options, log),
                 "advantage": options.get("advantage.estimator"),
-                "objective": options.get("objective.kind"),
+                "objective": options.get("objective.loss_type"),
                 "old log-probabilities": options.get("old_logps.route"),
                 "episodes per task": options.get("schedule.group_size"),
                 "tasks per step": options.get("schedule.groups_per_step"),
@@ -113,7 +113,7 @@ def _steps(rows: Sequence[Row], options: Row, log: Sequence[Row]) -> str:
     return (
         f"{steps}"
         if is_whole
-        else f"{steps} of {options.get('steps', '?')}: the run did not finish"
+        else f"{steps} of {options.get('max_steps', '?')}: the run did not finish"
     )
 
 

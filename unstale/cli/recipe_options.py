@@ -36,17 +36,17 @@ from unstale.recipes import make_recipe, recipe_names
 SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
 _COMMON = """
-policy policy_download chat_template tools_in_prompt
-runs name seed steps minutes trackers techniques
+model model_download chat_template tools_in_prompt
+runs name seed max_steps minutes trackers techniques
 task.env task.isolate task.reward task.prompt_column task.system task.held_out_file
 rollout.max_turns rollout.timeout_s
 engine.backend engine.urls engine.max_running engine.max_context engine.temperature
 engine.max_completion_tokens
 schedule.max_staleness schedule.groups_per_step schedule.group_size
-advantage.estimator old_logps.route correction.control correction.low correction.high
-objective.kind objective.clip_low objective.clip_high objective.kl_coef
+advantage.estimator old_logps.route correction.mode correction.low correction.high
+objective.loss_type objective.clip_low objective.clip_high objective.kl_coef
 trainer.dtype trainer.lr trainer.lora_rank trainer.max_tokens_per_microbatch
-trainer.gradient_checkpointing checkpoint.every eval.tasks eval.every
+trainer.gradient_checkpointing checkpoint.interval eval.tasks eval.interval
 """
 COMMON = frozenset(_COMMON.split())
 """The options that most users need. `--help` prints them, and `--help all` every option."""
@@ -68,10 +68,10 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     The other words are the first result. A boolean option without a value is true. A value may
     begin with `--` if it is a text of several words.
 
-    >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
-    (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
-    >>> split_options(["--engine.args", "--max-num-seqs 8", "--steps", "3"])
-    ([], {'engine.args': '--max-num-seqs 8', 'steps': 3})
+    >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--max_steps", "3"])
+    (['train', 'retail'], {'trainer.lr': 1e-05, 'max_steps': 3})
+    >>> split_options(["--engine.args", "--max-num-seqs 8", "--max_steps", "3"])
+    ([], {'engine.args': '--max-num-seqs 8', 'max_steps': 3})
     """
     rest: list[str] = []
     values: dict[str, Any] = {}

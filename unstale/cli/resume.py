@@ -14,8 +14,8 @@ from unstale.config.techniques import chosen
 from unstale.durability.run_folder import CONFIG, RunFolder
 
 FIXED = {
-    "policy": "the weights come from the checkpoint",
-    "policy_gguf": "the weights come from the checkpoint",
+    "model": "the weights come from the checkpoint",
+    "model_gguf": "the weights come from the checkpoint",
     "chat_template": "the open episodes were begun with it",
     "sft": "the weights come from the checkpoint",
     "chat_template_kwargs": "the open episodes were begun with them",
@@ -48,7 +48,7 @@ options.
 """
 
 EFFECTS = {
-    "steps": "the learning-rate schedule now ends there",
+    "max_steps": "the learning-rate schedule now ends there",
     "trainer.lr": "takes effect at the next step, with the optimizer's moments kept",
     "trainer.minibatches_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",

@@ -11,6 +11,7 @@ from typing import Any
 
 from unstale import loop
 from unstale.builders import Components, build, build_components
+from unstale.builders.footprint import predict_footprint, require_disk_to_resume
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.preflight import new_folder
 from unstale.cli.process import limit_threads, rare_garbage_collection
@@ -23,6 +24,7 @@ from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
 from unstale.config.gguf import origin_of
 from unstale.config.options import unknown_option
+from unstale.config.plugins import declared
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.console import Console
@@ -58,7 +60,6 @@ from unstale.observe import RunRecorder
 from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
-from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
 from unstale.stop_signals import begin_run, noted_hangs, stop_signals
 from unstale.trainer.records import NOT_FINITE
@@ -90,6 +91,7 @@ class Run:
 
     folder: Path
     report: Path
+    """The report. It is not written if `unstale.analysis` is not installed."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -164,12 +166,12 @@ def resume(folder: Path | str, config: RunConfig, *, console: Console | None = N
     with lock_folder(folder):
         with console.status("checking the journal"):
             checkpoints, last_step = _read_progress(folder)
-        if last_step >= config.steps and _is_finished(folder):
-            raise ConfigError(f"the run in {folder} is finished; to continue it, raise --steps")
+        if last_step >= config.max_steps and _is_finished(folder):
+            raise ConfigError(f"the run in {folder} is finished; to continue it, raise --max_steps")
         step = checkpoints[-1].step if checkpoints else 0
-        if config.steps < step:
+        if config.max_steps < step:
             raise ConfigError(
-                f"--steps is {config.steps}, but the run in {folder} is at step {step}"
+                f"--max_steps is {config.max_steps}, but the run in {folder} is at step {step}"
             )
         make_start(config, console)
         # A run without a checkpoint ended before its first one, so it begins again.
@@ -193,11 +195,11 @@ def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
     if wrong:
         raise ConfigError(
             f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
-            f"unstale.recipes.llm(policy=...). {' '.join(map(unknown_option, wrong))}"
+            f"unstale.recipes.llm(model=...). {' '.join(map(unknown_option, wrong))}"
         )
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            "config must be a RunConfig, such as unstale.recipes.llm(policy=...), got "
+            "config must be a RunConfig, such as unstale.recipes.llm(model=...), got "
             f"{config!r:.60}"
         )
     return config
@@ -383,7 +385,7 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
-    """Send the outcome of a run to trackers and run folder, and write the report."""
+    """Send the outcome of a run to trackers, run folder and listeners, such as the report's."""
     log = session.log
     quiet = suppress(OSError, JournalError, ConfigError, ImportError, MemoryError)
     with quiet if reason == "failed" else nullcontext():
@@ -393,22 +395,22 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
             log.event("stopped", reason=reason, detail=detail)
             log.close()
         write_survivors(log.path)
-        from unstale.observe.dashboard.frozen import write_and_warn  # takes long: not at the start
-
-        report, warnings = write_and_warn(log.path)
-        console.print(f"run folder {log.path}\nreport     {report}", highlight=False)
-        for warning in warnings:
-            console.print(f"[yellow]{literal(warning)}[/]", highlight=False)
+        console.print(f"run folder {log.path}", highlight=False)
+        for run_ended in declared("unstale.listeners", "run_ended"):  # imported only now: slow
+            line, warnings = run_ended(log.path)
+            console.print(line, highlight=False)
+            for warning in warnings:
+                console.print(f"[yellow]{literal(warning)}[/]", highlight=False)
         if reason != "failed":  # the caller prints the error of a failed run at the very end
             console.print(literal(f"{reason}: {detail}"), highlight=False)
 
 
 def _why_finished(config: RunConfig, folder: Path) -> str:
     step = max((row["step"] for row in RunFolder(folder).metrics()), default=0)
-    if step >= config.steps:
-        return f"all {config.steps} steps are done"
+    if step >= config.max_steps:
+        return f"all {config.max_steps} steps are done"
     limit = f"{config.minutes:g} minutes (--minutes)"
-    return f"the time limit of {limit} was reached after step {step} of {config.steps}"
+    return f"the time limit of {limit} was reached after step {step} of {config.max_steps}"
 
 
 class RunSession:

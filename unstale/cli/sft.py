@@ -93,7 +93,7 @@ def sft(
     or a row of the file is wrong.
     """
     folder = Path(folder)
-    config = config.with_policy(config.policy)  # the recipe's own supervised start is not made
+    config = config.with_policy(config.model)  # the recipe's own supervised start is not made
     require_empty_folder(folder)
     if config.cluster.trainers:
         raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
@@ -109,7 +109,7 @@ def sft(
         raise ConfigError(
             "sft needs trainer.minibatches_per_batch = 1, got "
             f"{config.trainer.minibatches_per_batch}: each batch is one of its optimizer steps. "
-            "Set --batch and --steps instead"
+            "Set --batch and --max_steps instead"
         )
     if config.trainer.stream:
         raise ConfigError(
@@ -152,12 +152,12 @@ def learn(
     trainer = _trainer(config, policy, objective)
     figures = []
     for step, batch in enumerate(
-        islice(_batches(references, options.batch, config.seed), config.steps), start=1
+        islice(_batches(references, options.batch, config.seed), config.max_steps), start=1
     ):
         train_on(trainer, reference_batch(batch, version=trainer.version))
         grad_norm = trainer.metrics()["trainer/grad_norm"]
         figures.append(SftStep(step, objective.take_nll(), grad_norm))
-        if step % max(1, config.steps // 20) == 0 or step == config.steps:
+        if step % max(1, config.max_steps // 20) == 0 or step == config.max_steps:
             console.print(
                 f"step {step}: -log pi {figures[-1].nll:.4f} nats, gradient norm {grad_norm:.3g}",
                 highlight=False,
@@ -177,8 +177,10 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
     plain = replace(
         config,
         old_logps=OldLogpsConfig(route="rollout"),
-        correction=CorrectionConfig(control="none"),
-        objective=ObjectiveConfig(kind="none", loss_aggregation=config.objective.loss_aggregation),
+        correction=CorrectionConfig(mode="none"),
+        objective=ObjectiveConfig(
+            loss_type="none", loss_aggregation=config.objective.loss_aggregation
+        ),
         audit=AuditConfig(),
     )
     old = build_old_logps(plain.old_logps, build_scorer(plain, policy))

@@ -104,7 +104,7 @@ def _plain(config: RunConfig) -> RunConfig:
     )
     return replace(
         config.with_policy(config.pretrained_folder),
-        steps=config.sft.steps,
+        max_steps=config.sft.steps,
         techniques="",
         technique_options={},
         objective=ObjectiveConfig(),

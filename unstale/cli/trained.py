@@ -79,21 +79,21 @@ def configure_trained(chosen: argparse.Namespace) -> RunConfig:
         if chosen.recipe is None and "recipe" not in values:
             _require_model(
                 chosen.trained,
-                download=bool(values.get("policy_download")),
-                gguf=values.get("policy_gguf", ""),
+                download=bool(values.get("model_download")),
+                gguf=values.get("model_gguf", ""),
             )
             raise ConfigError(
                 f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
                 f"in `unstale {chosen.verb} {chosen.trained} retail`"
             )
-        chosen.values["policy"] = str(chosen.trained)
+        chosen.values["model"] = str(chosen.trained)
         config = configure(chosen)
-        _require_model(chosen.trained, download=config.policy_download, gguf=config.policy_gguf)
+        _require_model(chosen.trained, download=config.model_download, gguf=config.model_gguf)
         return fetch_policy(config, file_values(chosen))
     if chosen.recipe is None and "recipe" not in values:
         stored = load_config(chosen.trained, named=values)
         # the run has saved its policy as an ordinary folder with its template
-        return override(replace(stored, policy_gguf="", chat_template=""), values)
+        return override(replace(stored, model_gguf="", chat_template=""), values)
     config = configure(chosen)
     require_same_task(chosen.trained, config, named=chosen.values)
     return config

@@ -21,11 +21,18 @@ from rich.table import Table
 from unstale.cli.failures import exit_after
 from unstale.cli.preflight import new_folder, quick_imports, refuse_early, start_engines
 from unstale.cli.recipe_options import configure, file_values, fit_context, print_json
-from unstale.config import SHIPPED_POLICIES, ConfigError, install
+from unstale.config import SHIPPED_POLICIES, ConfigError, install, nearest
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.hub import cached_folder
 from unstale.config.options import override
-from unstale.config.plugins import Plugins, added_names, owner, problem
+from unstale.config.plugins import (
+    Plugins,
+    added_names,
+    missing_annexes,
+    modules,
+    owner,
+    problem,
+)
 from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
 from unstale.recipes import find_recipes, recipe_names
@@ -37,20 +44,25 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 
-VERBS: dict[str, Callable[[Any], None]] = {
-    "advise": lambda verbs: import_module("unstale.cli.advise").add(verbs),
-    "dashboard": lambda verbs: import_module("unstale.cli.dashboard").add(verbs),
-    "plan": lambda verbs: import_module("unstale.planner.plan_command").add(verbs),
-    "simulate": lambda verbs: import_module("unstale.planner.simulate_command").add(verbs),
-    "techniques": lambda verbs: import_module("unstale.cli.techniques").add(verbs),
-}
-"""Name of a command -> function that adds it to argparse's subparsers, and imports its module."""
+Add = Callable[[Any], None]
+"""A function that adds a command to argparse's subparsers."""
+VERBS: dict[str, Add] = {}
+"""The commands of this file by name."""
 ADDED = Plugins("unstale.verbs", Callable)
+ANNEX = modules(ADDED.group)
+"""The modules of the annexes' commands by name. Each has a function `add`."""
 
 
 def verb_names() -> list[str]:
     """Return the names of all commands."""
-    return sorted([*VERBS, *added_names(ADDED.group, VERBS)])
+    own = [*VERBS, *ANNEX]
+    return sorted([*own, *added_names(ADDED.group, own)])
+
+
+def unknown_verb(name: str) -> ConfigError:
+    """Return an error about a command that does not exist."""
+    hint = nearest(name, verb_names()) + missing_annexes()
+    return ConfigError(f"unknown command {name!r}{hint}")
 
 
 def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
@@ -59,10 +71,15 @@ def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
     If it is only `listed`, the command of another distribution is not imported. Raises
     `ConfigError` if that distribution is broken.
     """
-    if listed and name not in VERBS:
+    if name in ANNEX:
+        import_module(ANNEX[name]).add(verbs)
+    elif name in VERBS:
+        VERBS[name](verbs)
+    elif listed:
         verbs.add_parser(name, help=f"a command of {owner(ADDED.group, name)}")
         return
-    (VERBS.get(name) or ADDED.load(name))(verbs)
+    else:
+        ADDED.load(name)(verbs)
     if name not in verbs.choices:
         raise problem(ADDED.group, name, "it adds no command with this name")
 
@@ -75,10 +92,10 @@ def argument(*names: str, **options: Any) -> Argument:
     return names, options
 
 
-def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
-    """Add a function as a command of the command line, with its help and arguments."""
+def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
+    """Return a decorator that makes a command of a function, with its help and arguments."""
 
-    def register(act: Act) -> Act:
+    def declare(act: Act) -> Add:
         def add(verbs: Any) -> None:
             description = f"{about[0].upper()}{about[1:]}."
             parser = verbs.add_parser(name, help=about, description=description)
@@ -87,7 +104,16 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
             takes_options = CONFIG in arguments or CONFIG_OF_RUN in arguments
             parser.set_defaults(act=act, takes_options=takes_options)
 
-        VERBS[name] = add
+        return add
+
+    return declare
+
+
+def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
+    """Add a function of this file to the command line, with its help and arguments."""
+
+    def register(act: Act) -> Act:
+        VERBS[name] = command(name, about, *arguments)(act)
         return act
 
     return register
@@ -128,91 +154,15 @@ COUNT = bounded(int, 1, 10_000)
 """The type of an argument that is a number of runs or attempts."""
 
 
-def _console(chosen: argparse.Namespace) -> Console:
+def console_of(chosen: argparse.Namespace) -> Console:
     """Return the console for progress and tables. With `--json` it is not standard output."""
     return Console(stderr=chosen.json, soft_wrap=True)
 
 
-def _require_runs(*folders: Path) -> None:
+def require_runs(*folders: Path) -> None:
     """Raise `ConfigError` for a folder without a run, before torch is imported."""
     for folder in folders:
         RunFolder(folder)
-
-
-@verb(
-    "align",
-    "measure whether distillation from a teacher would raise a student's success",
-    argument("run", type=Path, help="a run folder with episodes to take prefixes from"),
-    argument("teacher", help="the model folder of the teacher"),
-    CONFIG_OF_RUN,
-    argument("--student", default="", metavar="FOLDER", help="default: the policy of the run"),
-    argument(
-        "--prefixes", type=COUNT, default=32, metavar="N", help="positions to look at; default: 32"
-    ),
-    argument(
-        "--rollouts",
-        type=COUNT,
-        default=8,
-        metavar="N",
-        help="episodes for each next token, an even number; default: 8",
-    ),
-    argument(
-        "--top",
-        type=COUNT,
-        default=4,
-        metavar="N",
-        help="likeliest next tokens of each policy to try; default: 4",
-    ),
-    JSON,
-)
-def _align(chosen: argparse.Namespace) -> int:
-    from unstale.cli.resume import load_config
-
-    values = file_values(chosen)
-    config = override(load_config(chosen.run, named=values), values)
-    with _open_journal(chosen.run):
-        pass  # an unreadable journal ends the command before the models are loaded
-    with quick_imports():
-        from unstale.cli.align import AlignOptions, align
-
-    options = AlignOptions(
-        prefixes=chosen.prefixes,
-        rollouts=chosen.rollouts,
-        top=chosen.top,
-        student=chosen.student,
-    )
-    result = align(chosen.run, chosen.teacher, config, options, console=_console(chosen))
-    if chosen.json:
-        print_json(result.as_json())
-    else:
-        Console().print(result.table())
-        Console(soft_wrap=True).print(result.cost(), highlight=False)
-    return 0
-
-
-@verb(
-    "audit",
-    "measure every route on the tokens of a recorded run",
-    argument("run", type=Path, help="a run folder, trained with --audit.record true"),
-    argument("--routes", nargs="+", default=[], metavar="ROUTE", help="only these (default: all)"),
-    argument(
-        "--alpha",
-        nargs="+",
-        type=bounded(float, 0, 1),
-        default=[0.5],
-        help="constant weights of interp_prox_* (default: 0.5)",
-    ),
-    JSON,
-)
-def _audit(chosen: argparse.Namespace) -> int:
-    _require_runs(chosen.run)
-    with quick_imports():
-        from unstale.cli.audit import audit
-
-    result = audit(chosen.run, routes=chosen.routes, alphas=chosen.alpha, console=_console(chosen))
-    if chosen.json:
-        print_json(result)
-    return 0
 
 
 @verb(
@@ -257,58 +207,11 @@ def _check_template(chosen: argparse.Namespace) -> int:
         conversations=chosen.conversations,
         chat_template=chosen.chat_template,
         template_kwargs=json.loads(chosen.chat_template_kwargs or "{}"),
-        console=_console(chosen),
+        console=console_of(chosen),
     )
     if chosen.json:
         print_json(result.as_json())
     return 0 if result else 1
-
-
-@verb(
-    "compare",
-    "run variants of a recipe and compare them",
-    OPTIONAL_RECIPE,
-    CONFIG,
-    argument("--routes", nargs="+", default=[], metavar="ROUTE", help="one variant per route"),
-    argument(
-        "--arms",
-        nargs="+",
-        default=[],
-        metavar="'NAME: OPTION=VALUE ...'",
-        help="one variant for each of these",
-    ),
-    argument(
-        "--seeds",
-        type=COUNT,
-        metavar="N",
-        help="runs per variant (default: 3, or as the study says)",
-    ),
-    argument(
-        "--settings",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="only these settings or parts of a study; a name may have a *",
-    ),
-    argument("--jobs", type=COUNT, default=1, metavar="N", help="runs at a time (default: 1)"),
-    argument("--report", type=Path, metavar="FOLDER", help="only write the page again"),
-    JSON,
-)
-def _compare(chosen: argparse.Namespace) -> int:
-    from unstale.cli.launcher import compare
-    from unstale.cli.study import planned
-    from unstale.observe.report.study_page import write_pages
-
-    console = _console(chosen)
-    if chosen.report:
-        page = write_pages(chosen.report)
-        console.print(str(page), highlight=False)
-    else:
-        command = shlex.join(["unstale", *chosen.given])
-        page = compare(planned(chosen), jobs=chosen.jobs, command=command, console=console)
-    if chosen.json:
-        print_json(json.loads(page.with_suffix(".json").read_text("utf-8")))
-    return 0
 
 
 @verb(
@@ -338,7 +241,7 @@ def _eval(chosen: argparse.Namespace) -> int:
         from unstale.cli.evaluate import evaluate
 
     result = evaluate(
-        chosen.trained, config, attempts=attempts, save=chosen.save, console=_console(chosen)
+        chosen.trained, config, attempts=attempts, save=chosen.save, console=console_of(chosen)
     )
     if chosen.json:
         print_json({"task": config.task.env, **result.as_json(chosen.k)})
@@ -348,7 +251,7 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _open_journal(run: Path) -> "Iterator[JournalReader]":
+def open_journal(run: Path) -> "Iterator[JournalReader]":
     """Open the journal of a run folder. An unreadable one ends the command with exit code 1."""
     from unstale.durability.journal import Journal, JournalError
 
@@ -374,7 +277,7 @@ def _open_journal(run: Path) -> "Iterator[JournalReader]":
     ),
 )
 def _export(chosen: argparse.Namespace) -> int:
-    _require_runs(chosen.run)
+    require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.export import export
         from unstale.durability.checkpoint import CheckpointError
@@ -407,7 +310,7 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
 
     if chosen.format == "parquet" and not chosen.out:
         raise ConfigError("--format parquet needs --out FILE")
-    with _open_journal(chosen.run) as journal:
+    with open_journal(chosen.run) as journal:
         try:
             decode = load_decoder(chosen.run) if chosen.content == "text" else str
         except ValueError as error:
@@ -441,9 +344,9 @@ def _write_errors(path: Path) -> "Iterator[None]":
 @verb("journal", "check and summarize a run's journal", OPEN_RUN, JSON)
 def _journal(chosen: argparse.Namespace) -> int:
     from unstale.durability.journal import check, content, page, survivors
-    from unstale.observe.report.survivors import terminal_table
+    from unstale.observe.survivors import terminal_table
 
-    with _open_journal(chosen.run) as journal:
+    with open_journal(chosen.run) as journal:
         problems = check(journal)
         if chosen.json:
             row = {"content": content(journal), "survivors": survivors(journal)}
@@ -489,7 +392,7 @@ def _completion(chosen: argparse.Namespace) -> int:
     argument("--public", action="store_true", help="make a new repository public"),
 )
 def _push_to_hub(chosen: argparse.Namespace) -> int:
-    _require_runs(chosen.run)
+    require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.push import push_to_hub
 
@@ -563,26 +466,11 @@ def _recipes(chosen: argparse.Namespace) -> int:
 )
 def _replay(chosen: argparse.Namespace) -> int:
     """Repeat a failed step. Return exit code 0 if it fails again, otherwise 1."""
-    _require_runs(chosen.run)
+    require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.replay import replay
 
     return 0 if replay(chosen.run, chosen.batch) else 1
-
-
-@verb("report", "write the report of a run", RUN, JSON)
-def _report(chosen: argparse.Namespace) -> int:
-    from unstale.cli.survivors import write_survivors
-    from unstale.observe.dashboard.frozen import write_and_summarize
-
-    write_survivors(chosen.run)
-    text = write_and_summarize(chosen.run)
-    if chosen.json:
-        path, *sentences = text.splitlines()
-        print_json({"report": path, "summary": sentences})
-    else:
-        Console(soft_wrap=True).print(text, highlight=False, markup=False)
-    return 0
 
 
 @verb(
@@ -593,7 +481,7 @@ def _report(chosen: argparse.Namespace) -> int:
 )
 def _same(chosen: argparse.Namespace) -> int:
     """Compare two runs. Return exit code 1 if they differ or cannot be read."""
-    _require_runs(chosen.run, chosen.other)
+    require_runs(chosen.run, chosen.other)
     with quick_imports():
         from unstale.durability.checkpoint import CheckpointError
         from unstale.durability.compare_runs import differences

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import unstale
-from unstale.cluster.posted_routes import PostedRoutes
+from unstale.cluster.posted_experts import PostedExperts
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.shared_weights import SharedWeights
@@ -26,8 +26,8 @@ from unstale.records import Sampled
 from unstale.threads import in_thread
 from unstale.weights.codec import advance
 
-SMALL_ROUTES_BYTES = 1 << 18
-"""Size of expert routes up to which they are sent with their reply. That takes less time than the
+SMALL_EXPERTS_BYTES = 1 << 18
+"""Size of routed experts up to which they are sent with their reply. That takes less time than the
 object store, and the message stays below 1 MB.
 """
 
@@ -84,10 +84,10 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReply:
-    """A reply. Large expert routes are not in it, but where `routes` says."""
+    """A reply. Large routed experts are not in it, but where `routed_experts` says."""
 
     reply: Reply
-    routes: PostedRoutes | None = None
+    routed_experts: PostedExperts | None = None
 
 
 class EngineHost:
@@ -128,8 +128,8 @@ class EngineHost:
         self._samples.add(task)
         try:
             reply = await task
-            routes = reply.piece.routes
-            if routes is None or routes.experts.nbytes <= SMALL_ROUTES_BYTES:
+            routed_experts = reply.piece.routed_experts
+            if routed_experts is None or routed_experts.experts.nbytes <= SMALL_EXPERTS_BYTES:
                 return HostReply(reply)
             return await in_thread(_post, reply)
         except asyncio.CancelledError:
@@ -190,10 +190,10 @@ class EngineHost:
 
 
 def _post(reply: Reply) -> HostReply:
-    """Move the expert routes of a reply to Ray's object store."""
-    assert reply.piece.routes is not None
-    piece = replace(reply.piece, routes=None)
-    return HostReply(replace(reply, piece=piece), PostedRoutes.post(reply.piece.routes))
+    """Move the routed experts of a reply to Ray's object store."""
+    assert reply.piece.routed_experts is not None
+    piece = replace(reply.piece, routed_experts=None)
+    return HostReply(replace(reply, piece=piece), PostedExperts.post(reply.piece.routed_experts))
 
 
 class _HeldWeights:

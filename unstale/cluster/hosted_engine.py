@@ -108,7 +108,7 @@ class HostedEngine:
         session.begin(request_id)
         try:
             answer: HostReply = await self._call("sample", self._epoch, tuple(tokens), params)
-            reply = await self._with_routes(session, answer)
+            reply = await self._with_experts(session, answer)
         finally:
             session.finish(request_id)
         if reply.piece.tokens and reply.piece.version != self._version:
@@ -119,15 +119,17 @@ class HostedEngine:
             )
         return reply
 
-    async def _with_routes(self, session: EngineSession, answer: HostReply) -> Reply:
-        """Return a reply with its expert routes, which do not pass through the event loop."""
-        if answer.routes is None:
+    async def _with_experts(self, session: EngineSession, answer: HostReply) -> Reply:
+        """Return a reply with its routed experts, which do not pass through the event loop."""
+        if answer.routed_experts is None:
             return answer.reply
         try:
-            routes = await session.while_alive(in_thread(answer.routes.fetch))
+            routed_experts = await session.while_alive(in_thread(answer.routed_experts.fetch))
         except ValueError as error:
             raise self._fail(session, str(error)) from error
-        return replace(answer.reply, piece=replace(answer.reply.piece, routes=routes))
+        return replace(
+            answer.reply, piece=replace(answer.reply.piece, routed_experts=routed_experts)
+        )
 
     async def interrupt(self) -> None:
         session = self._live_session()

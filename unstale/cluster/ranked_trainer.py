@@ -168,7 +168,7 @@ class RankedOldLogps(OldLogps):
         self._call("on_published", tuple(live))
 
     def on_piece(self, piece: PendingPiece) -> None:
-        if self.needs.idle:  # other routes have no use for it, and expert routes are large
+        if self.needs.idle:  # other routes have no use for it, and routed experts are large
             self._trainer.ranks.later("on_piece", piece)
 
     def score_while_idle(self) -> bool:

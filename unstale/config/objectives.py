@@ -112,17 +112,17 @@ class ObjectiveDocs:
 class ObjectiveConfig(VariantSection):
     """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss.
 
-    `ObjectiveConfig(kind="gspo", clip_low=3e-4)` returns an instance of that objective's class.
+    `ObjectiveConfig(loss_type="gspo", clip_low=3e-4)` returns an instance of its class.
     """
 
-    selector: ClassVar[str] = "kind"
+    selector: ClassVar[str] = "loss_type"
     refused_unread: ClassVar = ("constant",)
     read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
     package: ClassVar[str] = "unstale.objectives"
     registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
     group: ClassVar[str] = "unstale.objectives"
 
-    kind: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
+    loss_type: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
     """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from
     1.
     """
@@ -162,8 +162,8 @@ class ObjectiveConfig(VariantSection):
     no_limit: ClassVar[tuple[str, ...]] = ()
     """Options of this objective for which infinity means that there is no limit."""
 
-    def __new__(cls, kind: str = "", **options: Any) -> "ObjectiveConfig":
-        return object.__new__(cls.chosen_class(kind, options))
+    def __new__(cls, loss_type: str = "", **options: Any) -> "ObjectiveConfig":
+        return object.__new__(cls.chosen_class(loss_type, options))
 
     def surrogate(
         self, log_staleness: "Tensor", advantage: "Tensor", *, sampled: "Tensor | None" = None
@@ -174,7 +174,7 @@ class ObjectiveConfig(VariantSection):
         tokens may be anything. The function of `algorithms.objectives` with the objective's name is
         called, with the options that not every objective has. Other objectives override this.
         """
-        function = getattr(import_module("unstale.algorithms.objectives"), self.kind)
+        function = getattr(import_module("unstale.algorithms.objectives"), self.loss_type)
         common = option_types(base_of(type(self)))
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {name: value for name, value in own.items() if name not in common}
@@ -239,7 +239,7 @@ class ObjectiveConfig(VariantSection):
     @property
     def meaning(self) -> str:
         """A clause on how the loss limits S, with the name of the objective and the unit of S."""
-        return f"{self.kind}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
+        return f"{self.loss_type}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
 
     def applies(self, option: str) -> bool:
         if option == "constant":
@@ -253,7 +253,7 @@ class ObjectiveConfig(VariantSection):
         Among them are those of other objectives than the one in `values`.
         """
         base = ObjectiveConfig
-        known = cls.variants_by_name().get(values.get("kind", base.kind), base)
+        known = cls.variants_by_name().get(values.get("loss_type", base.loss_type), base)
         names = {option.name for option in fields(known)}
         foreign = [name for name in values if name not in names and cls.readers(name)]
         return [*foreign, *super().unread(values)]

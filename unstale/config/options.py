@@ -21,7 +21,7 @@ from unstale.config.checks import (
     option_types,
 )
 from unstale.config.files import read_mapping
-from unstale.config.names import RENAMED, nearest_option, synonyms, value_hint
+from unstale.config.names import RENAMED, nearest_option, present_names, synonyms, value_hint
 from unstale.config.tasks import make_task
 from unstale.config.techniques import chosen, techniques
 
@@ -289,7 +289,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError`, with the file and the option, for an unknown option or a wrong value.
     """
-    return read_values(read_mapping(path), str(path))
+    row = read_mapping(path)
+    return read_values(present_names(row) if "recipe" in row else row, str(path))
 
 
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
@@ -297,7 +298,7 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
     Raises `ConfigError` for an unknown option or a value of another type.
     """
-    values = read_values(row, source)
+    values = read_values(present_names(row), source)
     if "recipe" not in values:
         raise ConfigError(f"{source} has no option recipe")
     values = reset_unread(values)
@@ -326,8 +327,8 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     An option is left out if a change leaves it unused. So an arm of a comparison may select a
     correction that does not use all options of the other arms.
 
-    >>> merged({"correction.low": 0.9, "steps": 2}, {"correction.control": "none"})
-    {'steps': 2, 'correction.control': 'none'}
+    >>> merged({"correction.low": 0.9, "max_steps": 2}, {"correction.mode": "none"})
+    {'max_steps': 2, 'correction.mode': 'none'}
     """
     joined = {**values, **changes}
     for name, decider in _unread(joined).items():

@@ -2,11 +2,14 @@
 
 Each kind of thing has a group of entry points. The name of an entry point is the name of the thing,
 so names are known before anything is imported.
+
+Two packages of this distribution are annexes: `unstale.analysis` and `unstale.research`. The core,
+which is all the rest, never imports them. Their modules are found here.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -16,6 +19,19 @@ from pkgutil import iter_modules
 from typing import Any
 
 from unstale.config.checks import ConfigError
+
+ANNEXES: Mapping[str, Sequence[str]] = {
+    "unstale.adapters": ("unstale.research.adapters",),
+    "unstale.envs": ("unstale.research.envs",),
+    "unstale.listeners": ("unstale.analysis.listeners",),
+    "unstale.recipes": ("unstale.research.recipes",),
+    "unstale.techniques": ("unstale.research.techniques",),
+    "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
+}
+"""Packages of the annexes, by the package of the core whose modules theirs join. The core has no
+modules of three: adapters of libraries, listeners to the end of a run, and commands.
+"""
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +110,41 @@ def problem(group: str, name: str, cause: str) -> ConfigError:
     return ConfigError(f"{where} cannot be used: {cause}")
 
 
-def modules(package: str) -> list[str]:
-    """Return the names of the modules in a package of this distribution, without importing it.
+def modules(package: str) -> dict[str, str]:
+    """Return the modules of a package of the core and those that the annexes add, by name.
 
-    Packages in it and modules with an underscore are left out.
+    A module is its full name. Nothing is imported. Packages in it and modules with an underscore
+    are left out.
     """
-    folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
-    found = iter_modules([str(folder)])
-    return [each.name for each in found if not (each.ispkg or each.name.startswith("_"))]
+    places = (package, *ANNEXES.get(package, ()))
+    return dict(
+        sorted(
+            (each.name, f"{place}.{each.name}")
+            for place in places
+            for each in iter_modules([str(_folder(place))])
+            if not (each.ispkg or each.name.startswith("_"))
+        )
+    )
+
+
+def missing_annexes() -> str:
+    """Return the end of an error about an unknown name: which annexes are not installed.
+
+    Empty if all are installed.
+    """
+    names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
+    missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())
+    return f". It may be of {' or '.join(missing)}, not installed here" if missing else ""
+
+
+def _folder(package: str) -> Path:
+    return ROOT.joinpath(*package.split(".")[1:])
 
 
 def declared(package: str, attribute: str) -> Iterator[Any]:
-    """Import the modules in a package of this distribution. Yield what they have in `attribute`."""
-    for name in modules(package):
-        module = import_module(f"{package}.{name}")
+    """Import the modules that `modules` finds. Yield what they have in `attribute`."""
+    for name in modules(package).values():
+        module = import_module(name)
         if hasattr(module, attribute):
             yield getattr(module, attribute)
 

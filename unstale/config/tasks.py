@@ -1,9 +1,9 @@
 """The options of tasks, and the environments that the option `task.env` can name.
 
-- `NAME`: an `EnvSpec` that a module in `unstale/envs` assigns to `ENV`, or that an entry point of
-another distribution names.
-- `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The
-extra that installs the library has the library's name. Modules with an underscore are parts of
+- `NAME`: an `EnvSpec` that a module in `unstale/envs` or `unstale/research/envs` assigns to `ENV`,
+or that an entry point of another distribution names.
+- `LIBRARY:NAME`: `unstale/research/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`.
+The extra that installs the library has the library's name. Modules with an underscore are parts of
 these.
 - `NAME:SOURCE`: an environment like `NAME` whose spec takes a source, such as `dataset:FILE`. An
 adapter with options has such a module (`tau2`).
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from unstale.config.checks import ConfigError, OneOf, Positive, PositiveInt, Section
 from unstale.config.given import NameObject, name_tasks
 from unstale.config.names import nearest
-from unstale.config.plugins import Plugins, added_names, declared, modules
+from unstale.config.plugins import Plugins, added_names, declared, missing_annexes, modules
 
 if TYPE_CHECKING:
     from unstale.envs import Taskset
@@ -110,8 +110,8 @@ def envs() -> Mapping[str, EnvSpec]:
 
 def libraries() -> dict[str, str]:
     """Return the module of each adapter, by the name of its library."""
-    package = "unstale.envs.adapters"
-    return {name.replace("_", "-"): f"{package}.{name}" for name in modules(package)}
+    found = modules("unstale.adapters")
+    return {name.replace("_", "-"): module for name, module in found.items()}
 
 
 def find_spec(env: str) -> EnvSpec | None:
@@ -138,7 +138,7 @@ def task_class(env: str) -> type[TaskConfig]:
     named = (f"{name}:NAME" for name in libraries() if name not in envs())
     known = [*specs, *named, "MODULE:FACTORY"]
     meant = f"; did you mean dataset:{env}?" if Path(env).suffix else nearest(env, known)
-    raise ConfigError(f"task.env cannot be {env!r}{meant}")
+    raise ConfigError(f"task.env cannot be {env!r}{meant}{missing_annexes()}")
 
 
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:

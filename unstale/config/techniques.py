@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unstale.config.checks import ConfigError, Section
 from unstale.config.names import nearest
-from unstale.config.plugins import Plugins, declared
+from unstale.config.plugins import Plugins, declared, missing_annexes
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -161,7 +161,7 @@ def chosen(names: str) -> tuple[Entry, ...]:
             hint = nearest(word, list(known))
             if "," in word:
                 hint = f"; separate the names by spaces: --techniques {names.replace(',', ' ')!r}"
-            raise ConfigError(f"techniques cannot have {word!r}{hint}")
+            raise ConfigError(f"techniques cannot have {word!r}{hint}{missing_annexes()}")
         if words.count(word) > 1:
             raise ConfigError(f"techniques has {word} twice, got {names!r}: remove one")
     entries = tuple(known[word] for word in words)

@@ -132,7 +132,7 @@ class EvalConfig(Section):
 
     tasks: Count = 256
     """Number of held-out tasks; 0 turns the evaluation off."""
-    every: Count = 0
+    interval: Count = 0
     """Batches between evaluations; 0 evaluates only before the first step and after the last.
     """
 
@@ -151,7 +151,7 @@ class JournalConfig(Section):
 class CheckpointConfig(Section):
     """The checkpoints (saved states) from which a killed run resumes. See docs/durability.md."""
 
-    every: PositiveInt = 5
+    interval: PositiveInt = 5
     """Steps between checkpoints. There is also one before the first step and one after the last."""
     minutes: NonNegative = 0.0
     """Also write a checkpoint when this many minutes have passed since the last one; 0 counts only

@@ -135,8 +135,8 @@ class VariantSection(Section):
 @cache
 def _import_variants(base: type[VariantSection], added: bool) -> None:
     """Import every variant, so that it is registered."""
-    for module in modules(base.package):
-        import_module(f"{base.package}.{module}")
+    for module in modules(base.package).values():
+        import_module(module)
     known = base.registered.items()
     shipped = [name for name, each in known if each.__module__.startswith("unstale.")]
     if added:

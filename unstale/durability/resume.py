@@ -91,7 +91,7 @@ def load_resume_state(
         journal.rewind(row.checkpoint, everything=config.deterministic, kept=kept)
     if config.deterministic:
         checkpoints.remove_after(row.version)
-    with Journal.read(run, routes=config.trainer.routing_replay) as reader:
+    with Journal.read(run, routed_experts=config.trainer.routing_replay) as reader:
         causes = checkpoints.prune({row.name for row in reader.checkpoints()})
         for name, cause in causes.items():
             on_event("checkpoint_not_removed", name=name, error=cause)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from unstale.config import ConfigError
+from unstale.config.names import present_names
 
 Row = dict[str, Any]
 
@@ -313,10 +314,10 @@ class RunFolder:
             )
 
     def config(self) -> Row:
-        """Return the content of `config.json`. Empty if it is missing or damaged."""
+        """Return the options in `config.json` by their present names. Empty if it is damaged."""
         if not self.holds(CONFIG):
             self.add_gap(f"{CONFIG} is missing")
-        return self.read_object(CONFIG, max_bytes=MAX_CONFIG_BYTES)
+        return present_names(self.read_object(CONFIG, max_bytes=MAX_CONFIG_BYTES))
 
     def metrics(self) -> list[Row]:
         """Return the metrics, one row per step."""

@@ -33,9 +33,9 @@ class SamplingParams:
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
-    known_routes: tuple[int, int] = (-1, 0)
+    known_experts: tuple[int, int] = (-1, 0)
     """`(version, rows)`: if the reply is of this version, it may leave out that many first rows of
-    its expert routes. A row is one token.
+    its routed experts. A row is one token.
     """
     sampled: int = 0
     """Number of tokens of the reply that earlier requests returned."""
@@ -49,9 +49,9 @@ class SamplingParams:
         """The largest number of tokens that this request and later ones may add to the reply."""
         return max(self.remaining, self.max_tokens)
 
-    def first_route(self, version: int) -> int:
-        """Return the first token whose expert routes a reply of this version must return."""
-        known, rows = self.known_routes
+    def first_routed(self, version: int) -> int:
+        """Return the first token whose routed experts a reply of this version must return."""
+        known, rows = self.known_experts
         return rows if known == version else 0
 
     def __post_init__(self) -> None:

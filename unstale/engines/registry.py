@@ -74,7 +74,7 @@ class EngineOptions:
     """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
-    record_routes: bool = False
+    record_experts: bool = False
     """Return the experts that an MoE model chose, with every reply."""
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).

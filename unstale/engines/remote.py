@@ -38,7 +38,7 @@ from unstale.engines import (
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
-from unstale.engines.encoded_routes import cut_routes
+from unstale.engines.encoded_experts import cut_experts
 from unstale.engines.http import (
     LARGE_BODY_BYTES,
     Body,
@@ -51,8 +51,8 @@ from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
-from unstale.expert_routes import ExpertRoutes, num_experts, pack_experts
 from unstale.records import Sampled
+from unstale.routed_experts import RoutedExperts, num_experts, pack_experts
 from unstale.threads import in_thread
 from unstale.weights.codec import advance
 from unstale.weights.store import Delta
@@ -74,7 +74,7 @@ _MIN_LOGP = -9999.0
 """The value that vLLM sends for a token that has no log-probability."""
 _MAX_LOGP = 1e-3
 """How far above 0, in nats, a log-probability may be by rounding."""
-NO_ROUTES = memoryview(b"null")
+NO_EXPERTS = memoryview(b"null")
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
 
@@ -107,14 +107,14 @@ class ServerReply:
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
-    routes: memoryview = NO_ROUTES
-    """Expert routes from the first token that was asked for, as the JSON in which the server
+    routed_experts: memoryview = NO_EXPERTS
+    """Routed experts from the first token that was asked for, as the JSON in which the server
     encodes them. It may be null or an empty string.
     """
 
     @property
-    def has_routes(self) -> bool:
-        return bytes(self.routes[:4]) not in (b"null", b'""')
+    def has_experts(self) -> bool:
+        return bytes(self.routed_experts[:4]) not in (b"null", b'""')
 
 
 class RemoteEngine(ABC):
@@ -156,9 +156,9 @@ class RemoteEngine(ABC):
         options.check_context(self._reference.max_positions)
         config = read_mapping(options.model_folder / "config.json")
         self._num_experts = num_experts(config)
-        if options.record_routes and not self._num_experts:
+        if options.record_experts and not self._num_experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")
-        self._routed = self._reference.routed_layers() if options.record_routes else ()
+        self._routed = self._reference.routed_layers() if options.record_experts else ()
         self._weights = SharedWeights()
         self._was_reached = False
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
@@ -209,12 +209,12 @@ class RemoteEngine(ABC):
         Raises LookupError, TypeError or ValueError if it is malformed.
         """
 
-    def _decode_routes(self, routes: memoryview) -> Any:
-        """Return `ServerReply.routes` as an array of expert numbers, `[tokens, layers, k]`.
+    def _decode_experts(self, routed_experts: memoryview) -> Any:
+        """Return `ServerReply.routed_experts` as an array of expert numbers, `[tokens, layers, k]`.
 
-        A backend whose replies have `routes` must define it.
+        A backend whose replies have `routed_experts` must define it.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not decode expert routes")
+        raise NotImplementedError(f"{type(self).__name__} does not decode routed experts")
 
     async def start(self) -> None:
         """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
@@ -251,42 +251,46 @@ class RemoteEngine(ABC):
         session.begin(request_id)
         try:
             reply = await self._while_alive(session, self.generate(request_id, tokens, params))
-            routes = None
-            if self.options.record_routes and reply.has_routes:
+            routed_experts = None
+            if self.options.record_experts and reply.has_experts:
                 stop = len(tokens) + len(reply.tokens)
-                first = params.first_route(version)
-                routes = await self._routes_in_thread(session, reply.routes, first, stop)
-        finally:  # after the routes: a caller of `interrupt` may need every piece of this version
+                first = params.first_routed(version)
+                routed_experts = await self._experts_in_thread(
+                    session, reply.routed_experts, first, stop
+                )
+        finally:  # after the experts: `interrupt` may need every piece of this version
             session.finish(request_id)
         piece = self._checked_piece(reply, params, version)
         clean = session.usage.count(tokens, piece.tokens, cached=reply.cached_tokens)
-        return Reply(replace(piece, clean=clean, routes=routes), _STOPS[reply.finish_reason])
+        return Reply(
+            replace(piece, clean=clean, routed_experts=routed_experts), _STOPS[reply.finish_reason]
+        )
 
-    async def _routes_in_thread(
+    async def _experts_in_thread(
         self, session: "_Session", encoded: memoryview, first: int, stop: int
-    ) -> ExpertRoutes:
-        """Call `_read_routes` in a thread, because routes of long texts are megabytes."""
+    ) -> RoutedExperts:
+        """Call `_read_experts` in a thread, because experts of long texts are megabytes."""
 
-        async def read() -> ExpertRoutes:
+        async def read() -> RoutedExperts:
             async with parsing_turn():
-                return await in_thread(self._read_routes, encoded, first, stop)
+                return await in_thread(self._read_experts, encoded, first, stop)
 
         try:
             return await self._while_alive(session, read())
         except ValueError as error:
-            raise self._fail(session, f"malformed expert routes: {error}") from error
+            raise self._fail(session, f"malformed routed experts: {error}") from error
 
-    def _read_routes(self, encoded: memoryview, first: int, stop: int) -> ExpertRoutes:
-        """Return the expert routes of a text of `stop` tokens, from the token `first` on.
+    def _read_experts(self, encoded: memoryview, first: int, stop: int) -> RoutedExperts:
+        """Return the routed experts of a text of `stop` tokens, from the token `first` on.
 
         Raises ValueError if they are invalid.
         """
-        decoded = self._decode_routes(encoded)
+        decoded = self._decode_experts(encoded)
         experts = pack_experts(decoded, self._num_experts, routed=self._routed)
-        routes = ExpertRoutes(first, experts)
-        if routes.stop > stop:
-            raise ValueError(f"{routes.stop} rows for {stop} tokens")
-        return routes
+        routed_experts = RoutedExperts(first, experts)
+        if routed_experts.stop > stop:
+            raise ValueError(f"{routed_experts.stop} rows for {stop} tokens")
+        return routed_experts
 
     async def interrupt(self) -> None:
         session = self._live_session()
@@ -381,14 +385,14 @@ class RemoteEngine(ABC):
 
     def _decode_reply(self, body: Body) -> ServerReply:
         """Return a reply from the bytes of its JSON. Raises ConnectionError if it is malformed."""
-        routes = None
-        if self.options.record_routes and len(body) > LARGE_BODY_BYTES:
-            body, routes = cut_routes(body)
+        routed_experts = None
+        if self.options.record_experts and len(body) > LARGE_BODY_BYTES:
+            body, routed_experts = cut_experts(body)
         with malformed_as_connection_error():
             reply = self._parse_reply(decode_json(body, self.REPLY))
             if reply.finish_reason not in _STOPS:
                 raise ValueError(f"unknown finish reason {reply.finish_reason!r}")
-        return reply if routes is None else replace(reply, routes=routes)
+        return reply if routed_experts is None else replace(reply, routed_experts=routed_experts)
 
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
         """Return the tokens and log-probabilities of a reply.
@@ -425,9 +429,9 @@ class RemoteEngine(ABC):
         piece = self._checked_piece(reply, _PROBE_PARAMS, version)
         if not piece.tokens:
             raise self._fail(session, "the reply to the probe has no tokens")
-        if self.options.record_routes and not reply.has_routes:
+        if self.options.record_experts and not reply.has_experts:
             reason = (
-                "trainer.routing_replay is set, but the server returns no expert routes: start it "
+                "trainer.routing_replay is set, but the server returns no routed experts: start it "
                 "with --enable-return-routed-experts"
             )
             raise self._fail(session, reason)

@@ -82,7 +82,7 @@ class VllmServer:
         ]
         if quantization := QUANTIZATION[options.quantise]:
             self._arguments.append(f"--quantization={quantization}")
-        if options.record_routes:
+        if options.record_experts:
             self._arguments.append("--enable-return-routed-experts")
         if options.transfer == "nccl":
             self._arguments.append('--weight-transfer-config={"backend": "nccl"}')

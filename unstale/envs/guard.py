@@ -403,7 +403,9 @@ async def call(
     A function that is not a coroutine runs in `thread`, or in a new thread. If the caller is
     cancelled while it runs, the error has the line at which it stands.
     """
-    if _is_coroutine(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    ):
         return await function(*arguments)
     own = thread or OwnThread()
     loop = asyncio.get_running_loop()
@@ -417,12 +419,6 @@ async def call(
         if thread is None:
             own.close()
     return await result if inspect.isawaitable(result) else result
-
-
-def _is_coroutine(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
 
 
 async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:

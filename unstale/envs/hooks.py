@@ -61,7 +61,7 @@ other, in the order of their calls.
 MAX_IDENTITIES = 100_000
 """Number of tasks whose identity is kept. Far fewer are in flight."""
 _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
-_RUN_OTHERS = ("unstale.envs.adapters.", "unstale.envs.external")
+_RUN_OTHERS = ("unstale.research.adapters.", "unstale.envs.external")
 _idle: list[OwnThread] = []
 """Threads that wait for the next hook."""
 _unfinished: set[Future[Any]] = set()
@@ -294,8 +294,7 @@ class Identities:
 
 async def with_place(text: str, taskset: Taskset, task: Task) -> str:
     """Return a message about a task with the file and the line from which it is, if it is."""
-    with suppress(Exception):
-        # task sets that read files have it
+    place = ""
+    with suppress(Exception):  # only task sets that read files have it
         place = await hook_of(taskset, "place_of()", lambda: taskset.place_of(task))  # type: ignore[attr-defined]
-        return f"{text} ({place})" if place else text
-    return text
+    return f"{text} ({place})" if place else text

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from unstale.config import SHIPPED_POLICIES, RunConfig
 from unstale.envs.desk import DeskConfig
-from unstale.envs.desks import DesksConfig
 from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder
 
@@ -22,9 +21,8 @@ def unpractised_desk(config: RunConfig) -> Finding | None:
     policy, task = _shipped(local_folder(config)), config.task
     if policy is None or not isinstance(task, DeskConfig):
         return None
-    desks = task.names if isinstance(task, DesksConfig) else (task.env,)
-    unknown = [name for name in desks if name not in PRACTISED[policy]]
-    fix: Fix = {"policy": "base-desks"} if unknown else {}
+    unknown = [name for name in task.names if name not in PRACTISED[policy]]
+    fix: Fix = {"model": "base-desks"} if unknown else {}
     if task.level != LEVEL:
         fix = {**fix, "task.level": LEVEL}
     if not fix:

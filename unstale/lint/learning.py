@@ -281,7 +281,7 @@ def dominant_term(config: RunConfig) -> Finding | None:
     """Warn of a term of the loss that outweighs the rewards, such as the KL to the first policy."""
     rule = config.objective
     terms = {"kl_coef": 0.0, "entropy_coef": 0.0}
-    terms |= {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}}.get(rule.kind, {})
+    terms |= {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}}.get(rule.loss_type, {})
     large = {name: value for name, value in terms.items() if getattr(rule, name) > MAX_COEFFICIENT}
     if not large:
         return None
@@ -327,7 +327,7 @@ def strong_decay(config: RunConfig) -> Finding | None:
 
 def long_warmup(config: RunConfig) -> Finding | None:
     warmup = config.trainer.warmup_steps
-    total = config.steps * config.trainer.minibatches_per_batch
+    total = config.max_steps * config.trainer.minibatches_per_batch
     if warmup <= total:
         return None
     return Finding(

@@ -45,7 +45,7 @@ and if the trainer rounds, too. The table of docs/quantisation.md.
 BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
 """A band on D that is wider than the noise."""
 TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
-TOKEN_RATIO: Fix = {"objective.kind": "ppo_clip", "objective.unit": "token", **TOKEN_CLIP}
+TOKEN_RATIO: Fix = {"objective.loss_type": "ppo_clip", "objective.unit": "token", **TOKEN_CLIP}
 """Options by which the staleness ratio is that of a token, with a usual clip."""
 
 
@@ -126,9 +126,9 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
     D is the discrepancy and S the staleness ratio.
     """
     d = config.correction
-    if d.control != "none" and not d_is_one(config):
+    if d.mode != "none" and not d_is_one(config):
         yield "D", math.log(d.high)
-        if d.control != "truncate" and d.low:
+        if d.mode != "truncate" and d.low:
             yield "D", -math.log(d.low)
     if not s_is_one(config):
         yield from (("S", size) for size in config.objective.thresholds())

@@ -6,7 +6,7 @@ from typing import Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.files import read_mapping
 from unstale.config.hub import count_weights, reading
-from unstale.expert_routes import num_experts
+from unstale.routed_experts import num_experts
 
 
 def local_folder(config: RunConfig) -> Path:
@@ -17,7 +17,7 @@ def local_folder(config: RunConfig) -> Path:
     try:
         return config.find_policy(fetch=False)
     except ConfigError:
-        return Path(config.policy)
+        return Path(config.model)
 
 
 def num_weights(folder: Path) -> int:

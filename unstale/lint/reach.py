@@ -20,8 +20,8 @@ def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
     rule = reference.objective
     if not isinstance(rule, ClippedObjective):
         raise ConfigError(
-            f"the objective {rule.kind} of the reference has no clip; equal reach needs one, such "
-            "as ppo_clip"
+            f"the objective {rule.loss_type} of the reference has no clip; equal reach needs one, "
+            "such as ppo_clip"
         )
     ends = low, high = rule.low, rule.high
     if not all_in_s(reference):

@@ -46,7 +46,7 @@ def _exact_route(config: RunConfig) -> Fix:
 def _idle_clip(config: RunConfig) -> Finding | None:
     if not s_is_one(config) or not config.objective.bounds_s or config.old_logps.baseline:
         return None
-    kind = config.objective.kind
+    kind = config.objective.loss_type
     if config.old_logps.needs.inline:
         why = (
             "at this staleness and weight the proxy is the current policy; the whole ratio is in D"
@@ -60,31 +60,31 @@ def _idle_clip(config: RunConfig) -> Finding | None:
 def _idle_control(config: RunConfig) -> Finding | None:
     rule = config.correction
     idle = []
-    if rule.control == "mask":
+    if rule.mode == "mask":
         idle.append("mask")
     if rule.token_veto_threshold > 0:
         idle.append("token_veto_threshold")
     if not idle or not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
-    off: Fix = {"correction.control": "none", "correction.token_veto_threshold": 0.0}
+    off: Fix = {"correction.mode": "none", "correction.token_veto_threshold": 0.0}
     fixes = (off, _exact_route(config), _BASELINE)
     return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fixes)
 
 
 def _double_count(config: RunConfig) -> Finding | None:
-    control = config.correction.control
+    control = config.correction.mode
     if control not in ("truncate", "clamp", "mask_weight"):
         return None
     if not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "S = pi / mu is the whole ratio, so with this proxy the weight D is 1"
-    fixes = ({"correction.control": "none"}, _exact_route(config), _BASELINE)
+    fixes = ({"correction.mode": "none"}, _exact_route(config), _BASELINE)
     return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fixes)
 
 
 def _missing_half(config: RunConfig) -> Finding | None:
-    if config.correction.control != "none" or config.old_logps.exact or d_is_one(config):
+    if config.correction.mode != "none" or config.old_logps.exact or d_is_one(config):
         return None
     if config.schedule.staleness_bound == 0 and not config.old_logps.needs.averages:
         return None
@@ -93,8 +93,9 @@ def _missing_half(config: RunConfig) -> Finding | None:
         if config.correction.token_veto_threshold
         else "is neither bounded nor weighted"
     )
-    why = f"{config.old_logps.route} leaves staleness in D, which {config.objective.kind} ignores"
-    fixes = ({"correction.control": "mask_weight"}, _exact_route(config))
+    route, loss = config.old_logps.route, config.objective.loss_type
+    why = f"{route} leaves staleness in D, which {loss} ignores"
+    fixes = ({"correction.mode": "mask_weight"}, _exact_route(config))
     return Finding(f"half of pi / mu is missing: D {half}", why, fixes)
 
 
@@ -164,10 +165,10 @@ def _idle_reset(config: RunConfig) -> Finding | None:
     rule = config.correction
     if not config.old_logps.resets or rule.token_veto_threshold:
         return None
-    if rule.control not in ("none", "truncate", "clamp"):
+    if rule.mode not in ("none", "truncate", "clamp"):
         return None
-    why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
-    fixes = ({"correction.control": "mask_weight"}, {"old_logps.reset_below": 0.0})
+    why = f"correction.mode {rule.mode} keeps every token, so the kept share never falls"
+    fixes = ({"correction.mode": "mask_weight"}, {"old_logps.reset_below": 0.0})
     return Finding("the average can never be reset", why, fixes)
 
 
@@ -176,10 +177,10 @@ def _other_unit(config: RunConfig) -> Finding | None:
     means = rule.unit in ("token", "sequence") and rule.aggregate == "mean"
     if not rule.per_sequence or means:
         return None
-    why = f"{rule.kind} is the clip on the mean over a sequence"
+    why = f"{rule.loss_type} is the clip on the mean over a sequence"
     fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
     of = over(rule.unit, rule.aggregate)
-    return Finding(f"{rule.kind} cannot take S as the {of}", why, fixes)
+    return Finding(f"{rule.loss_type} cannot take S as the {of}", why, fixes)
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
@@ -196,7 +197,9 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
     why = "the mean ratio of a sequence hardly ever leaves it"
     if product:
         why = "the product of a sequence's ratios leaves it at the first small changes"
-    what = f"{rule.kind} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
+    what = (
+        f"{rule.loss_type} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
+    )
     of = over("sequence", "sum" if product else "mean")
     return Finding(f"{what} on the {of}", why, (_SEQUENCE_RATIO, TOKEN_RATIO))
 
@@ -217,7 +220,7 @@ def _free_staleness(config: RunConfig) -> Finding | None:
     if config.objective.bounds_s or masks_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
-    clip: Fix = {"objective.kind": "ppo_clip"}
+    clip: Fix = {"objective.loss_type": "ppo_clip"}
     fixes: list[Fix] = [clip, TOKEN_RATIO]
     if losses := [each.name for each in chosen(config.techniques) if each.slot == "objective"]:
         fixes.append({**clip, **techniques.without(config, *losses)})  # some do not take a clip
@@ -283,7 +286,7 @@ def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
     """Return True if a token of the largest lag with this pi / mu is neither clipped nor masked."""
     s = config.old_logps.s_of(ratio, config)
     rule = config.correction
-    masks = rule.control in ("mask", "mask_weight") and rule.unit == "token"
+    masks = rule.mode in ("mask", "mask_weight") and rule.unit == "token"
     return not _beyond(s, clip) and not (masks and not rule.low <= ratio / s <= rule.high)
 
 
@@ -296,16 +299,16 @@ def _bandless(config: RunConfig) -> Finding | None:
     """Warn if all staleness is in the ratio D = prox / mu, and no limit applies to D."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
-    if not stale or rule.control == "none":
+    if not stale or rule.mode == "none":
         return None
-    bounded_above = rule.control not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
-    bounded_below = rule.control != "mask" or rule.low >= 1 / WIDEST_BAND
+    bounded_above = rule.mode not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
+    bounded_below = rule.mode != "mask" or rule.low >= 1 / WIDEST_BAND
     if bounded_above and bounded_below:
         return None
     return Finding(
         f"{config.old_logps.route} without a band on D",
         "all staleness is in D, which no clip on S can see, so nothing keeps pi near mu",
-        ({"correction.control": "mask_weight", **BAND}, _exact_route(config)),
+        ({"correction.mode": "mask_weight", **BAND}, _exact_route(config)),
     )
 
 
@@ -336,15 +339,17 @@ def _dense_replay(config: RunConfig) -> Finding | None:
     return Finding("routing replay of a dense policy", why, ({"trainer.routing_replay": False},))
 
 
-def _unrecorded_routes(config: RunConfig) -> Finding | None:
-    """Refuse vLLM flags under which it records no expert routes, or only some."""
+def _unrecorded_experts(config: RunConfig) -> Finding | None:
+    """Refuse vLLM flags under which it records no routed experts, or only some."""
     if not config.trainer.routing_replay or config.engine.backend != "vllm":
         return None
     words = " ".join(shlex.split(config.engine.args)).replace("=", " ").replace("_", "-").split()
     found = [word for word in words if word.startswith(_NO_ROUTES)]
     if not found:
         return None
-    why = "vLLM records expert routes only with prefix caching and without these kinds of splitting"
+    why = (
+        "vLLM records routed experts only with prefix caching and without these kinds of splitting"
+    )
     fixes = ({"engine.args": ""}, {"trainer.routing_replay": False})
     return Finding(f"routing replay with {', '.join(found)} in engine.args", why, fixes)
 
@@ -389,7 +394,7 @@ REFUSALS: Sequence[Rule] = (
     noise.certain_veto,
     _long_context,
     _dense_replay,
-    _unrecorded_routes,
+    _unrecorded_experts,
     learning.no_comparison,
     learning.infinite,
     *stream.REFUSALS,

@@ -68,12 +68,12 @@ def _missing_policy(config: RunConfig) -> dict[str, str]:
     if (local_folder(config) / "config.json").is_file():
         return {}
     fate = "unstale train refuses it"
-    if config.policy_download and is_hub_name(config.policy):
+    if config.model_download and is_hub_name(config.model):
         fate = "unstale train downloads it"
-    elif names_gguf(config.policy, config.policy_gguf):
+    elif names_gguf(config.model, config.model_gguf):
         fate = "unstale train converts it to one"
     return {
-        "policy": f"{config.policy} is no model folder here, so its limits are not known; {fate}"
+        "policy": f"{config.model} is no model folder here, so its limits are not known; {fate}"
     }
 
 
@@ -113,7 +113,7 @@ def _bound_on_d(config: RunConfig) -> str:
         "truncate": f"truncate: a weight of at most {rule.high:g}, {of}",
         "clamp": f"clamp: a weight held within {band}, {of}",
         "mask_weight": f"mask_weight: a weight inside {band}, dropped outside, {of}",
-    }[rule.control]
+    }[rule.mode]
     if rule.normalize:
         words += "; divided by the mean weight of the batch"
     if rule.token_veto_threshold:
@@ -139,7 +139,7 @@ def _bound_on_s(config: RunConfig) -> str:
 
 def _unbounded(config: RunConfig) -> str:
     loose = []
-    if config.correction.control == "none" and not d_is_one(config):
+    if config.correction.mode == "none" and not d_is_one(config):
         loose.append("D")
     if not s_is_one(config):
         rule = config.objective
@@ -152,7 +152,7 @@ def _unbounded(config: RunConfig) -> str:
 
 def _caps_ratio(config: RunConfig) -> bool:
     """Return True if the option `ratio_cap` limits pi / mu, which weights tokens."""
-    weighted = config.correction.control not in ("none", "mask") or d_is_one(config)
+    weighted = config.correction.mode not in ("none", "mask") or d_is_one(config)
     return weighted and config.objective.ratio_cap > 0
 
 

@@ -73,14 +73,14 @@ def far_shift_of_ace(config: RunConfig) -> Finding | None:
 
 def hard_prefix_clip(config: RunConfig) -> Finding | None:
     """Warn of a clip that drops the gradient of tokens after one small ratio."""
-    kind = config.objective.kind
+    kind = config.objective.loss_type
     if "minpro" not in config.technique_options or not config.objective.clips_tokens:
         return None
     return Finding(
         f"minpro with {kind}",
         "one small ratio lowers those of all later tokens of its sequence; where the advantage is "
         "negative, they lose their gradient",
-        ({"objective.kind": "cispo", "objective.clip_low": 1.0}, without(config, "minpro")),
+        ({"objective.loss_type": "cispo", "objective.clip_low": 1.0}, without(config, "minpro")),
     )
 
 

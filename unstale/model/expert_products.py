@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from unstale.expert_routes import num_experts
 from unstale.model import linear
+from unstale.routed_experts import num_experts
 
 EXPERTS = "unstale_experts"
 """The name under which transformers knows the function of this file."""

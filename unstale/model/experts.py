@@ -1,4 +1,4 @@
-"""Expert routes in a model: record the experts that its routers choose, or use recorded ones.
+"""Routed experts in a model: record the experts that its routers choose, or use recorded ones.
 
 Recorded experts are weighted by the current probabilities of the router, so gradients reach it.
 """
@@ -35,7 +35,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     return routers
 
 
-class RouteRecorder:
+class ExpertRecorder:
     """Collects the experts that the routers of a model choose."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,7 +56,7 @@ class RouteRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteLayers:
+class ExpertLayers:
     """The layers of a model that have experts, and the number of experts that a token uses."""
 
     num_layers: int
@@ -82,8 +82,8 @@ class RouteLayers:
         )
 
 
-def replay_routes(model: PreTrainedModel) -> RouteLayers:
-    """Make the routers replay the routes of the current prefix tree, if it has some.
+def replay_experts(model: PreTrainedModel) -> ExpertLayers:
+    """Make the routers replay the experts of the current prefix tree, if it has some.
 
     If the model is divided among ranks, all ranks must call this. ConfigError if a router weights
     its experts by another rule than softmax probabilities of all experts, normalized over the
@@ -96,7 +96,7 @@ def replay_routes(model: PreTrainedModel) -> RouteLayers:
     layers = routed_layers(model)
     routed = [i for i, has_router in enumerate(layers) if has_router]
     k: Any = routers[0].top_k
-    return RouteLayers(len(layers), tuple(routed), k)
+    return ExpertLayers(len(layers), tuple(routed), k)
 
 
 def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
@@ -110,10 +110,10 @@ def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
 def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
     """Replace the experts that a router chose by recorded ones. Missing rows keep its choice."""
     run = running.get()
-    if run is None or run.routes is None:
+    if run is None or run.routed_experts is None:
         return None
     logits, weights, own = output
-    recorded = run.routes[run.own_tokens, place].to(own.device, non_blocking=True)
+    recorded = run.routed_experts[run.own_tokens, place].to(own.device, non_blocking=True)
     absent = recorded == torch.iinfo(recorded.dtype).max
     experts = torch.where(absent, own, recorded.to(own.dtype))
     return logits, _weights(router, logits, experts).to(weights.dtype), experts

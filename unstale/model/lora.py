@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from unstale.config import ConfigError, install, nearest
 from unstale.config.files import read_mapping
 from unstale.config.hub import require_safe_weights
-from unstale.expert_routes import num_experts
+from unstale.routed_experts import num_experts
 
 ALL = "all-linear"
 _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"

@@ -100,5 +100,7 @@ def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tenso
     """Return some spans of tokens as packed sequences, and the positions of their tokens."""
     index = token_positions(spans)
     offsets = accumulate((end - start for start, end in spans), initial=0)
-    routes = packed.routes if packed.routes is None else packed.routes[index]
-    return Packed(packed.tokens[index], tuple(offsets), routes), index
+    routed_experts = (
+        packed.routed_experts if packed.routed_experts is None else packed.routed_experts[index]
+    )
+    return Packed(packed.tokens[index], tuple(offsets), routed_experts), index

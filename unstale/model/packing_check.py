@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
-from unstale.expert_routes import num_experts
 from unstale.model.attention import checked_length
 from unstale.model.forward import run_model
 from unstale.model.loading import vocab_size
 from unstale.model.prefix_tree import MIN_SHARED, ROUND, Packed, build_prefix_tree
+from unstale.routed_experts import num_experts
 
 MAX_ROUNDING = 8
 """Largest error of a packed pass, as a multiple of the error of transformers in that precision.

@@ -21,12 +21,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.config.files import read_mapping
 from unstale.config.hub import count_weights, reading, require_model
-from unstale.expert_routes import num_experts
 from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
-from unstale.model.experts import RouteLayers, replay_routes
+from unstale.model.experts import ExpertLayers, replay_experts
 from unstale.model.forward import (
     ForwardOptions,
     Scored,
@@ -52,6 +51,7 @@ from unstale.model.quantisation import quantise_passes
 from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch, count_tokens
+from unstale.routed_experts import num_experts
 
 Placement = Literal["twin", "own"]
 """Where past versions are scored: in a second model, or in the trained model (`own`)."""
@@ -117,7 +117,7 @@ class Policy:
         self.passes = ForwardOptions()
         self.independent_rows = False
         """True if the model was loaded with this option."""
-        self._route_layers: RouteLayers | None = None
+        self._expert_layers: ExpertLayers | None = None
         self._body: Callable[..., Any] = self._whole
 
     @classmethod
@@ -219,17 +219,17 @@ class Policy:
         return num_experts(self.model.config.to_dict()) > 0
 
     @property
-    def replays_routes(self) -> bool:
+    def replays_experts(self) -> bool:
         """True if forward passes use the recorded experts of a batch."""
-        return self._route_layers is not None
+        return self._expert_layers is not None
 
-    def replay_routes(self) -> None:
+    def replay_experts(self) -> None:
         """Use recorded experts in forward passes, here and in copies that `twin` makes later.
 
         All peers must call this. Raises ConfigError if the model does not support it.
         """
-        if self._route_layers is None:
-            self._route_layers = replay_routes(self.model)
+        if self._expert_layers is None:
+            self._expert_layers = replay_experts(self.model)
 
     def check_length(self, max_context: int) -> None:
         """Raise ConfigError if sequences of up to `max_context` tokens cannot be packed.
@@ -362,8 +362,8 @@ class Policy:
             )
             twin.model = _use_packing(model).requires_grad_(False)
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)
-            if self._route_layers:
-                replay_routes(twin.model)
+            if self._expert_layers:
+                replay_experts(twin.model)
             quantise_passes(twin.model, self.passes.quantise, DTYPES[self.passes.published_dtype])
             twin._write(self.weights())
             return twin
@@ -760,8 +760,8 @@ class Policy:
         """Return packed sequences as a prefix tree, in which shared prefixes appear once.
 
         A prefix tree is returned unchanged. `where` (`[T]` bool) are the tokens whose
-        log-probability is needed, by default all that were sampled. The rows of expert routes
-        depend on them (`RouteTable.rows`).
+        log-probability is needed, by default all that were sampled. The rows of routed experts
+        depend on them (`ExpertTable.rows`).
         """
         if isinstance(batch, PrefixTree):
             return batch
@@ -771,11 +771,11 @@ class Policy:
         """Return the sequences of a batch, with the recorded experts of their tokens."""
         if isinstance(batch, Packed):
             return batch
-        routes = None
-        if self._route_layers and batch.routes:
-            rows = batch.routes.rows(batch, batch.sampled if where is None else where)
-            routes = self._route_layers.select(rows)
-        return Packed(batch.tokens, batch.offsets, routes)
+        routed_experts = None
+        if self._expert_layers and batch.routed_experts:
+            rows = batch.routed_experts.rows(batch, batch.sampled if where is None else where)
+            routed_experts = self._expert_layers.select(rows)
+        return Packed(batch.tokens, batch.offsets, routed_experts)
 
 
 def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Packed:
 
     tokens: Tensor
     offsets: tuple[int, ...]
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     """`[T, layers, k]`: the experts that each token replays."""
 
     @property
@@ -76,7 +76,7 @@ class PrefixTree:
     segments: tuple[Segment, ...]
     num_tokens: int
     """The number of tokens without padding."""
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     """`[N, layers, k]`: the experts that each token replays."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
@@ -106,28 +106,35 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
     Sequences share a token only if they also replay the same experts for it.
     """
     tokens = packed.tokens.cpu()
-    routes = packed.routes
+    routed_experts = packed.routed_experts
     place = torch.arange(len(tokens))
     follows = torch.ones(len(place), dtype=torch.bool)
     follows[[start for start, end in packed.spans() if end > start]] = False
     if share:
         keys = tokens
-        if routes is not None:  # bytes: as whole numbers they would take eight times the memory
-            keys = torch.cat([_as_bytes(tokens), _as_bytes(routes)], 1)
+        if (
+            routed_experts is not None
+        ):  # bytes: as whole numbers they would take eight times the memory
+            keys = torch.cat([_as_bytes(tokens), _as_bytes(routed_experts)], 1)
         builder = _Builder(keys.numpy(), place.numpy(), packed.spans())
         builder.build()
         source = token_positions(builder.sources)
         tokens = tokens[source]
-        routes = routes if routes is None else routes[source]
+        routed_experts = routed_experts if routed_experts is None else routed_experts[source]
         segments = builder.segments
     else:
         segments = [Segment(start, end, end) for start, end in packed.spans() if end > start]
     num_tokens = len(tokens)
     if padding := -num_tokens % ROUND:
         tokens = torch.cat([tokens, tokens.new_zeros(padding)])
-        if routes is not None:
-            absent = torch.iinfo(routes.dtype).max
-            routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), absent)])
+        if routed_experts is not None:
+            absent = torch.iinfo(routed_experts.dtype).max
+            routed_experts = torch.cat(
+                [
+                    routed_experts,
+                    routed_experts.new_full((padding, *routed_experts.shape[1:]), absent),
+                ]
+            )
         segments.append(Segment(num_tokens, num_tokens + padding, num_tokens + padding))
     positions = token_positions((s.depth, s.depth + s.end - s.start) for s in segments)
     return PrefixTree(
@@ -137,7 +144,7 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
         follows,
         tuple(segments),
         num_tokens,
-        routes,
+        routed_experts,
     )
 
 

@@ -46,7 +46,7 @@ class ClippedObjective(ObjectiveConfig):
             below="negative",
             above="positive",
             name="limits of S",
-            about=f"1 - objective.clip_low and 1 + clip_high ({self.kind})",
+            about=f"1 - objective.clip_low and 1 + clip_high ({self.loss_type})",
             unit=self.ratio_unit,
         )
         return (limits,)
@@ -59,7 +59,7 @@ class ClippedObjective(ObjectiveConfig):
 class PpoClip(ClippedObjective):
     """PPO's clipped loss."""
 
-    kind: str = "ppo_clip"
+    loss_type: str = "ppo_clip"
 
     docs: ClassVar = ObjectiveDocs(
         loss="-min(S A, clip(S, 1 - clip_low, 1 + clip_high) A)",
@@ -79,7 +79,7 @@ class PpoClip(ClippedObjective):
 class Gspo(PpoClip):
     """PPO's clipped loss on the geometric mean of the ratios of a sequence."""
 
-    kind: str = "gspo"
+    loss_type: str = "gspo"
     per_sequence: ClassVar[bool] = True
 
     docs: ClassVar = ObjectiveDocs(
@@ -94,7 +94,7 @@ class Gspo(PpoClip):
 class DualClip(ClippedObjective):
     """PPO's clipped loss with a limit where the advantage is negative."""
 
-    kind: str = "dual_clip"
+    loss_type: str = "dual_clip"
     dual_clip: Annotated[float, Range(above=1)] = 3.0
     """Limit of the loss where the advantage A is negative, as a multiple of |A|. 1 would stop fresh
     tokens, too.
@@ -127,7 +127,7 @@ class DualClip(ClippedObjective):
 class Cispo(ClippedObjective):
     """REINFORCE with a clipped weight: clipped tokens keep a gradient."""
 
-    kind: str = "cispo"
+    loss_type: str = "cispo"
     stops: ClassVar[bool] = False
 
     docs: ClassVar = ObjectiveDocs(

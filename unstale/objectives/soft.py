@@ -13,7 +13,7 @@ from unstale.config.objectives import ObjectiveConfig, ObjectiveDocs
 class Sapo(ObjectiveConfig):
     """A loss whose gradient fades as S leaves 1."""
 
-    kind: str = "sapo"
+    loss_type: str = "sapo"
     tau_pos: Positive = 1.0
     """The rate at which the gradient fades as the staleness ratio leaves 1, for positive
     advantages.
@@ -62,7 +62,7 @@ class PulledBack(ObjectiveConfig):
 class Dro(PulledBack):
     """A regression of log S to the advantage."""
 
-    kind: str = "dro"
+    loss_type: str = "dro"
     dro_beta: Positive = 0.05
     """The coefficient c of A log S - c / 2 (log S)^2, where S is the staleness ratio and A the
     advantage.
@@ -87,7 +87,7 @@ class Dro(PulledBack):
 class KlPenalty(PulledBack):
     """PPO with a penalty instead of a clip."""
 
-    kind: str = "kl_penalty"
+    loss_type: str = "kl_penalty"
     kl_penalty: NonNegative = 1.0
     """The coefficient c of S A - c / 2 (log S)^2, where S is the staleness ratio and A the
     advantage.
@@ -112,7 +112,7 @@ class KlPenalty(PulledBack):
 class Unlimited(ObjectiveConfig):
     """REINFORCE with an importance weight and no trust region."""
 
-    kind: str = "none"
+    loss_type: str = "none"
 
     docs: ClassVar = ObjectiveDocs(
         loss="-S A",

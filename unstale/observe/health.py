@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unstale.observe.report.words import amount, number, percent
+from unstale.observe.words import amount, number, percent
 
 IN_A_ROW = 3
 """Number of batches in a row after which a sign counts. A single small batch may show the sign by

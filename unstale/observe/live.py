@@ -18,8 +18,8 @@ from rich.text import Text
 from unstale.config import RunConfig
 from unstale.durability.console import Console, escaped_prints
 from unstale.durability.run_folder import show_controls
-from unstale.observe.report.held_out import HeldOut, improved
-from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
+from unstale.observe.held_out import HeldOut, improved
+from unstale.observe.words import NONE, amount, duration, number, percent, waiting
 
 HISTORY = 400
 RECENT = 5
@@ -202,7 +202,9 @@ class LiveDisplay:
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
                     step = int(number(self._rows[-1].get("step")) or 0) if self._rows else 0
-                    activity = self._phase_text() or f"step {step + 1}/{self.config.steps} running"
+                    activity = (
+                        self._phase_text() or f"step {step + 1}/{self.config.max_steps} running"
+                    )
                     self._print(f"... {activity}")
 
 
@@ -240,19 +242,19 @@ def _progress(
     step = int(_last(rows, "step") or 0)
     times = _series(rows, "time_s")
     left = ""
-    if 0 < step < config.steps and len(times) > 1:
+    if 0 < step < config.max_steps and len(times) > 1:
         pace = (times[-1] - times[max(0, len(times) - 20)]) / min(19, len(times) - 1)
-        seconds = pace * (config.steps - step)
+        seconds = pace * (config.max_steps - step)
         if config.minutes:
             seconds = min(seconds, max(0.0, 60 * config.minutes - elapsed))
         left = f" · about {duration(seconds)} left"
-    share = step / config.steps
+    share = step / config.max_steps
     if config.minutes:  # whichever ends the run first
         share = max(share, min(1.0, elapsed / (60 * config.minutes)))
     columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right"))
     grid = Table.grid(*columns, padding=(0, 2), expand=True)
     grid.add_row(
-        Text.assemble("step ", (f"{step}", "bold"), f"/{config.steps}"),
+        Text.assemble("step ", (f"{step}", "bold"), f"/{config.max_steps}"),
         ProgressBar(completed=100 * share, complete_style=GOOD, finished_style=GOOD),
         Text.assemble((duration(elapsed), "bold"), (left, QUIET)),
     )
@@ -390,7 +392,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
     """Return the line that is printed for one step."""
     row = rows[-1]
-    parts = [f"step {int(number(row.get('step')) or 0)}/{config.steps}"]
+    parts = [f"step {int(number(row.get('step')) or 0)}/{config.max_steps}"]
     if evaluation := HeldOut.of_metrics(row):
         parts.append(f"held-out {evaluation}")
     wanted = (

@@ -24,12 +24,12 @@ def has_clean_behavior(batch: Batch) -> Tensor:
     """Return the tokens (`[T]` bool) for which an exact old log-probability exists.
 
     An engine must have sampled them in the context that the record shows, with a KV cache of the
-    same weights. If expert routes are replayed, every row that the token depends on was recorded.
+    same weights. If routed experts are replayed, every row that the token depends on was recorded.
     """
     from unstale.algorithms.corrections import has_behavior
 
     can_be_exact = batch.sampled & batch.clean & has_behavior(batch.provenance)
-    return can_be_exact & batch.routes.complete if batch.routes else can_be_exact
+    return can_be_exact & batch.routed_experts.complete if batch.routed_experts else can_be_exact
 
 
 class OldLogps:

@@ -251,14 +251,14 @@ class _ChildLink:
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
-    """Return a message with pieces. Its body holds their expert routes end to end."""
+    """Return a message with pieces. Its body holds their routed experts end to end."""
     rows: list[tuple[PieceKey, Sequence[int], list[Any] | None]] = []
     body: list[Bytes] = []
-    for key, (tokens, routes) in pieces.items():
-        if routes is None:
+    for key, (tokens, experts_of) in pieces.items():
+        if experts_of is None:
             rows.append((key, tokens, None))
             continue
-        experts = routes.rows(len(tokens))
+        experts = experts_of.rows(len(tokens))
         rows.append((key, tokens, [str(experts.dtype), *experts.shape]))
         body.append(experts.tobytes())
     return b"".join(frame({"op": "pieces", "pieces": rows}, body))

@@ -34,7 +34,7 @@ class RolloutSpec(OldLogpsConfig):
     route: str = "rollout"
     makes: ClassVar = RolloutRoute
 
-    requires: ClassVar = {"correction.control": "none"}  # old_logp is behavior_logp, so D is 1
+    requires: ClassVar = {"correction.mode": "none"}  # old_logp is behavior_logp, so D is 1
     docs: ClassVar = RouteDocs(
         policy="the engine (mu)",
         exact="only with `engine.bitwise`",

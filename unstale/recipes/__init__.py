@@ -1,15 +1,17 @@
 """Recipes: functions that return the configuration of a run (`RunConfig`).
 
-Each module of this package lists its recipes in `RECIPES`. The command line takes a recipe by its
-name. `unstale recipes` shows the first line of its docstring. A recipe outside this package has an
-entry point, or is given as `module:function`.
+Each module of this package and of `unstale.research.recipes` lists its recipes in `RECIPES`. The
+command line takes a recipe by its name. `unstale recipes` shows the first line of its docstring. A
+recipe of others has an entry point, or is given as `module:function`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from unstale.config import ConfigError, RunConfig, nearest
-from unstale.config.plugins import Plugins, added_names, declared
+from unstale.config.plugins import Plugins, added_names, declared, missing_annexes
 from unstale.envs.registry import import_user_code, user_code
 from unstale.recipes.calculator import calculator
 from unstale.recipes.llm import llm
@@ -17,21 +19,33 @@ from unstale.recipes.retail import retail
 
 Recipe = Callable[..., RunConfig]
 
-RECIPES: dict[str, Recipe] = {
-    recipe.__name__: recipe for each in declared(__name__, "RECIPES") for recipe in each
-}
-"""The recipes of this package by name."""
+RECIPES: Mapping[str, Recipe]
+"""The recipes of this distribution by name. `shipped_recipes` finds them at the first use."""
 ADDED = Plugins("unstale.recipes", Callable)
+
+
+@cache
+def shipped_recipes() -> Mapping[str, Recipe]:
+    """Return the recipes of this distribution by name."""
+    return {recipe.__name__: recipe for each in declared(__name__, "RECIPES") for recipe in each}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RECIPES":
+        return shipped_recipes()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes. Those of other distributions are not imported."""
-    return [*RECIPES, *added_names(ADDED.group, RECIPES)]
+    own = shipped_recipes()
+    return [*own, *added_names(ADDED.group, own)]
 
 
 def find_recipes() -> dict[str, Recipe]:
     """Return all recipes by name."""
-    return {**RECIPES, **ADDED.load_all(RECIPES)}
+    own = shipped_recipes()
+    return {**own, **ADDED.load_all(own)}
 
 
 def make_recipe(name: str) -> RunConfig:
@@ -40,15 +54,16 @@ def make_recipe(name: str) -> RunConfig:
     `name` is one of `recipe_names`, or `module:function` of any importable module. Raises
     `ConfigError` if there is no such recipe.
     """
-    if name in RECIPES:
-        return RECIPES[name]()
+    if name in shipped_recipes():
+        return shipped_recipes()[name]()
     problem = f"the recipe {name!r} cannot be used"
     recipe = import_user_code(name, problem) if ":" in name else ADDED.load(name)
     if recipe is None and Path(name).suffix:
         problem = "is no recipe" if Path(name).exists() else "is no recipe, and no such file exists"
         raise ConfigError(f"{name} {problem}: a file of options ends with .toml or .json")
     if recipe is None:
-        raise ConfigError(f"unknown recipe {name!r}{nearest(name, recipe_names())}")
+        hint = nearest(name, recipe_names()) + missing_annexes()
+        raise ConfigError(f"unknown recipe {name!r}{hint}")
     with user_code(problem):
         try:
             config = recipe()

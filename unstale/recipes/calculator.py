@@ -11,11 +11,11 @@ def calculator(**changes: Any) -> RunConfig:
 
     Expected result: a success rate of 0. The shipped model was made for the retail desk, and 5
     steps do not teach it arithmetic. The run takes about 15 seconds on two CPU cores. Give
-    `--policy` and more `--steps` to train a model.
+    `--model` and more `--max_steps` to train a model.
     """
     config = RunConfig(
         recipe="calculator",
-        steps=5,
+        max_steps=5,
         task=TaskConfig(env="calculator"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=4, group_size=4),
         audit=AuditConfig(share=0.1),

@@ -19,13 +19,13 @@ def llm(**changes: Any) -> RunConfig:
 
     Weights are rounded stochastically, because rounding to nearest loses most updates of this rate.
 
-    Give `--policy` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
+    Give `--model` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
     measured: model, task and hardware decide it. `unstale plan` suggests sizes for your hardware.
     """
     config = RunConfig(
         recipe="llm",
-        policy="Qwen/Qwen3-0.6B",
-        steps=200,
+        model="Qwen/Qwen3-0.6B",
+        max_steps=200,
         task=DatasetConfig(
             env="dataset:openai/gsm8k",
             subset="main",
@@ -41,8 +41,8 @@ def llm(**changes: Any) -> RunConfig:
             warmup_steps=5,
             gradient_checkpointing=True,
         ),
-        checkpoint=CheckpointConfig(every=20),
-        eval=EvalConfig(tasks=128, every=20),
+        checkpoint=CheckpointConfig(interval=20),
+        eval=EvalConfig(tasks=128, interval=20),
     )
     return with_changes(config, changes)
 

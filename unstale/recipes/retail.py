@@ -22,7 +22,7 @@ def retail(**changes: Any) -> RunConfig:
     """
     config = RunConfig(
         recipe="retail",
-        steps=115,
+        max_steps=115,
         minutes=8.0,
         task=DeskConfig(level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),

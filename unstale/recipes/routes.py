@@ -30,13 +30,13 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
     def recipe(**changes: Any) -> RunConfig:
         config = RunConfig(
             recipe=f"route_{name}",
-            steps=80,
+            max_steps=80,
             task=DeskConfig(level="1", latency_s=0.6),
             schedule=ScheduleConfig(max_staleness=6, groups_per_step=8, group_size=8),
             engine=EngineConfig(max_running=400, max_context=512),
             trainer=TrainerConfig(lr=5e-4, lr_schedule="constant", warmup_steps=5),
             audit=AuditConfig(share=0.05),
-            eval=EvalConfig(tasks=256, every=20),
+            eval=EvalConfig(tasks=256, interval=20),
             old_logps=OldLogpsConfig(route=name, **route.recipe),
         )
         return with_changes(override(config, route.requires), changes)

@@ -500,7 +500,6 @@ class Rollout:
         """
         turn, turn_rewards = begun
         env = caller.env
-        replaying: bool | None = None
         ended = True
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
@@ -512,9 +511,8 @@ class Rollout:
                 return turn, stop
             reply, ended = await self._generate(transcript, budget_use)
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
-                if HasSimulatedDelays in caller.kinds and replaying != transcript.replaying:
-                    replaying = transcript.replaying
-                    await caller.hook("replaying", setattr, env, "replaying", replaying)
+                if HasSimulatedDelays in caller.kinds:
+                    await caller.hook("replaying", setattr, env, "replaying", transcript.replaying)
                 message = await self._parse(chat, reply)
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)

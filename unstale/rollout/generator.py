@@ -61,7 +61,7 @@ class Generator:
                 stop_tokens=stop_tokens,
                 temperature=self.config.temperature,
                 seed=transcript.seed,
-                known_routes=transcript.known_routes(),
+                known_experts=transcript.known_experts(),
                 sampled=len(tokens),
                 remaining=remaining,
             )

@@ -43,7 +43,7 @@ class RunHooks:
     refused, because they have state.
     """
     seed: int
-    replay_routes: bool
+    replay_experts: bool
     """The passes for hidden states replay the recorded experts."""
 
     @property
@@ -62,7 +62,7 @@ class RunHooks:
 
     def read_states(self, groups: Sequence[Group]) -> None:
         assert self.hidden_states, "reads_states says whether there are any"
-        self.techniques.read_states(groups, self.hidden_states, replay_routes=self.replay_routes)
+        self.techniques.read_states(groups, self.hidden_states, replay_experts=self.replay_experts)
 
     def credit(
         self, groups: Sequence[Group], *, progress: float, version: int, whole: bool

@@ -98,7 +98,7 @@ def require_repeats(config: RunConfig, taskset: Taskset) -> None:
     if config.selection.pool or not any(names):
         return
     seen: set[str] = set()
-    planned = config.steps * config.schedule.groups_per_step
+    planned = config.max_steps * config.schedule.groups_per_step
     for task in islice(taskset.train(config.seed), min(planned, MAX_COMPARED)):
         if (name := task_identity(taskset, task)) in seen:
             return

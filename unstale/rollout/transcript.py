@@ -20,7 +20,7 @@ from unstale.records import (
     Piece,
     Sampled,
     Trajectory,
-    link_routes,
+    link_experts,
 )
 from unstale.rollout.seeds import derive_seed
 
@@ -217,7 +217,7 @@ class Transcript:
     def append(self, piece: Piece) -> None:
         """Write a new piece to the journal, then add it to the tokens."""
         if isinstance(piece, Sampled):
-            piece = link_routes(piece, self.pieces)
+            piece = link_experts(piece, self.pieces)
         if self._opens_at_reply and isinstance(piece, Sampled):
             self._open(again=False)
         self.writer.write_piece(len(self.pieces), piece)
@@ -226,13 +226,15 @@ class Transcript:
         if isinstance(piece, Sampled):
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
-    def known_routes(self) -> tuple[int, int]:
+    def known_experts(self) -> tuple[int, int]:
         """Return the version of the last sampled piece, and how many tokens' experts it has.
 
         Without recorded experts, return (-1, 0).
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
-        return (last.version, last.routes.covered) if last and last.routes else (-1, 0)
+        return (
+            (last.version, last.routed_experts.covered) if last and last.routed_experts else (-1, 0)
+        )
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
         """Write the outcome of the attempt to the journal, unless it already has one."""

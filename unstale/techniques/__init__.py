@@ -1,7 +1,7 @@
 """Techniques: changes to one part of training, chosen by name in the option `techniques`.
 
-Each module of this package that declares an `ENTRY` is one technique, and can be imported without
-torch. A technique is an object with the methods of its slot:
+Each module of this package or of `unstale.research.techniques` that declares an `ENTRY` is one
+technique, and can be imported without torch. A technique is an object with the methods of its slot:
 
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
@@ -560,16 +560,16 @@ class Techniques:
         groups: Sequence[Group],
         compute: Callable[[Batch, StatesQuery], HiddenStates],
         *,
-        replay_routes: bool = False,
+        replay_experts: bool = False,
     ) -> None:
         """Pass hidden states of a batch's finished episodes to the techniques that use them.
 
-        `compute` returns those of a batch's sequences. With `replay_routes` the passes replay the
+        `compute` returns those of a batch's sequences. With `replay_experts` the passes replay the
         recorded experts.
         """
         finished = [each.led() for group in groups for each in group.finished]
         scored = [ScoredTrajectory(each, (0.0,)) for each in finished]
-        batch = collate(scored, replay_routes=replay_routes)
+        batch = collate(scored, replay_experts=replay_experts)
         for reader in self.states_readers:
             reader.read_states(groups, compute(batch, reader.query))
 

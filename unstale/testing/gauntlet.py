@@ -29,7 +29,6 @@ from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleReque
 from unstale.engines.embedded.probe import FORWARD_ERRORS
 from unstale.engines.embedded.runner import DTYPES as ENGINE_DTYPES
 from unstale.engines.embedded.worker import build_runner
-from unstale.expert_routes import num_experts
 from unstale.model.loading import DTYPES, load_model
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
@@ -43,6 +42,7 @@ from unstale.records import (
     Trajectory,
     collate,
 )
+from unstale.routed_experts import num_experts
 from unstale.testing.architectures import ARCHITECTURES, save_architecture
 from unstale.trainer import train_on
 
@@ -173,7 +173,7 @@ def _sample_and_train(
     batcher = Batcher(runner, max_slots=8, max_context=MAX_CONTEXT)
     config = RunConfig(
         recipe="",
-        steps=STEPS,
+        max_steps=STEPS,
         trainer=TrainerConfig(lr=lr, dtype=cast(Dtype, dtype)),
         old_logps=OldLogpsConfig(route="current_recompute"),
     )

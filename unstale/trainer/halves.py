@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unstale.records import Batch
-from unstale.techniques.sequences import group_of
+from unstale.records import Batch, group_of
 
 
 class GradientNoiseScale:

@@ -74,7 +74,7 @@ class LocalTrainer:
         self.old = old
         self.audit = audit
         self.techniques = techniques
-        self.num_steps = config.steps * config.trainer.minibatches_per_batch
+        self.num_steps = config.max_steps * config.trainer.minibatches_per_batch
         self.skips_zero_advantage = not (self.rules.trains_zero_advantage or techniques.controllers)
         """True if sequences in which every advantage is 0 need no forward and backward pass. A
         controller sees all sequences.
@@ -219,7 +219,7 @@ class LocalTrainer:
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
         metrics.count_gradient(scored.select(trained)[0])
 
-        keep = batch.sampled.index_put((index,), old.control.keep)
+        keep = batch.sampled.index_put((index,), old.correction.keep)
         norm = self._norm(batch, steps, keep)[index]
         place = {sequence: position for position, sequence in enumerate(members)}
         minibatches = []
@@ -420,9 +420,9 @@ class LocalTrainer:
         metrics = {}
         if self.policy.has_experts:
             metrics["trainer/packing_noise"] = self.policy.packing_noise
-        if batch.routes:
-            complete = batch.routes.complete[batch.sampled].double().mean()
-            metrics["routes/missing_share"] = 1 - complete.item()
+        if batch.routed_experts:
+            complete = batch.routed_experts.complete[batch.sampled].double().mean()
+            metrics["routed_experts/missing_share"] = 1 - complete.item()
         return metrics
 
     def _any_fresh(self, batch: Batch, sequences: Sequence[int]) -> bool:

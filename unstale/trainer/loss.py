@@ -55,7 +55,9 @@ class Loss:
         if self._is_inline:
             old = self._scoring.correct(microbatch, current_logp, lag, passes)
             old_logp = old.old_logp
-            factor = old.control.factor * minibatch.factor[index]  # 0 where a shaper drops tokens
+            factor = (
+                old.correction.factor * minibatch.factor[index]
+            )  # 0 where a shaper drops tokens
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
         surrogate = self._rules.surrogate(logp, old_logp, microbatch)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unstale.algorithms.corrections import LOG_LIMIT, Control, bounded_exp, has_behavior
+from unstale.algorithms.corrections import LOG_LIMIT, CorrectionWeights, bounded_exp, has_behavior
 from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch, nearest_rank
 from unstale.trainer.token_log import TokenLog
@@ -90,15 +90,21 @@ class StepMetrics:
         self._tokens_run = 0
 
     def add_correction(
-        self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, lag: Tensor
+        self,
+        batch: Batch,
+        old_logp: Tensor,
+        correction: CorrectionWeights,
+        *,
+        exact: Tensor,
+        lag: Tensor,
     ) -> None:
         """Record the old log-probabilities and the correction of sampled tokens."""
         self._add(
             batch,
             scored_log_d=old_logp - batch.behavior_logp,
             scored_lag=lag,
-            keep=control.keep.double(),
-            weight=control.factor.double(),
+            keep=correction.keep.double(),
+            weight=correction.factor.double(),
             exact=exact.double(),
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from unstale.algorithms import corrections, objectives
-from unstale.algorithms.corrections import Control
+from unstale.algorithms.corrections import CorrectionWeights
 from unstale.algorithms.objectives import Surrogate
 from unstale.config import CorrectionConfig, ObjectiveConfig, Unit
 from unstale.records import Batch
@@ -28,32 +28,32 @@ class LossSpec:
     objective: ObjectiveConfig
     techniques: Techniques = NO_TECHNIQUES
 
-    def correct(self, old_logp: Tensor, batch: Batch) -> Control:
-        """Return the correction of each token: first the token veto, then the control.
+    def correct(self, old_logp: Tensor, batch: Batch) -> CorrectionWeights:
+        """Return the correction of each token: first the token veto, then the mode.
 
-        The veto drops sequences with an impossible token. The control drops or weights tokens by
-        the discrepancy, which may be aggregated over a unit of several tokens.
+        The veto drops sequences with an impossible token. The mode drops or weights tokens by the
+        discrepancy, which may be aggregated over a unit of several tokens.
         """
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
-        control = self._veto(log_d, batch)
+        correction = self._veto(log_d, batch)
         unit_log_d = corrections.aggregate(
             log_d, _unit_ids(config.unit, batch), sampled=batch.sampled, how=config.aggregate
         )
-        apply_control = corrections.CONTROLS[config.control]
-        return apply_control(unit_log_d, control, **config.selected_options())
+        apply_mode = corrections.MODES[config.mode]
+        return apply_mode(unit_log_d, correction, **config.selected_options())
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
         """Return True for the sampled tokens that the token veto drops, `[T]`."""
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         return batch.sampled & ~self._veto(log_d, batch).keep
 
-    def _veto(self, log_d: Tensor, batch: Batch) -> Control:
-        control = corrections.keep_all(batch.sampled)
+    def _veto(self, log_d: Tensor, batch: Batch) -> CorrectionWeights:
+        correction = corrections.keep_all(batch.sampled)
         below = self.correction.token_veto_threshold
         if not below:
-            return control
-        return corrections.veto(log_d, control, sequence=batch.sequence, below=below)
+            return correction
+        return corrections.veto(log_d, correction, sequence=batch.sequence, below=below)
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
         """Return the loss of each token from its staleness ratio, before weights are applied.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms import corrections
-from unstale.algorithms.corrections import Control
+from unstale.algorithms.corrections import CorrectionWeights
 from unstale.config import RunConfig
 from unstale.model.forward import Scored
 from unstale.model.policy import Policy
@@ -44,7 +44,7 @@ class OldScores:
     old_logp: Tensor
     exact: Tensor
     """True where the value is exact and not an approximation."""
-    control: Control
+    correction: CorrectionWeights
     """The correction of the discrepancy."""
 
 
@@ -101,11 +101,11 @@ class Scoring:
             self.require_equal(batch, "old_logp", old_logp, exact & batch.sampled)
             if self._takes_engine_logps:  # the engine's value is the trainer's own
                 exact = batch.sampled
-        control = self._rules.correct(old_logp, batch)
-        metrics.add_correction(batch, old_logp, control, exact=exact, lag=lag)
+        correction = self._rules.correct(old_logp, batch)
+        metrics.add_correction(batch, old_logp, correction, exact=exact, lag=lag)
         vetoed = self._rules.vetoed(old_logp, batch)
-        metrics.tokens.add_correction(batch, old_logp, control, exact=exact, vetoed=vetoed)
-        return OldScores(old_logp, exact, control)
+        metrics.tokens.add_correction(batch, old_logp, correction, exact=exact, vetoed=vetoed)
+        return OldScores(old_logp, exact, correction)
 
     def require_equal(self, batch: Batch, name: str, logp: Tensor, where: Tensor) -> None:
         """Raise NotBitwise unless tokens in `where` have the engine's log-probability."""
@@ -130,7 +130,7 @@ class Scoring:
 
         `progress` is the share of the optimizer steps that are done.
         """
-        factor = old.control.factor
+        factor = old.correction.factor
         if not self._techniques.shapers or not batch.num_sequences:
             return batch, factor
         with_entropy = "entropy" in self._techniques.needs
@@ -163,7 +163,7 @@ class Scoring:
             require_finite(batch, advantage=shaped.advantage)
             batch = replace(batch, advantage=torch.where(batch.trained, shaped.advantage, 0.0))
             factor = factor * shaped.keep
-        metrics.tokens.add_shaped(batch, dropped=(old.control.factor != 0) & (factor == 0))
+        metrics.tokens.add_shaped(batch, dropped=(old.correction.factor != 0) & (factor == 0))
         return batch, factor
 
     def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:

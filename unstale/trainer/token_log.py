@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unstale.algorithms.corrections import Control
+from unstale.algorithms.corrections import CorrectionWeights
 from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
 from unstale.token_values import STORED, TokenFlag, TokenValues, keeps_tokens
@@ -77,18 +77,24 @@ class TokenLog:
         self._sequences.sort(key=lambda each: places[each.episode])
 
     def add_correction(
-        self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, vetoed: Tensor
+        self,
+        batch: Batch,
+        old_logp: Tensor,
+        correction: CorrectionWeights,
+        *,
+        exact: Tensor,
+        vetoed: Tensor,
     ) -> None:
         """Add what is known of old log-probabilities and the correction. Tensors are `[T]`."""
         flags = _flags(
             {
                 TokenFlag.EXACT: exact,
                 TokenFlag.VETOED: vetoed,
-                TokenFlag.MASKED: ~(control.keep | vetoed),
+                TokenFlag.MASKED: ~(correction.keep | vetoed),
             }
         )
         log_d = old_logp - batch.behavior_logp
-        self._add(batch, log_d=log_d, weight=control.factor, flags=flags)
+        self._add(batch, log_d=log_d, weight=correction.factor, flags=flags)
 
     def add_shaped(self, batch: Batch, *, dropped: Tensor) -> None:
         """Add the advantages after the techniques, and the tokens `[T]` that these dropped."""

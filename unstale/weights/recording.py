@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unstale.config import ConfigError
-from unstale.expert_routes import ExpertRoutes, RouteTable
 from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch, StoredLogps
+from unstale.routed_experts import ExpertTable, RoutedExperts
 from unstale.weights.bits import bytes_of
 from unstale.weights.codec import file_header
 
@@ -42,8 +42,8 @@ _STORED = ("stored.old_logp", "stored.exact")
 _WEIGHT = "weight/"
 """Prefix of the names of weights in the file with a batch that went wrong."""
 
-_ROUTES = ("routes.complete", "routes.places", "routes.experts")
-"""Columns of a batch with expert routes: places are rows (sequence, version, start, count)."""
+_ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
+"""Columns of a batch with routed experts: places are rows (sequence, version, start, count)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,46 +197,46 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
     if stored := columns.pop("stored"):
         columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
-    return columns | _route_columns(table) if table else columns
+    return columns | _expert_columns(table) if table else columns
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
-    apart = (*_ROUTES, *_STORED)
+    apart = (*_ROUTED_EXPERTS, *_STORED)
     values: dict[str, Any] = {key: value for key, value in columns.items() if key not in apart}
     for name in _LISTS:
         values[name] = tuple(columns[name].tolist())
-    if _ROUTES[0] in columns:
-        complete, places, experts = (columns[name] for name in _ROUTES)
-        values["routes"] = _route_table(complete, places, experts, len(values["episodes"]))
+    if _ROUTED_EXPERTS[0] in columns:
+        complete, places, experts = (columns[name] for name in _ROUTED_EXPERTS)
+        values["routed_experts"] = _expert_table(complete, places, experts, len(values["episodes"]))
     if _STORED[0] in columns:
         values["stored"] = StoredLogps(*(columns[name] for name in _STORED))
     return Batch(**values)
 
 
-def _route_columns(table: RouteTable) -> dict[str, Tensor]:
+def _expert_columns(table: ExpertTable) -> dict[str, Tensor]:
     places = []
     experts = [torch.empty(0, dtype=torch.uint8)]
     for sequence, versions in enumerate(table.sequences):
-        for version, routes in versions.items():
-            for record in routes.chain():
+        for version, routed_experts in versions.items():
+            for record in routed_experts.chain():
                 places.append((sequence, version, record.start, len(record.experts)))
                 experts.append(torch.tensor(record.experts))
     rows = torch.cat(experts[1:]) if places else experts[0].reshape(0, 0, 0)
     values = (table.complete, torch.tensor(places, dtype=torch.long).reshape(-1, 4), rows)
-    return dict(zip(_ROUTES, values, strict=True))
+    return dict(zip(_ROUTED_EXPERTS, values, strict=True))
 
 
-def _route_table(
+def _expert_table(
     complete: Tensor, places: Tensor, experts: Tensor, num_sequences: int
-) -> RouteTable:
-    sequences: list[dict[int, ExpertRoutes]] = [{} for _ in range(num_sequences)]
+) -> ExpertTable:
+    sequences: list[dict[int, RoutedExperts]] = [{} for _ in range(num_sequences)]
     first = 0
     for sequence, version, start, count in places.tolist():
         versions = sequences[sequence]
         rows = experts[first : first + count].numpy()
-        versions[version] = ExpertRoutes(start, rows, versions.get(version))
+        versions[version] = RoutedExperts(start, rows, versions.get(version))
         first += count
-    return RouteTable(tuple(sequences), complete)
+    return ExpertTable(tuple(sequences), complete)
 
 
 def _name(number: int) -> str:

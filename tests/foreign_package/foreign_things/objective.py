@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Ceiling(ObjectiveConfig):
     """A weight with a ceiling."""
 
-    kind: str = "ceiling"
+    loss_type: str = "ceiling"
     ceiling: Positive = 1.5
     """The largest S that has a gradient."""
 

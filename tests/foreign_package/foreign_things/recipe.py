@@ -8,7 +8,7 @@ def tiny_echo() -> RunConfig:
     """Two steps of the echo."""
     config = RunConfig(
         recipe="tiny_echo",
-        steps=2,
+        max_steps=2,
         trackers="lines",
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
         engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=8),
@@ -18,7 +18,7 @@ def tiny_echo() -> RunConfig:
         "task.env": "echo",
         "techniques": "gentle",
         "old_logps.route": "shifted",
-        "objective.kind": "ceiling",
+        "objective.loss_type": "ceiling",
         "advantage.estimator": "reward_alone",
     }
     return override(config, values)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import quote
 
-from unstale.durability.journal.route_files import RouteFiles, RouteKey
+from unstale.durability.journal.expert_files import ExpertFiles, ExpertKey
 from unstale.durability.journal.tables import (
     ATTEMPTS,
     COLUMNS,
@@ -33,7 +33,6 @@ from unstale.durability.journal.tables import (
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.durability.journal.wal import find_damage
 from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
-from unstale.expert_routes import ExpertRoutes
 from unstale.records import (
     NO_BUDGET,
     EpisodeBudget,
@@ -47,8 +46,9 @@ from unstale.records import (
     Task,
     Trajectory,
     TurnLimit,
-    link_routes,
+    link_experts,
 )
+from unstale.routed_experts import RoutedExperts
 from unstale.token_values import TokenValues
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
@@ -112,19 +112,19 @@ class JournalReader:
     """
 
     def __init__(
-        self, path: Path, routes: RouteFiles | None = None, *, leave_files: bool = False
+        self, path: Path, routed_experts: ExpertFiles | None = None, *, leave_files: bool = False
     ) -> None:
         """Open a journal.
 
-        `routes` are the files that record which experts of an MoE model sampled tokens used, if
-        they are needed. With `leave_files`, no file of the folder is written, not even that of the
+        `routed_experts` are the files that record which experts sampled tokens used, if they are
+        needed. With `leave_files`, no file of the folder is written, not even that of the
         locks of the write-ahead log. Raises FileNotFoundError if there is no file, and
         `JournalError` if the file is not a journal.
         """
         self.path = path
-        self._routes = routes
-        self._group_routes: tuple[int, dict[RouteKey, ExpertRoutes]] | None = None
-        """The group whose routes were read last, and its records."""
+        self._routed_experts = routed_experts
+        self._group_experts: tuple[int, dict[ExpertKey, RoutedExperts]] | None = None
+        """The group whose experts were read last, and its records."""
         if not path.is_file():
             problem = f"{path.name} is missing"
             if not path.parent.is_dir():
@@ -562,19 +562,19 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        return self._with_routes(episode, pieces) if self._routes else pieces
+        return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
-    def _with_routes(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        assert self._routes is not None
+    def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        assert self._routed_experts is not None
         ((group,),) = self.rows("SELECT number FROM episodes WHERE episode = ?", episode)
-        if self._group_routes is None or self._group_routes[0] != group:
-            self._group_routes = group, self._routes.read(group)
-        records = self._group_routes[1]
+        if self._group_experts is None or self._group_experts[0] != group:
+            self._group_experts = group, self._routed_experts.read(group)
+        records = self._group_experts[1]
         linked: list[Piece] = []
         for position, piece in enumerate(pieces):
             if isinstance(piece, Sampled):
-                found = self._routes.find(records, episode, position, piece)
-                piece = link_routes(replace(piece, routes=found), linked)
+                found = self._routed_experts.find(records, episode, position, piece)
+                piece = link_experts(replace(piece, routed_experts=found), linked)
             linked.append(piece)
         return tuple(linked)
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
+from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.durability.journal.reader import (
     JournalReader,
     holds_journal,
     require_sound_wal,
     require_tables,
 )
-from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.journal.tables import (
     ADDED,
     EPISODE_BUDGET,
@@ -86,17 +86,17 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, *, routes: RouteFiles | None = None, keep_snapshots: bool = False
+        self, path: Path, *, routed_experts: ExpertFiles | None = None, keep_snapshots: bool = False
     ) -> None:
         """Prepare the journal.
 
-        `routes` are the files for expert routes, which the journal closes. A deterministic run
-        must `keep_snapshots` of environments, because it can go back to an earlier one. Otherwise
+        `routed_experts` are their files, which the journal closes. A deterministic run must
+        `keep_snapshots` of environments, because it can go back to an earlier one. Otherwise
         only the last one of an unfinished episode is kept.
         """
         self.path = path
         self._keep_snapshots = keep_snapshots
-        self._routes = routes
+        self._routed_experts = routed_experts
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited = Event()
         self._thread: Thread | None = None
@@ -125,12 +125,14 @@ class Journal:
         """Groups that were replayed and are in no checkpoint yet: rows of `replayed`, likewise."""
 
     @staticmethod
-    def read(run: Path, *, routes: bool = False) -> JournalReader:
+    def read(run: Path, *, routed_experts: bool = False) -> JournalReader:
         """Open the journal of a run folder for reading. The run may still be active.
 
-        With `routes`, sampled pieces have the recorded experts of an MoE model.
+        With `routed_experts`, sampled pieces have the recorded experts of an MoE model.
         """
-        return JournalReader(run / JOURNAL, RouteFiles(run / ROUTES) if routes else None)
+        return JournalReader(
+            run / JOURNAL, ExpertFiles(run / ROUTED_EXPERTS) if routed_experts else None
+        )
 
     def __enter__(self) -> Self:
         """Open the database, or create it."""
@@ -141,11 +143,13 @@ class Journal:
             self._last_step_id, self._last_step = _find_last_step(connection)
             self._counts = dict(connection.execute("SELECT name, num_rows FROM counts"))
             self._file = _FileState.of(self.path)
-            if self._routes:
-                self._routes.on_error = lambda error: self._fail(journal_error(self.path, error))
+            if self._routed_experts:
+                self._routed_experts.on_error = lambda error: self._fail(
+                    journal_error(self.path, error)
+                )
                 rows = "SELECT checkpoint, number FROM consumed ORDER BY checkpoint"
                 for _, consumed in groupby(connection.execute(rows), key=itemgetter(0)):
-                    self._routes.consumed([number for _, number in consumed])
+                    self._routed_experts.consumed([number for _, number in consumed])
         except (sqlite3.Error, OSError) as error:
             raise journal_error(self.path, error) from error
         # a daemon thread, because a disk that does not answer must not keep the process alive
@@ -173,11 +177,11 @@ class Journal:
         if self._thread is None:
             return
         stuck: JournalError | None = None
-        if self._routes:
+        if self._routed_experts:
             try:
-                self._routes.close(STUCK_S)
+                self._routed_experts.close(STUCK_S)
             except TimeoutError:
-                stuck = self._routes_stuck()
+                stuck = self._experts_stuck()
         thread = self._thread
         self._thread = None
         self._queue.put(None)
@@ -280,8 +284,8 @@ class Journal:
         self._replayed = []
         self.transaction(records)
         await self.barrier()
-        if self._routes:
-            self._routes.consumed(consumed)
+        if self._routed_experts:
+            self._routed_experts.consumed(consumed)
 
     def rewind(self, checkpoint: int, *, everything: bool, kept: int = -1) -> None:
         """Make an earlier checkpoint the current one. Groups trained on after it are free again.
@@ -342,11 +346,11 @@ class Journal:
         """Block the calling thread until everything written before is committed."""
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
-        if self._routes:
+        if self._routed_experts:
             try:
-                self._routes.flush(STUCK_S)
+                self._routed_experts.flush(STUCK_S)
             except TimeoutError as error:
-                raise self._routes_stuck() from error
+                raise self._experts_stuck() from error
         mark: Future[None] = Future()
         self._queue.put(mark)
         self._awaited.set()
@@ -368,8 +372,8 @@ class Journal:
             self._failure_raised = True
             raise
 
-    def _routes_stuck(self) -> JournalError:
-        return journal_error(self.path, f"no expert routes could be written for {STUCK_S:g} s")
+    def _experts_stuck(self) -> JournalError:
+        return journal_error(self.path, f"no routed experts could be written for {STUCK_S:g} s")
 
     def _fail(self, error: JournalError) -> None:
         """End the run with this error, unless it ends with an earlier one."""
@@ -448,8 +452,8 @@ class _EpisodeWriter:
     episode: int
 
     def write_piece(self, position: int, piece: Piece) -> None:
-        if self.journal._routes and isinstance(piece, Sampled):
-            self.journal._routes.write(self.group, self.episode, position, piece)
+        if self.journal._routed_experts and isinstance(piece, Sampled):
+            self.journal._routed_experts.write(self.group, self.episode, position, piece)
         checkpoint = self.journal._checkpoint
         self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from unstale.engines import ReplyStop
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import Sampler
-from unstale.expert_routes import pack_experts
+from unstale.routed_experts import pack_experts
 
 if TYPE_CHECKING:
-    from unstale.expert_routes import Experts
+    from unstale.routed_experts import Experts
 
 MAX_CHUNK_TOKENS = 512
 """Largest number of context tokens computed in one step. An interrupt waits until the step ends, so
@@ -68,7 +68,7 @@ class Batcher:
     """Decides what the model (a `Runner`) computes in the next step, and samples. Not thread-safe.
 
     With `keep_cache`, cached contexts are still used after a change of the weights. Replies to such
-    contexts have `clean` False. With `num_experts` the runner must record expert routes.
+    contexts have `clean` False. With `num_experts` the runner must record routed experts.
     """
 
     def __init__(  # noqa: PLR0913 - the limits, and what is recorded

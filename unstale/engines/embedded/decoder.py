@@ -32,12 +32,12 @@ from unstale.engines.embedded.layer_parts import LayerParts, TorchParts, attend_
 from unstale.engines.embedded.one_call import SOURCE, OneCall, StepSizes, StepTokens
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
-from unstale.expert_routes import num_experts
 from unstale.model import linear
 from unstale.model.kernels import gpu_kernels
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import FORMATS, Format, quantised
 from unstale.native import NotCompiled
+from unstale.routed_experts import num_experts
 
 RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""

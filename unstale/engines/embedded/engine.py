@@ -29,11 +29,11 @@ from unstale.engines import (
     check_request,
     check_resume,
 )
-from unstale.engines.embedded.posted_routes import PostedRoutes
+from unstale.engines.embedded.posted_experts import PostedExperts
 from unstale.engines.embedded.worker import LOGP, READY, TOKEN
 from unstale.engines.registry import EngineOptions, EngineSpec
-from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
+from unstale.routed_experts import RoutedExperts
 from unstale.threads import in_thread
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of, file_parts
@@ -65,8 +65,8 @@ class _Message:
 
     piece: Sampled
     stop: ReplyStop
-    routes: Sequence[Any] | None
-    """The dtype and shape of the expert routes in the reply's file. None if it has no file."""
+    routed_experts: Sequence[Any] | None
+    """The dtype and shape of the routed experts in the reply's file. None if it has no file."""
 
 
 class EmbeddedEngine:
@@ -97,9 +97,9 @@ class EmbeddedEngine:
         self._running = False
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
-        self._routes: PostedRoutes | None = None
+        self._routed_experts: PostedExperts | None = None
         self._unread: set[int] = set()
-        """The replies whose expert routes arrived in a file that was not read yet."""
+        """The replies whose routed experts arrived in a file that was not read yet."""
         self._all_read = asyncio.Event()
 
     async def start(self) -> None:
@@ -130,39 +130,42 @@ class EmbeddedEngine:
         try:
             reply = await future
             piece = reply.piece
-            if self._routes and reply.routes:
-                first = params.first_route(piece.version)
-                piece = replace(piece, routes=await self._read_routes(number, reply.routes, first))
+            if self._routed_experts and reply.routed_experts:
+                first = params.first_routed(piece.version)
+                piece = replace(
+                    piece,
+                    routed_experts=await self._read_experts(number, reply.routed_experts, first),
+                )
             return Reply(piece, reply.stop)
         except asyncio.CancelledError:
             if self._replies.pop(number, None):
                 child.send({"op": "cancel", "id": number})
             raise
         finally:
-            self._forget_routes(number)
+            self._forget_experts(number)
 
-    async def _read_routes(self, number: int, about: Sequence[Any], first: int) -> ExpertRoutes:
-        """Return the expert routes of a reply from the token `first` on.
+    async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
+        """Return the routed experts of a reply from the token `first` on.
 
         They are read in a thread. With `lockstep` they are not, because the virtual clock would
         advance.
         """
-        assert self._routes
-        take = partial(self._routes.take, number, about, first)
+        assert self._routed_experts
+        take = partial(self._routed_experts.take, number, about, first)
         try:
             return take() if self._options.lockstep else await in_thread(take)
         except OSError as error:
-            self._end(f"the expert routes of a reply cannot be read: {error}")
+            self._end(f"the routed experts of a reply cannot be read: {error}")
             raise EngineDied(self._error) from error
 
-    def _forget_routes(self, number: int) -> None:
-        """Remove the file of a reply's routes, if there is one. `interrupt` may wait for it."""
+    def _forget_experts(self, number: int) -> None:
+        """Remove the file of a reply's experts, if there is one. `interrupt` may wait for it."""
         if number not in self._unread:
             return
         self._unread.remove(number)
         self._all_read.set()
-        if self._routes:
-            self._routes.drop(number)
+        if self._routed_experts:
+            self._routed_experts.drop(number)
 
     async def interrupt(self) -> None:
         self._running = False
@@ -207,9 +210,9 @@ class EmbeddedEngine:
                 await in_thread(self._child.wait)
             finally:
                 self._child.wait()
-        if self._routes is not None:
-            self._routes.close()
-            self._routes = None
+        if self._routed_experts is not None:
+            self._routed_experts.close()
+            self._routed_experts = None
 
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call.
@@ -236,12 +239,12 @@ class EmbeddedEngine:
             self._child.kill()
             self._child.wait()
             self._child = None  # if no new process can be created, the next start tries again
-        if self._options.record_routes and self._routes is None:
-            self._routes = PostedRoutes()
-        if self._routes:
-            self._routes.clear(arrived=self._unread)
+        if self._options.record_experts and self._routed_experts is None:
+            self._routed_experts = PostedExperts()
+        if self._routed_experts:
+            self._routed_experts.clear(arrived=self._unread)
         child_class = _LockstepChild if self._options.lockstep else _Child
-        folder = str(self._routes.folder) if self._routes else ""
+        folder = str(self._routed_experts.folder) if self._routed_experts else ""
         self._child = child_class(self._options, folder, self._on_message, self._on_lost)
         ready = self._expect(self._answers, READY)
         await self._child.connect()
@@ -317,7 +320,7 @@ class EmbeddedEngine:
             self._unread.add(number)
         future = self._replies.pop(number, None)
         if future is None:  # the request was cancelled
-            self._forget_routes(number)
+            self._forget_experts(number)
         _resolve(future, _Message(piece, header["stop"], about))
 
     def _on_lost(self, child: "_Child", error: str) -> None:
@@ -362,7 +365,7 @@ class _Child(Child, asyncio.Protocol):
     def __init__(
         self,
         options: EngineOptions,
-        routes_folder: str,
+        experts_folder: str,
         on_message: Callable[[Header, bytearray], None],
         on_lost: Callable[["_Child", str], None],
     ) -> None:
@@ -372,7 +375,7 @@ class _Child(Child, asyncio.Protocol):
             asdict(options)
             | {
                 "model_folder": str(options.model_folder.resolve()),
-                "routes_folder": routes_folder,
+                "experts_folder": experts_folder,
             },
             threads=options.threads,
             gpus=options.gpus,

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
 from unstale.engines.embedded.runner import ModelWeights, Step
-from unstale.model.experts import RouteRecorder
+from unstale.model.experts import ExpertRecorder
 from unstale.model.loading import load_model
 from unstale.model.quantisation import round_activations
 
@@ -100,7 +100,7 @@ class TransformersRunner:
         max_slots: int,
         max_context: int,
         why_slow: str,
-        record_routes: bool = False,
+        record_experts: bool = False,
         quantise: str = "none",
     ) -> None:
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
@@ -124,7 +124,7 @@ class TransformersRunner:
         self._reset(max_slots, max_context)
         round_activations(self._model, quantise)
         self._weights = ModelWeights(self._model, quantise)
-        self._recorder = RouteRecorder(self._model) if record_routes else None
+        self._recorder = ExpertRecorder(self._model) if record_experts else None
 
     def _probed(self, max_context: int, why_slow: str, exact: Probe | None = None) -> Probe:
         """Return a probe that the model passed. Raises ValueError if it differs from a plain pass.
@@ -167,7 +167,7 @@ class TransformersRunner:
 
     def take_experts(self) -> Tensor:
         if self._recorder is None:
-            raise RuntimeError("this runner does not record experts: make it with record_routes")
+            raise RuntimeError("this runner does not record experts: make it with record_experts")
         return self._recorder.take()
 
     def forward(self, step: Step) -> Tensor:

@@ -32,7 +32,7 @@ from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
 from unstale.engines.embedded.runner import ModelWeights, Step, warning_with_gpu
 from unstale.model import linear
 from unstale.model.attention import window_of
-from unstale.model.experts import RouteRecorder
+from unstale.model.experts import ExpertRecorder
 from unstale.model.loading import load_model
 from unstale.model.quantisation import round_activations
 from unstale.native import NotCompiled
@@ -346,7 +346,7 @@ class PackedRunner:
         dtype: torch.dtype,
         max_slots: int,
         max_context: int,
-        record_routes: bool = False,
+        record_experts: bool = False,
         quantise: str = "none",
     ) -> None:
         """Load the model, and test that it can be packed. Raises CannotPack if it cannot."""
@@ -367,7 +367,7 @@ class PackedRunner:
         slow = self._cache.warning or warning_with_gpu(type(model).__name__)
         self.warning = ". ".join(filter(None, (slow, warning)))
         round_activations(model, quantise)
-        self._recorder = RouteRecorder(model) if record_routes else None
+        self._recorder = ExpertRecorder(model) if record_experts else None
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
         """Take over a model. Raises CannotPack if it differs from its plain forward pass.
@@ -430,7 +430,7 @@ class PackedRunner:
 
     def take_experts(self) -> Tensor:
         if self._recorder is None:
-            raise RuntimeError("this runner does not record experts: make it with record_routes")
+            raise RuntimeError("this runner does not record experts: make it with record_experts")
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:

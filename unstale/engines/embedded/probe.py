@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from unstale.engines.embedded.runner import Chunk, Runner, Step
-from unstale.expert_routes import num_experts
+from unstale.routed_experts import num_experts
 
 SLOTS = 4
 """Number of slots that the probe uses."""

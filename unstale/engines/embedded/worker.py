@@ -27,12 +27,12 @@ from unstale.engines.embedded.decoder import (
     runs_on_gpu,
     supports,
 )
-from unstale.engines.embedded.posted_routes import post
+from unstale.engines.embedded.posted_experts import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.engines.embedded.sampling import Sampler
-from unstale.expert_routes import num_experts
 from unstale.model.lora import Base, Merging
 from unstale.model.packed_weights import RoundedWeights, pack
+from unstale.routed_experts import num_experts
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import advance, loads, tensors_of
 from unstale.weights.gpu_handles import open_handles
@@ -68,7 +68,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     max_context: int,
     device: str = "",
     number: int = 0,
-    record_routes: bool = False,
+    record_experts: bool = False,
     quantise: str = "none",
     is_bitwise: bool = False,
 ) -> Runner:
@@ -107,7 +107,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
         "dtype": DTYPES[dtype],
         "max_slots": max_slots,
         "max_context": max_context,
-        "record_routes": record_routes,
+        "record_experts": record_experts,
         "quantise": quantise,
     }
     try:
@@ -162,12 +162,12 @@ class _EngineWorker:
         options = self._options
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         folder = Path(options["model_folder"])
-        records = options["record_routes"]
+        records = options["record_experts"]
         runner = build_runner(
             folder,
             dtype=options["dtype"],
             number=options["number"],
-            record_routes=records,
+            record_experts=records,
             quantise=options["quantise"],
             is_bitwise=options["bitwise"],
             **limits,
@@ -289,18 +289,18 @@ class _EngineWorker:
         return RoundedWeights(update, options["quantise"], DTYPES[options["dtype"]])
 
     def _reply(self, finished: list[FinishedReply]) -> None:
-        """Send each reply in a message, and its expert routes in a file."""
+        """Send each reply in a message, and its routed experts in a file."""
         for reply in finished:
-            routes = None
+            routed_experts = None
             if reply.experts is not None:
-                routes = post(self._options["routes_folder"], reply.id, reply.experts)
+                routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
             header = {
                 "op": "reply",
                 "reply": reply.id,
                 "version": self._version,
                 "stop": reply.stop,
                 "clean": reply.clean,
-                "routes": routes,
+                "routes": routed_experts,
             }
             logps = np.array(reply.behavior_logp, LOGP)
             self._send(header, np.array(reply.tokens, TOKEN).tobytes() + logps.tobytes())

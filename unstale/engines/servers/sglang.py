@@ -11,12 +11,12 @@ import numpy as np
 
 from unstale.config.files import read_mapping
 from unstale.engines import SamplingParams
-from unstale.engines.encoded_routes import decode_base64
+from unstale.engines.encoded_experts import decode_base64
 from unstale.engines.prefixes import BLOCK
 from unstale.engines.registry import EngineSpec
 from unstale.engines.remote import (
     LOAD_S,
-    NO_ROUTES,
+    NO_EXPERTS,
     RemoteEngine,
     ServerReply,
     VersionSpan,
@@ -33,7 +33,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
     """Missing if the request was aborted while it waited."""
-    routed_experts: msgspec.Raw = msgspec.Raw(NO_ROUTES)
+    routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
 
 class _Reply(msgspec.Struct):
@@ -76,9 +76,9 @@ class SglangEngine(RemoteEngine):
                 f"engine.keep_cache needs cache pages of {BLOCK} tokens: start {self.url} with "
                 f"--page-size {BLOCK}, not {info['page_size']}"
             )
-        if self.options.record_routes and not info.get("enable_return_routed_experts"):
+        if self.options.record_experts and not info.get("enable_return_routed_experts"):
             raise ValueError(
-                f"trainer.routing_replay needs expert routes: start {self.url} with "
+                f"trainer.routing_replay needs routed experts: start {self.url} with "
                 "--enable-return-routed-experts"
             )
         return int(info["max_req_input_len"])
@@ -138,7 +138,7 @@ class SglangEngine(RemoteEngine):
                 versions=reply.versions + moved,
                 finish_reason=more.finish_reason,
                 cached_tokens=reply.cached_tokens,
-                routes=more.routes,  # of the whole text
+                routed_experts=more.routed_experts,  # of the whole text
             )
         return reply
 
@@ -157,9 +157,9 @@ class SglangEngine(RemoteEngine):
             "sampling_params": sampling,
             "return_logprob": True,
         }
-        if self.options.record_routes:
+        if self.options.record_experts:
             body["return_routed_experts"] = True
-            body["routed_experts_start_len"] = params.first_route(self._version)
+            body["routed_experts_start_len"] = params.first_routed(self._version)
         return body
 
     def _parse_reply(self, body: _Reply) -> ServerReply:
@@ -176,15 +176,15 @@ class SglangEngine(RemoteEngine):
             versions=tuple((span.version, span.end) for span in meta.weight_versions if span.end),
             finish_reason=finish_reason,
             cached_tokens=meta.cached_tokens,
-            routes=memoryview(meta.routed_experts),
+            routed_experts=memoryview(meta.routed_experts),
         )
 
-    def _decode_routes(self, routes: memoryview) -> Any:
-        """Return expert routes from int32 numbers in base64. Their shape is that of the model."""
-        return np.frombuffer(decode_base64(routes), "<i4").reshape(-1, *self._route_shape)
+    def _decode_experts(self, routed_experts: memoryview) -> Any:
+        """Return routed experts from int32 numbers in base64. Their shape is that of the model."""
+        return np.frombuffer(decode_base64(routed_experts), "<i4").reshape(-1, *self._expert_shape)
 
     @cached_property
-    def _route_shape(self) -> tuple[int, int]:
+    def _expert_shape(self) -> tuple[int, int]:
         """The model's number of layers, and of experts of a token in each."""
         config = read_mapping(self.options.model_folder / "config.json")
         config = {**config, **(config.get("text_config") or {})}

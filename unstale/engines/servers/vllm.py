@@ -19,12 +19,12 @@ from torch import Tensor
 
 from unstale.engines import Engine, SamplingParams, Update
 from unstale.engines.embedded.shared_weights import WEIGHTS
-from unstale.engines.encoded_routes import decode_base64
+from unstale.engines.encoded_experts import decode_base64
 from unstale.engines.http import HttpError
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.engines.remote import (
     LOAD_S,
-    NO_ROUTES,
+    NO_EXPERTS,
     RemoteEngine,
     ServerReply,
     VersionSpan,
@@ -70,7 +70,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[VersionSpan] | None
     finish_reason: str
-    routed_experts: msgspec.Raw = msgspec.Raw(NO_ROUTES)
+    routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
 
 class _PromptDetails(msgspec.Struct):
@@ -172,8 +172,8 @@ class VllmEngine(RemoteEngine):
             "logprobs": 0,
             "detokenize": False,
         }
-        if self.options.record_routes:
-            sampling["routed_experts_prompt_start"] = params.first_route(self._version)
+        if self.options.record_experts:
+            sampling["routed_experts_prompt_start"] = params.first_routed(self._version)
         return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
 
     def _parse_reply(self, body: _Reply) -> ServerReply:
@@ -187,12 +187,12 @@ class VllmEngine(RemoteEngine):
             versions=tuple((span.version, span.end) for span in choice.weight_versions or ()),
             finish_reason=choice.finish_reason,
             cached_tokens=prompt_details.cached_tokens or 0,
-            routes=memoryview(choice.routed_experts),
+            routed_experts=memoryview(choice.routed_experts),
         )
 
-    def _decode_routes(self, routes: memoryview) -> Any:
-        """Return expert routes from a NumPy file in base64."""
-        return read_array(decode_base64(routes))
+    def _decode_experts(self, routed_experts: memoryview) -> Any:
+        """Return routed experts from a NumPy file in base64."""
+        return read_array(decode_base64(routed_experts))
 
 
 def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:

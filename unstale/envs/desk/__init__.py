@@ -146,6 +146,11 @@ class DeskConfig(TaskConfig):
     """Standard deviation of the logarithm of a tool call's duration."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the desks."""
+        return (self.env,)
+
+    @property
     def largest_reward(self) -> float:
         return 1.0
 

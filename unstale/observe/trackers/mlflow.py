@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unstale.observe.report.gather import flatten
+from unstale.observe.run_rows import flatten
 from unstale.observe.trackers import AcceptedNames, RunOutcome, Sink, TrackedRun
 
 PACKAGE = "mlflow"

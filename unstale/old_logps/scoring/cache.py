@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unstale.expert_routes import no_rows
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.old_logps.scoring.second_model import Reply
 from unstale.records import Batch, PendingPiece
+from unstale.routed_experts import no_rows
 
 
 def score_pieces(
@@ -35,7 +35,7 @@ def score_pieces(
     offsets = tuple(accumulate(lengths, initial=0))
     begins = dict(zip(sequences, offsets[:-1], strict=True))
     flat = [token for text in sequences.values() for token in text.tokens]
-    packed = Packed(torch.tensor(flat), offsets, stack_routes([*sequences.values()]))
+    packed = Packed(torch.tensor(flat), offsets, stack_experts([*sequences.values()]))
     where = torch.zeros(len(flat), dtype=torch.bool)
     spans = {}
     for key, text in pieces.items():
@@ -53,16 +53,17 @@ def answer(scorer: Scorer, pieces: Pieces) -> Reply:
     return {"op": "answers", "answers": rows, "forward_tokens": scorer.take_forward_tokens()}
 
 
-def stack_routes(texts: Sequence[PieceText]) -> Tensor | None:
+def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
     """Return the rows `[T, layers, k]` of all texts end to end, None if no text has any."""
-    example = next((text.routes for text in texts if text.routes), None)
+    example = next((text.routed_experts for text in texts if text.routed_experts), None)
     if example is None:
         return None
     parts = []
     for text in texts:
         count = len(text.tokens)
-        recorded = torch.from_numpy(text.routes.rows(count)) if text.routes else None
-        parts.append(no_rows(example, count) if recorded is None else recorded)
+        recorded = text.routed_experts
+        rows = torch.from_numpy(recorded.rows(count)) if recorded else no_rows(example, count)
+        parts.append(rows)
     return torch.cat(parts)
 
 

@@ -74,8 +74,8 @@ class LocalScorer:
             independent_rows=exported["independent_rows"],
             chat_template=exported["chat_template"],
         )
-        if exported["replays_routes"]:
-            policy.replay_routes()
+        if exported["replays_experts"]:
+            policy.replay_experts()
         policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
         return cls(policy, exported["temperature"], exported["max_tokens"])
 
@@ -178,7 +178,7 @@ class LocalScorer:
             "forward_options": asdict(policy.passes),
             "independent_rows": policy.independent_rows,
             "chat_template": policy.tokenizer.chat_template,
-            "replays_routes": policy.replays_routes,
+            "replays_experts": policy.replays_experts,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }

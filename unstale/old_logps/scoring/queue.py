@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from unstale.expert_routes import ExpertRoutes
     from unstale.records import PendingPiece
+    from unstale.routed_experts import RoutedExperts
 
 
 class PieceKey(NamedTuple):
@@ -25,7 +25,7 @@ class PieceText(NamedTuple):
     """The episode's tokens up to the end of a piece."""
 
     tokens: Sequence[int]
-    routes: "ExpertRoutes | None" = None
+    routed_experts: "RoutedExperts | None" = None
     """The experts that the piece's version chose for them."""
 
 
@@ -34,7 +34,7 @@ Pieces = dict[PieceKey, PieceText]
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
-    return PieceText(piece.tokens, piece.piece.routes)
+    return PieceText(piece.tokens, piece.piece.routed_experts)
 
 
 def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from unstale.expert_routes import ExpertRoutes
 from unstale.old_logps.scoring.cache import answer
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, ScoringOrder
+from unstale.routed_experts import RoutedExperts
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import tensors_of
 
@@ -91,13 +91,13 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the pieces of a message, whose body holds their expert routes end to end."""
+    """Yield the pieces of a message, whose body holds their routed experts end to end."""
     start = 0
     for fields, tokens, about in header["pieces"]:
-        routes = None
+        routed_experts = None
         if about is not None:
             dtype, *shape = about
             experts = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
             start += experts.nbytes
-            routes = ExpertRoutes(0, experts.copy())
-        yield PieceKey(*fields), PieceText(tokens, routes)
+            routed_experts = RoutedExperts(0, experts.copy())
+        yield PieceKey(*fields), PieceText(tokens, routed_experts)

@@ -1,0 +1,778 @@
+"""The promises of `unstale advise`.
+
+- Figures of a sample of tokens are those worked out by hand; routes that mix mu and pi are
+  recomputed from the exact ratios.
+- Every conclusion appears with figures that support it, and not with figures that do not.
+- Options that are suggested are accepted by the linter.
+- A folder of every route gives advice: killed, in progress, with and without audit or journal.
+  Nothing in it changes. A folder that is not a run gives one line.
+- Success in comparisons is that of settings of the run's kind, over all their pairs.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.support.fake_run import NoDisplay, fake_config
+from tools import advice_table
+from tools.advice_table import by_study
+from unstale.analysis.advice import ComparisonTable, Evidence, conclude, gather_evidence
+from unstale.analysis.advice.comparisons import SettingKind, measure
+from unstale.analysis.advice.conclusion import Conclusion
+from unstale.analysis.advice.evidence import FIGURES, with_route
+from unstale.analysis.advice.measured import of_metrics
+from unstale.analysis.advice.rules import RULES
+from unstale.analysis.advice.samples import (
+    Factors,
+    Lengths,
+    Limit,
+    Thresholds,
+    difference,
+    draw_sequences,
+    factors_of_route,
+    share_in_s,
+    spread,
+)
+from unstale.analysis.report.compare_page import points
+from unstale.cli.main import main, parse
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override
+from unstale.config.routes import routes
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.run_folder import AUDIT, METRICS, RunLog, dumps
+from unstale.lint import check
+from unstale.observe.recorder import Outputs, Recorder
+
+Row = tuple[float, float, int]
+"""log D, log S and lag of a token."""
+TOKENS = Lengths()
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def configure(route: str = "snapshot_old", **values: Any) -> RunConfig:
+    config = with_route(fake_config(), route)
+    return override(config, values)
+
+
+def advise(
+    figures: Mapping[str, float], *, config: RunConfig, **more: Any
+) -> dict[str, Conclusion]:
+    """Return the conclusions on a run with these figures, by name."""
+    evidence = Evidence(
+        folder="runs/r", state="finished", config=config, figures={"steps": 9.0, **figures}, **more
+    )
+    return {conclusion.name: conclusion for conclusion in conclude(evidence)}
+
+
+def run_folder(  # noqa: PLR0913
+    path: Path,
+    config: RunConfig,
+    tokens: Sequence[Row] = (),
+    audited: Sequence[tuple[Row, Row]] = (),
+    *,
+    steps: int = 4,
+    ended: bool = True,
+) -> Path:
+    """Write a run whose every step has these tokens, and pairs of a token by route and exact."""
+    points: list[dict[str, float]] = [{"log_d": d, "log_s": s, "lag": lag} for d, s, lag in tokens]
+    points += [
+        {"log_d": d, "log_s": s, "true_log_d": true_d, "true_log_s": true_s, "lag": lag}
+        for (d, s, lag), (true_d, true_s, _) in audited
+    ]
+    with (
+        RunLog.create(path, config) as log,
+        Journal(path / JOURNAL) as journal,
+    ):
+        recorder = Recorder(Outputs(log, NoDisplay()), journal=journal)
+        for step in range(1, steps + 1):
+            row = {
+                "time_s": 2.0 * step,
+                "trainer/action_tokens": 100.0,
+                "trainer/tokens_with_gradient": 80.0,
+                "trainer/update_s": 0.6,
+                "old_logps/prepare_s": 0.3,
+                "schedule/wait_for_batch_s": 0.1,
+                "schedule/staleness_max": 2.0,
+                "correction/kl_k3": 0.02,
+                "objective/kl_k3": 0.06,
+                "policy/kl_behavior_k3": 0.08,
+                "completion/tokens_mean": 36.0,
+                "rollout/turns_mean": 4.0,
+                "rollout/episodes": 2.0,
+            }
+            if audited:
+                row |= {"audit/tokens": 10.0, "audit/logp_error_abs_mean": 0.1}
+            recorder.write(step, row)
+            recorder.trained(step, points=points, events=())
+        if ended:
+            log.event("stopped", reason="finished")
+    return path
+
+
+# --- arithmetic ---
+
+
+def factors(*rows: Row) -> Factors:
+    return Factors.of([(*row, float(step)) for step, row in enumerate(rows)])
+
+
+def test_the_spread_of_both_ratios_is_that_worked_out_by_hand() -> None:
+    found = spread(factors((0.3, 0.1, 1), (-0.3, 0.1, 1), (0.3, -0.1, 1), (-0.3, -0.1, 1)))
+    assert (found.log_d, found.log_s) == pytest.approx((0.3, 0.1))
+    assert found.d_share == pytest.approx(0.9)  # 0.09 / (0.09 + 0.01)
+    assert found.correlation == pytest.approx(0.0)
+    assert found.d_share_se == pytest.approx(0.0, abs=1e-9), "each step left out gives 0.9"
+    uneven = spread(factors((0.3, 0.1, 1), (-0.3, 0.0, 1), (0.1, -0.1, 1), (0.0, -0.2, 1)))
+    assert uneven.d_share_se is not None and uneven.d_share_se > 0.01
+    constant = spread(factors((0.0, 0.1, 1), (0.0, -0.1, 1)))
+    assert (constant.d_share, constant.correlation, constant.d_share_se) == (0.0, None, None)
+    assert spread(factors((0.0, 0.0, 0))).d_share is None
+
+
+@pytest.mark.parametrize(
+    ("route", "log_s"),
+    [
+        ("rollout", (0.6, 0.6, 0.6)),
+        ("current_recompute", (0.0, 0.0, 0.0)),
+        ("interp_prox_loglinear", (0.0, 0.6, 0.3)),  # alpha is 1 at lag 0, 0 at 1, 1/2 at 2
+        ("interp_prox_linear", (0.0, 0.6, 0.6 - math.log((1 + math.exp(0.6)) / 2))),
+    ],
+)
+def test_a_route_that_mixes_mu_and_pi_is_recomputed(route: str, log_s: tuple[float, ...]) -> None:
+    true = factors((0.6, 0.0, 0), (0.2, 0.4, 1), (0.1, 0.5, 2))
+    found = factors_of_route(configure(route), true)
+    assert found.log_s.tolist() == pytest.approx(log_s)
+    assert found.log_ratio.tolist() == pytest.approx([0.6] * 3)
+
+
+def limits_of(config: RunConfig, lengths: Lengths = TOKENS) -> Thresholds:
+    return Thresholds.of(config, lengths)
+
+
+def test_decisions_are_counted_in_both_directions() -> None:
+    true = factors((0.0, 0.3, 1), (0.3, 0.0, 1), (-0.2, 0.3, 1), (0.8, 0.0, 1), (0.0, -0.3, 1))
+    rows = draw_sequences(true, 1)
+    # the band is [0.5, 2] and the clip [0.8, 1.28]
+    exact = limits_of(configure()).stopped(true, rows)
+    assert exact[:, 0].tolist() == [True, False, True, True, True]
+    product = factors_of_route(configure("rollout"), true)
+    decided = limits_of(configure("rollout")).stopped(product, rows)
+    assert decided[:, 0].tolist() == [True, True, False, True, True]
+    changed = difference(exact, decided, effective=5)
+    assert (changed.passed, changed.share) == (0.2, 0.4)
+
+
+def test_ratios_of_sequences_are_those_of_sequences_drawn_from_a_step() -> None:
+    true = Factors.of([(0.1, 0.02, 1.0, 1.0)] * 30 + [(-0.1, -0.02, 1.0, 2.0)] * 10)
+    drawn = draw_sequences(true, 5)
+    assert drawn.shape[1] == 5 and (drawn == draw_sequences(true, 5)).all()
+    steps = true.step[drawn]
+    assert (steps == steps[:, :1]).all(), "a sequence has tokens of one step"
+    assert (steps[:, 0] == 1).mean() == pytest.approx(0.75, abs=0.03)
+    narrow = {"objective.unit": "sequence", "objective.clip_low": 0.03, "objective.clip_high": 0.03}
+    config = configure(**narrow)
+    lengths = Lengths(sequence=5)
+    assert not limits_of(config, lengths).clipped(true, drawn).any()  # the mean is 0.02
+    product = override(config, {"objective.aggregate": "sum"})
+    assert limits_of(product, lengths).clipped(true, drawn).all()  # the sum is 0.1
+    by_rollout = factors_of_route(configure("rollout"), true)  # the mean of pi / mu is 0.12
+    assert limits_of(configure("rollout", **narrow), lengths).clipped(by_rollout, drawn).all()
+
+
+def test_a_ratio_is_aggregated_over_the_tokens_of_its_unit() -> None:
+    rows = numpy.array([[0.3, -0.1, 0.0, 0.1, 0.2]])
+    two = [[True, True, False, False, True]]
+    assert Limit(-0.09, 0.09, tokens=2).outside(rows).tolist() == two  # 0.1, 0.05, 0.2
+    farthest = Limit(-0.25, 0.25, tokens=2, how="max").outside(rows)
+    assert farthest.tolist() == [[True, True, False, False, False]]
+    assert Limit(-0.4, 0.4, tokens=5, how="sum").outside(rows).all()  # 0.5
+
+
+def test_the_part_of_the_ratio_in_s_is_the_weight_of_mu() -> None:
+    true = factors(*((0.01 * k, 0.1 * k, 4) for k in range(-5, 6)))
+    found = factors_of_route(configure("interp_prox_loglinear"), true)
+    assert share_in_s(found) == pytest.approx(1 / 4)  # alpha = 3/4 at lag 4
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, (1, 1)),
+        ({"correction.unit": "sequence"}, (40, 1)),
+        ({"objective.loss_type": "gspo"}, (1, 40)),
+        ({"objective.unit": "turn"}, (1, 8)),
+        ({"correction.mode": "truncate"}, (None, 1)),
+        ({"objective.loss_type": "kl_penalty"}, (1, None)),
+    ],
+)
+def test_thresholds_are_those_of_the_configuration(
+    values: dict[str, Any], expected: tuple[int | None, int | None]
+) -> None:
+    found = limits_of(configure(**values), Lengths(sequence=40, turn=8))
+    assert tuple(limit and limit.tokens for limit in (found.band, found.clip)) == expected
+
+
+# --- conclusions ---
+
+EQUAL = {"changed/rollout": 0.0004, "changed/rollout_low": 0.0002, "changed/rollout_high": 0.0009}
+OTHER = {"changed/rollout": 0.006, "changed/rollout_low": 0.004, "changed/rollout_high": 0.009}
+UNSURE = {"changed/rollout": 0.001, "changed/rollout_low": 0.0005, "changed/rollout_high": 0.004}
+BY_ROUTE = {"changed_by_route": 0.02, "changed_by_route_low": 0.015, "changed_by_route_high": 0.03}
+TIMES = {"step_s": 2.0, "route_s": 0.3, "route_share": 0.15, "scoring_s": 0.3, "wait_s": 0.1}
+WAITS = {**TIMES, "wait_s": 0.5}
+MANY = {"sample_tokens": 9000.0}
+INT4 = {"engine.quantise": "int4"}
+
+CASES: list[tuple[str, str, dict[str, Any], dict[str, float], dict[str, float]]] = [
+    # conclusion, route, options, figures with it, figures without it
+    ("nothing_yet", "snapshot_old", {}, {"steps": 0.0}, {"steps": 1.0}),
+    ("one_ratio_is_enough", "snapshot_old", {}, EQUAL | TIMES, UNSURE | TIMES),
+    ("one_ratio_is_enough", "rollout", {}, EQUAL, OTHER),
+    ("split_decides", "snapshot_old", {}, OTHER, UNSURE),
+    ("split_decides", "rollout", {}, OTHER | TIMES, EQUAL | TIMES),
+    ("too_few_tokens", "snapshot_old", {}, UNSURE | MANY, OTHER | MANY),
+    ("too_few_tokens", "ewma_prox", {}, UNSURE | MANY, EQUAL | MANY),
+    ("parts", "snapshot_old", {}, {"d_variance_share": 0.7}, {}),
+    ("removable_discrepancy", "snapshot_old", INT4, {"d_variance_share": 0.07},
+     {"d_variance_share": 0.03}),
+    ("removable_discrepancy", "rollout", {"engine.dtype": "bfloat16"},
+     {"d_variance_share": 0.5}, {}),
+    ("removable_discrepancy", "snapshot_old", INT4, {"d_variance_share": 0.02,
+     "log_d_abs_p99": 0.5}, {"d_variance_share": 0.9, "log_d_abs_p99": 0.004}),
+    ("confounds", "ewma_prox", {}, BY_ROUTE | TIMES, BY_ROUTE | {"changed_by_route_low": 1e-4}),
+    ("nearer_route", "ewma_prox", {}, BY_ROUTE | OTHER, BY_ROUTE | {"changed/rollout": 0.02,
+     "changed/rollout_low": 0.01, "changed/rollout_high": 0.03}),
+    ("large_error", "ewma_prox", {}, {"audit_error": 0.03}, {"audit_error": 0.02}),
+    ("not_exact", "snapshot_old", {}, {"audit_error": 0.1, "audit_noise": 1e-3},
+     {"audit_error": 5e-3, "audit_noise": 1e-3}),
+    ("other_reach", "interp_prox_loglinear", {}, {"s_part": 0.25, "reach": 2.7, "reach_lag": 4.0},
+     {"s_part": 0.95, "reach": 1.3, "reach_lag": 4.0}),
+    ("other_reach", "current_recompute", {}, {"s_part": 0.0, "reach_lag": 4.0}, {}),
+    ("band_is_random", "snapshot_old", {"correction.low": 0.99, "correction.high": 1.01},
+     {"band_share": 0.07, "log_d_abs_p999": 0.06}, {"band_share": 0.001, "log_d_abs_p999": 0.06}),
+    ("band_is_random", "snapshot_old", {"correction.low": 0.999, "correction.high": 1.001},
+     {"band_share": 0.0, "audit_noise": 1e-3}, {"band_share": 0.0, "audit_noise": 1e-6}),
+    ("band_is_random", "snapshot_old", {"correction.unit": "sequence"}, {"kept_share": 0.4},
+     {"kept_share": 0.999}),
+    ("band_never_acts", "snapshot_old", {}, {"band_share": 0.0, "log_d_abs_p999": 0.06, **MANY},
+     {"band_share": 0.0, "log_d_abs_p999": 0.5, **MANY}),
+    ("clip_is_tight", "snapshot_old", {}, {"clip_outside_share": 0.4},
+     {"clip_outside_share": 0.02}),
+    ("clip_never_acts", "snapshot_old", {}, {"log_s_abs_p999": 0.01, **MANY},
+     {"log_s_abs_p999": 0.2, **MANY}),
+    ("fitting_thresholds", "snapshot_old", {}, {"log_d_abs_p999": 0.1, "log_s_abs_p99": 0.2}, {}),
+    ("cost", "snapshot_old", {}, WAITS, {}),
+    ("not_audited", "rollout", {}, {}, {"steps": 0.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "route", "options", "figures", "others"), CASES)
+def test_a_conclusion_needs_figures_that_support_it(
+    name: str,
+    route: str,
+    options: dict[str, Any],
+    figures: dict[str, float],
+    others: dict[str, float],
+) -> None:
+    config = configure(route, **options)
+    assert name not in advise(others, config=config)
+    found = advise(figures, config=config)[name]
+    assert found.text.endswith(".") and found.reason
+    assert set(found.figures) <= {*FIGURES, *figures}
+    if found.options:
+        changed = override(config, found.options)
+        assert changed != config and not check(changed).refusals
+    if found.command:
+        assert parse(shlex.split(found.command)[1:]).verb == "train"
+
+
+def test_every_conclusion_has_a_case_and_is_in_the_docs() -> None:
+    names = {case[0] for case in CASES}
+    assert len(names) == len(RULES)
+    page = (DOCS / "advise.md").read_text("utf-8")
+    for name in names:
+        assert f"`{name}`" in page
+
+
+def test_exact_routes_are_suggested_where_the_run_has_time_for_them() -> None:
+    config = configure("rollout")
+    busy = advise(OTHER | TIMES, config=config)["split_decides"].options
+    assert busy == {"old_logps.route": "snapshot_old", "correction.mode": "mask_weight"}
+    waiting = advise(OTHER | WAITS, config=config)["split_decides"].options
+    assert waiting["old_logps.route"] == "eager"
+    exact = advise(WAITS, config=configure())["cost"]
+    assert exact.options == {"old_logps.route": "eager"}
+    assert not advise(TIMES, config=configure())["cost"].options
+    assert not advise(WAITS | {"route_share": 0.01}, config=configure())["cost"].options
+
+
+@pytest.mark.parametrize(
+    ("share", "low", "high", "steps"),
+    [(0.001, 0.0006, 0.0016, 90), (0.0004, 0.0001, 0.0012, 18), (0.0005, 0.0, 0.002, 36)],
+)
+def test_a_longer_run_is_long_enough_for_its_interval(
+    share: float, low: float, high: float, steps: int
+) -> None:
+    figures = {"changed/rollout": share, "changed/rollout_low": low, "changed/rollout_high": high}
+    limited = configure(minutes=8.0)
+    command = advise(figures, config=limited)["too_few_tokens"].command
+    again = override(limited, parse(shlex.split(command)[1:]).values)
+    assert again.max_steps == steps  # the run has 9
+    assert again.minutes == 0, "the time limit of the run would end it before"
+
+
+def test_one_ratio_is_suggested_with_what_it_saves() -> None:
+    found = advise(EQUAL | TIMES, config=configure())["one_ratio_is_enough"]
+    assert found.options == {"old_logps.route": "rollout", "correction.mode": "none"}
+    assert "at most 15% of a step" in found.text
+    waiting = advise(EQUAL | WAITS, config=configure())["one_ratio_is_enough"]
+    assert waiting.options and "of a step" not in waiting.text, "the trainer waits in that time"
+    weights = configure(**{"correction.mode": "truncate"})
+    assert not advise(EQUAL | TIMES, config=weights)["one_ratio_is_enough"].options
+
+
+def test_where_a_clip_stops_much_a_small_difference_is_small() -> None:
+    figures = OTHER | {"stopped_share": 0.5}  # a twentieth is 2.5%, above the interval
+    assert "one_ratio_is_enough" in advise(figures, config=configure())
+    assert "split_decides" in advise(figures | {"stopped_share": 0.05}, config=configure())
+
+
+def test_numerical_differences_are_compared_with_the_nearest_threshold() -> None:
+    near = math.log(1.003)
+    narrow = {"objective.unit": "sequence", "objective.clip_low": 0.5, "objective.clip_high": 0.003}
+    figures = OTHER | {"log_d_abs_p99": 0.5, "log_d_unit_sd": 6 * near}
+    found = advise(figures, config=configure(**narrow), lengths=Lengths(sequence=40))
+    assert "6 times the nearest threshold" in found["split_decides"].reason
+
+
+def test_percentiles_become_thresholds() -> None:
+    tokens = {"log_d_abs_p999": 0.1, "log_s_abs_p99": 0.2}
+    found = advise(tokens, config=configure())["fitting_thresholds"].text
+    assert "[0.904, 1.11] would drop at most 0.1% of the tokens" in found  # e^-0.1, e^0.1
+    assert "[0.81, 1.23] would stop at most 1%" in found
+    narrow = advise({"log_d_abs_p999": 1e-5}, config=configure())["fitting_thresholds"].text
+    assert "[0.99999, 1.000011] would" in narrow, "float32 engines differ by 1e-5"
+    units = {"unit_tokens": 40.0, "log_s_unit_abs_p99": 0.02}
+    config = configure(**{"objective.unit": "turn"})
+    lengths = Lengths(sequence=40, turn=8)
+    found = advise(tokens | units, config=config, lengths=lengths)["fitting_thresholds"].text
+    assert "[0.904, 1.11] would drop at most 0.1% of the tokens" in found
+    assert "[0.98, 1.021] would stop at most 1% of the turns" in found
+
+
+def test_a_narrow_band_is_rounded_to_a_wider_one() -> None:
+    for far, low, high in ((1e-5, 0.99998, 1.000021), (1e-3, 0.998, 1.0021)):
+        figures = {"band_share": 0.0, "log_d_abs_p999": far, **MANY}
+        config = configure(**{"engine.dtype": "float32"})
+        found = advise(figures, config=config)["band_never_acts"].options
+        assert found == {"correction.low": low, "correction.high": high}
+
+
+def test_the_clip_of_equal_reach_is_suggested() -> None:
+    figures = {"s_part": 0.25, "reach": 1.28**4, "reach_lag": 4.0}
+    found = advise(figures, config=configure("interp_prox_loglinear"))["other_reach"]
+    assert found.options["objective.clip_high"] == pytest.approx(1.28**0.25 - 1, abs=1e-3)
+    assert found.options["objective.clip_low"] == pytest.approx(1 - 0.8**0.25, abs=1e-3)
+
+
+def test_a_cause_of_the_discrepancy_is_named_by_the_option_that_removes_it() -> None:
+    figures = {"d_variance_share": 0.4}
+
+    def option(is_moe: bool = False, **values: Any) -> Any:
+        config = configure(**{"engine.dtype": "float32", **values})
+        found = advise(figures, config=config, is_moe=is_moe).get("removable_discrepancy")
+        return dict(found.options) if found else None
+
+    assert option() is None
+    assert option(**INT4) == {"trainer.quantise": "int4"}
+    assert option(**INT4, **{"trainer.quantise": "int4"}) is None
+    int8 = {"engine.quantise": "int8", "engine.dtype": "bfloat16"}
+    both = {"trainer.quantise": "int8", "engine.dtype": "float32"}
+    assert option(**int8) == both, "with a bfloat16 engine the linter calls int8 useless"
+    assert option(**{"engine.dtype": "bfloat16"}) == {"engine.dtype": "float32"}
+    # the shipped policy is dense, so the linter refuses to replay its routes
+    assert option(is_moe=True) is None
+
+
+def test_a_clip_on_sequences_is_not_judged_by_tokens() -> None:
+    config = configure(**{"objective.loss_type": "gspo"})
+    figures = {"clip_outside_share": 0.6, "audit_error": 1.0, "log_s_abs_p999": 1e-9, **MANY}
+    found = advise(figures, config=config, lengths=Lengths(sequence=40))
+    assert not {"clip_is_tight", "clip_never_acts", "large_error"} & found.keys()
+
+
+# --- run folders ---
+
+STALE: list[Row] = [(0.01, 0.0, 0), (-0.01, 0.0, 0), (0.02, 0.3, 2), (-0.02, -0.1, 2)]
+
+
+def test_an_exact_route_knows_both_ratios(tmp_path: Path) -> None:
+    found = gather_evidence(run_folder(tmp_path / "run", configure(), STALE))
+    assert (found.source, found.state, found.run) == ("exact", "finished", "run")
+    assert found.figures["sample_tokens"] == 16
+    assert found.figures["clip_outside_share"] == 0.25
+    assert found.figures["changed/rollout"] == 0
+    assert found.figures["changed/current_recompute"] == 0.25  # nothing clips
+    assert (found.figures["step_s"], found.figures["route_share"]) == (2.0, 0.15)
+    assert found.figures["tokens"] == 400
+
+
+@pytest.mark.parametrize(
+    ("values", "absent"),
+    [
+        ({"objective.loss_type": "sapo"}, ("clip_outside_share", "changed/")),
+        ({"objective.loss_type": "cispo"}, ("clip_outside_share", "changed/")),
+        ({"trainer.minibatches_per_batch": 2}, ("changed/current_recompute",)),
+    ],
+)
+def test_decisions_are_compared_only_where_they_are_known(
+    tmp_path: Path, values: dict[str, Any], absent: tuple[str, ...]
+) -> None:
+    usual = gather_evidence(run_folder(tmp_path / "usual", configure(), STALE)).figures
+    found = gather_evidence(run_folder(tmp_path / "run", configure(**values), STALE)).figures
+    for name in absent:
+        assert any(each.startswith(name) for each in usual)
+        assert not any(each.startswith(name) for each in found)
+    assert "band_share" in found
+    assert ("changed/rollout" in found) == ("changed/" not in absent)
+
+
+def test_an_audit_gives_an_inexact_route_its_exact_ratios(tmp_path: Path) -> None:
+    by_route = [(d + s / 2, s / 2, lag) for d, s, lag in STALE]
+    pairs = list(zip(by_route, STALE, strict=True))
+    config = configure("ewma_prox")
+    found = gather_evidence(run_folder(tmp_path / "run", config, 30 * by_route, pairs))
+    assert found.source == "audited"
+    assert (found.figures["changed_by_route"], found.figures["passed_by_route"]) == (0.25, 0.25)
+    assert (found.figures["audit_tokens"], found.figures["audit_error"]) == (40, 0.1)
+    assert "s_part" not in found.figures, "an average is not compared with pi / mu"
+    names = [conclusion.name for conclusion in conclude(found)]
+    assert "confounds" in names and "not_audited" not in names
+
+
+def test_rollout_without_an_audit_knows_d_from_fresh_tokens(tmp_path: Path) -> None:
+    product = [(0.0, d + s, lag) for d, s, lag in STALE]
+    found = gather_evidence(run_folder(tmp_path / "few", configure("rollout"), product))
+    assert found.source == "none" and "d_variance_share" not in found.figures
+    run = run_folder(tmp_path / "run", configure("rollout"), product, steps=60)
+    found = gather_evidence(run)
+    assert found.source == "lag 0"
+    variance = numpy.var([0.01, -0.01, 0.32, -0.12])
+    assert found.figures["d_variance_share"] == pytest.approx(0.01**2 / variance)
+    found_by_name = {conclusion.name: conclusion for conclusion in conclude(found)}
+    assert "lag 0" in found_by_name["not_audited"].reason
+    chosen = parse(shlex.split(found_by_name["not_audited"].command)[1:])
+    assert chosen.config == run / "config.json" and chosen.values["audit.share"] == 0.5
+
+
+def test_the_audit_of_a_recording_is_used(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", configure("rollout"))
+    columns = {
+        name: [row[at] for row in STALE] for at, name in enumerate(("log_d", "log_s", "lag"))
+    }
+    rows = [{"route": "rollout", "logp_error_abs_mean": 0.015, "discrepancy_leak": 1.0}]
+    (run / AUDIT).write_text(dumps({"points": columns, "routes": rows, "tokens": 900}))
+    found = gather_evidence(run)
+    assert found.source == "replayed"
+    assert (found.figures["audit_error"], found.figures["audit_tokens"]) == (0.015, 900)
+    assert found.figures["changed_by_route"] == found.figures["changed/rollout"]
+
+
+@pytest.mark.parametrize(
+    ("values", "of_d", "of_s"),
+    [
+        ({"objective.unit": "sequence"}, 0.1 / 6, 0.2 / 6),  # means of 36 tokens
+        ({"objective.unit": "sequence", "objective.aggregate": "sum"}, 0.1 * 6, 0.2 * 6),
+        ({"correction.unit": "turn", "correction.low": 0.9, "objective.unit": "sequence",
+          "objective.clip_low": 0.5, "objective.clip_high": 1.0}, 0.1 / 3, 0.2 / 3),
+    ],
+)  # fmt: skip
+def test_ratios_of_units_are_aggregated_as_the_nearest_threshold_does(
+    tmp_path: Path, values: dict[str, Any], of_d: float, of_s: float
+) -> None:
+    run = run_folder(tmp_path / "run", configure(**values))
+    points = {"log_d": [0.1, -0.1] * 500, "log_s": [0.2, -0.2] * 500, "lag": [1] * 1000}
+    (run / AUDIT).write_text(dumps({"points": points}))
+    found = gather_evidence(run).figures
+    assert found["log_d_unit_sd"] == pytest.approx(of_d, rel=0.1)
+    assert found["log_s_unit_sd"] == pytest.approx(of_s, rel=0.1)
+    assert ("log_d_unit_abs_p99" in found) == ("correction.unit" in values)
+    assert "log_s_unit_abs_p99" in found
+
+
+def test_without_a_journal_variances_are_estimated(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", configure(), STALE)
+    (run / JOURNAL).unlink()
+    found = gather_evidence(run)
+    assert found.source == "moments" and any("journal" in gap for gap in found.gaps)
+    assert found.figures["d_variance_share"] == pytest.approx(0.25)
+    assert found.figures["log_s_sd"] == pytest.approx(math.sqrt(0.12))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_route_gets_advice_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in routes():
+        run = run_folder(tmp_path / name, configure(name), STALE, ended=False)
+        with (run / METRICS).open("a") as file:
+            file.write('{"step": 5, "tim')  # a killed run
+        before = contents(run)
+        with pytest.raises(SystemExit, match="0"):
+            main(["advise", str(run)])
+        assert contents(run) == before
+        text = " ".join(capsys.readouterr().out.split())
+        assert name in text and "in progress, or killed" in text
+
+
+def test_the_figures_are_printed_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", configure(), STALE)
+    with pytest.raises(SystemExit, match="0"):
+        main(["advise", str(run), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["route"], found["exact"], found["source"]) == ("snapshot_old", True, "exact")
+    assert found["figures"]["step_s"] == {"value": 2.0, "unit": "s", "about": "time of a step"}
+    for conclusion in found["conclusions"]:
+        assert set(conclusion["figures"]) <= found["figures"].keys()
+    assert found["comparisons"]["routes"]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ((), "is not a run folder"),
+        (("metrics.jsonl",), "has no readable config.json"),
+        (("config.json",), "config.json, nonsense"),
+    ],
+)
+def test_a_folder_that_is_not_a_run_gives_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, ...], words: str
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"nonsense": {}}\n')
+    with pytest.raises(SystemExit, match="2"):
+        main(["advise", str(tmp_path)])
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and str(tmp_path) in text
+    if files != ("config.json",):
+        assert words in text
+
+
+# --- the table of comparisons ---
+
+TOKEN_CLIP, SEQUENCE_CLIP = SettingKind(True, True), SettingKind(True, False)
+
+
+def case(
+    name: str,
+    mean: float,
+    arm: str = "rollout",
+    *,
+    pairs: int = 4,
+    sd: float | None = 0.02,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return a row of the table with one arm. An option's name has `__` in place of the dot."""
+    study, _, setting = name.partition("/")
+    named = {key.replace("__", "."): value for key, value in options.items()}
+    of_route = {key: named.pop(key) for key in list(named) if key.startswith("old_logps.")}
+    described = {
+        "task.env": "retail",
+        "trainer.minibatches_per_batch": 1,
+        "objective.unit": "token",
+        "objective.loss_type": "ppo_clip",
+        **named,
+    }
+    arms = [{"name": arm, "options": of_route, "pairs": pairs, "mean": mean, "sd": sd}]
+    return {"study": study, "name": setting, "options": described, "arms": arms}
+
+
+def test_pairs_of_all_settings_of_a_kind_are_pooled() -> None:
+    settings = [
+        case("one/a", -0.2),
+        case("one/b", -0.1, pairs=12),
+        case("one/c", 0.3, sd=None),  # one pair, or equal ones
+        case("one/d", -0.5, objective__unit="sequence"),
+        case("one/e", 0.4, trainer__minibatches_per_batch=4),
+        case("one/f", 0.9, objective__loss_type="sapo"),
+        case("one/g", 0.05, "ewma_prox", old_logps__beta=0.75),
+        case("two/g", 0.01, "ewma_prox", old_logps__beta=0.9),
+    ]
+    table = ComparisonTable(settings)
+    young, old, rollout = table.records(TOKEN_CLIP)
+    assert young.arm == "ewma_prox, beta 0.75", "the most successful arm comes first"
+    assert old.arm == "ewma_prox, beta 0.9", "averages of another age are another arm"
+    assert (rollout.settings, rollout.worse, rollout.difference.n) == (2, 2, 16)
+    assert rollout.difference.mean == pytest.approx(-0.125)
+    whole = 15 * rollout.difference.sd**2
+    assert whole == pytest.approx(3 * 0.02**2 + 11 * 0.02**2 + 4 * 0.075**2 + 12 * 0.025**2)
+    (other,) = table.records(SEQUENCE_CLIP)
+    assert other.difference.mean == -0.5
+    assert not table.records(SettingKind(False, False))
+    assert not ComparisonTable([]).records(TOKEN_CLIP)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, TOKEN_CLIP),
+        ({"trainer.minibatches_per_batch": 4}, SettingKind(False, True)),
+        ({"objective.unit": "sequence"}, SEQUENCE_CLIP),
+        ({"objective.loss_type": "gspo"}, SEQUENCE_CLIP),
+        ({"objective.loss_type": "sapo"}, None),
+        ({"objective.loss_type": "cispo"}, None),
+    ],
+)
+def test_the_kind_of_a_run_is_that_of_its_clip(
+    values: dict[str, Any], kind: SettingKind | None
+) -> None:
+    assert SettingKind.of(configure(**values)) == kind
+
+
+def printed(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        main(["advise", str(run), *more])
+    return capsys.readouterr().out
+
+
+def test_the_page_shows_the_comparisons_of_the_runs_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", configure(), STALE)
+    text = printed(run, capsys)
+    assert "one minibatch per batch and a clip on tokens, as in this run:" in text.replace("\n", "")
+    lines = [line.split() for line in text.splitlines()]
+    table = ComparisonTable.load()
+    record = next(each for each in table.records(TOKEN_CLIP) if each.arm == "rollout")
+    low, high = (points(value) for value in record.difference.interval(0.05))
+    shown = [points(record.difference.mean), low, "to", high, str(record.difference.n)]
+    assert ["rollout", *shown, str(record.worse), "of", str(record.settings)] in lines
+    assert " ".join(table.about.split()) in " ".join(text.split())
+    found = json.loads(printed(run, capsys, "--json"))["comparisons"]
+    assert found["kind"] == {"one_minibatch": True, "clips_tokens": True}
+    assert found["about"] == table.about
+    assert [each["arm"] for each in found["routes"]] == [
+        each.arm for each in table.records(TOKEN_CLIP)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"objective.loss_type": "sapo"},
+            "only comparisons of objectives that stop tokens by a clip",
+        ),
+        (
+            {"trainer.minibatches_per_batch": 2, "objective.unit": "sequence"},
+            "no comparison with several minibatches per batch and a clip on sequences",
+        ),
+    ],
+)
+def test_a_run_that_is_like_no_comparison_gets_no_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], words: str
+) -> None:
+    run = run_folder(tmp_path / "run", configure(**values), STALE)
+    assert words in " ".join(printed(run, capsys).split())
+    assert json.loads(printed(run, capsys, "--json"))["comparisons"]["routes"] == []
+
+
+def test_the_table_is_measured_from_the_folders_of_a_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for arm, final in (("snapshot_old", 0.7), ("rollout", 0.6), ("ewma_prox", 0.1)):
+        for seed in (0, 1):
+            config = replace(configure(arm), seed=seed)
+            if arm == "ewma_prox":
+                config = override(config, {"old_logps.beta": 0.5})
+            folder = tmp_path / "study" / "int4" / f"{arm}-seed{seed}"
+            run_folder(folder, config, STALE)
+            rows = (folder / METRICS).read_text().splitlines()
+            change = seed * (1 if arm == "snapshot_old" else 2) / 100
+            last = {**json.loads(rows[-1]), "eval/success_rate": final + change}
+            (folder / METRICS).write_text("\n".join([*rows[:-1], dumps(last)]) + "\n")
+            runs.append({"arm": arm, "seed": seed, "folder": folder.name})
+    plan = {"runs": runs, "commands": [], "warnings": {}}
+    (tmp_path / "study" / "int4" / "plan.json").write_text(json.dumps(plan))
+    (setting,), left_out = measure([tmp_path / "study"])
+    assert measure([tmp_path / "study" / "int4"]) == ([setting], left_out) and left_out == []
+    unfinished = tmp_path / "study" / "fp8"
+    unfinished.mkdir()
+    planned = [{"arm": "snapshot_old", "seed": 0, "folder": "snapshot_old-seed0"}]
+    (unfinished / "plan.json").write_text(json.dumps({**plan, "runs": planned}))
+    assert measure([tmp_path / "study"]) == ([setting], [unfinished])
+    assert (setting["study"], setting["name"]) == ("study", "int4")
+    assert setting["reference"] == {"name": "snapshot_old", "runs": 2}
+    by_name = {arm["name"]: arm for arm in setting["arms"]}
+    assert by_name["rollout"]["mean"] == pytest.approx(-0.095)
+    assert by_name["rollout"]["sd"] == pytest.approx(0.01 / math.sqrt(2))
+    assert by_name["ewma_prox"]["pairs"] == 2
+    assert by_name["ewma_prox"]["options"] == {"old_logps.beta": 0.5}
+    assert [each.is_worse for each in ComparisonTable([setting]).cases] == [True, True]
+    out = tmp_path / "table.json"
+    write = ["advice_table", str(tmp_path / "study"), "--out", str(out)]
+    package = ComparisonTable.load()
+    for more, settings in (([], [setting]), (["--keep"], [*package.settings, setting])):
+        monkeypatch.setattr("sys.argv", [*write, *more])
+        advice_table.main()
+        assert ComparisonTable.load(out) == ComparisonTable(settings, package.about)
+    with pytest.raises(ConfigError, match="two folders have the setting study/int4"):
+        measure([tmp_path / "study", tmp_path / "study" / "int4"])
+    with pytest.raises(ConfigError, match="no comparison"):
+        measure([tmp_path / "study" / "int4" / "rollout-seed0"])
+
+
+def test_an_arm_is_shown_study_by_study() -> None:
+    settings = [
+        case("old/a", -0.3, pairs=2, sd=0.1),
+        case("old/b", -0.1, pairs=2, sd=0.1),
+        case("new/a", 0.1, pairs=4, sd=0.1),
+    ]
+    *rows, mean = by_study(ComparisonTable(settings).cases, "rollout")
+    # Two samples of two pairs: squares 2 * 0.01 + 4 * 0.01, so sd is sqrt(0.06 / 3) = 0.1414, and
+    # half of the interval is 3.1824 (Student's t, 3 degrees of freedom) * 0.1414 / 2 = 0.225.
+    # The four pairs of `new`: 3.1824 * 0.1 / 2 = 0.159.
+    assert rows[2:4] == [
+        "| old | 2 | 4 | -20.0 (-42.5 to +2.5) | +10.0 (-5.9 to +25.9) |",
+        "| new | 1 | 4 | +10.0 (-5.9 to +25.9) | -20.0 (-42.5 to +2.5) |",
+    ]
+    # All: squares 0.06 + 0.03 + 8 * 0.15^2 = 0.27, sd 0.1964, 2.3646 * 0.1964 / sqrt(8) = 0.164
+    assert rows[4] == "| all | 3 | 8 | -5.0 (-21.4 to +11.4) | — |"
+    # Two studies: sd 0.2121, 12.7062 * 0.2121 / sqrt(2) = 1.906
+    assert mean == "Mean of 2 studies, each as one value: -5.0 (-195.6 to +185.6)"
+
+
+def test_the_table_of_the_package_can_be_read() -> None:
+    found = ComparisonTable.load()
+    names = {(setting["study"], setting["name"]) for setting in found.settings}
+    assert len(names) == len(found.settings), "a setting occurs once"
+    for setting in found.settings:
+        assert setting["reference"]["runs"] >= 1 and setting["arms"]
+    for case in found.cases:
+        assert case.kind and -1 <= case.difference.mean <= 1 and case.difference.n >= 2
+
+
+def test_the_mean_staleness_is_that_of_all_sampled_tokens() -> None:
+    """Also of the tokens without a gradient, over which each row has its mean."""
+    rows = [
+        {
+            "schedule/staleness_mean": age,
+            "trainer/action_tokens": tokens,
+            "trainer/tokens_with_gradient": trained,
+        }
+        for age, tokens, trained in ((1.0, 300.0, 10.0), (2.0, 100.0, 90.0))
+    ]
+    assert of_metrics(rows)["staleness_mean"] == 1.25

@@ -1,0 +1,230 @@
+"""Test `unstale align`: prefixes of saved episodes, candidates, exact figures, and refusals."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.support.tiny_runs import EvenEnv, EvenTasks, save_tiny, tiny_run
+from unstale.cli import session
+from unstale.cli.main import main
+from unstale.config import ConfigError, RunConfig, TaskConfig
+from unstale.config.options import override
+from unstale.durability.journal import Journal
+from unstale.envs import Message, Turn
+from unstale.model.policy import Policy
+from unstale.records import Failure, Sampled, Task, Trajectory
+from unstale.research.align import AlignOptions, Mean, align, choose_candidates, choose_prefixes
+from unstale.research.alignment import (
+    cosine,
+    forward_kl_direction,
+    reverse_kl_direction,
+    success_direction,
+)
+from unstale.rollout.episode import Rollout
+from unstale.testing import tiny_policy
+
+ENV = f"{__name__}:OneWordTasks"
+
+
+class OneWordEnv(EvenEnv):
+    """An environment that ends after a reply, and answers by the name that the task set has."""
+
+    async def begin(self) -> Turn:
+        return Turn((Message("user", type(self.tasks).greeting),))
+
+
+class OneWordTasks(EvenTasks):
+    """Tasks in which an even word is a success."""
+
+    turns = 1
+    greeting = "w4"
+
+    def env(self, task: Task, seed: int) -> OneWordEnv:
+        return OneWordEnv(task, self)
+
+
+def quiet() -> Console:
+    return Console(file=StringIO())
+
+
+def trained(folder: Path, env: str, **options: object) -> RunConfig:
+    """Train the tiny policy for two steps, and save a teacher. Return the configuration."""
+    save_tiny(folder / "policy")
+    teacher = tiny_policy(seed=11)
+    teacher.tokenizer.chat_template = Policy.load(folder / "policy").tokenizer.chat_template
+    teacher.save(folder / "teacher")
+    config = tiny_run(folder / "policy", folder, max_steps=2, task=TaskConfig(env=env))
+    config = override(config, {"schedule.group_size": 6, **options})
+    session.train(config, console=quiet())
+    return config
+
+
+@pytest.fixture(scope="module")
+def one_word(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Return a run whose episodes have one sampled token each."""
+    folder = tmp_path_factory.mktemp("one_word")
+    return trained(folder, ENV, **{"engine.max_completion_tokens": 1})
+
+
+@pytest.mark.costly
+def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -> None:
+    """The prompt is the only prefix. A candidate's success rate is 1 if it is an even word."""
+    run, teacher = one_word.runs / "run", one_word.runs / "teacher"
+    options = AlignOptions(prefixes=6, rollouts=2, top=3)
+    found = align(run, str(teacher), one_word, options, console=quiet())
+    assert {name: len(each) for name, each in found.figures.items()} == {
+        "correct": 5,
+        "incorrect": 5,
+    }
+    with Journal.read(run) as journal:
+        (prompt,) = {each.tokens for each in choose_prefixes(journal, 6, Random(0))}
+    student, teaching = Policy.load(run / "policy"), Policy.load(teacher)
+    both = [each.next_logps(prompt, temperature=1.0) for each in (student, teaching)]
+    tried = choose_candidates(*both, 3)
+    words = [student.tokenizer.decode([token]) for token in tried.tokens]
+    value = torch.tensor([float(w[1:].isdigit() and int(w[1:]) % 2 == 0) for w in words]).double()
+    assert 0 < value.sum() < len(words)
+    success = success_direction(tried.student_logp, value)
+    for name, direct in (("forward", forward_kl_direction), ("reverse", reverse_kl_direction)):
+        expected = float(cosine(success, direct(tried.student_logp, tried.teacher_logp)))
+        means = [found.figures[kind][name] for kind in ("correct", "incorrect")]
+        assert [each.value for each in means] == pytest.approx([expected] * 2, abs=1e-4)
+        assert sum(each.number for each in means) == 6
+    assert found.figures["correct"]["agreement"].value == pytest.approx(1)
+    assert (found.episodes, found.failed) == (6 * 2 * len(words), 0)
+    assert found.sampled_tokens == 0  # the candidate is the only token of a reply
+    assert found.indifferent == {"correct": 0, "incorrect": 0}
+
+
+@pytest.mark.costly
+def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
+    one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group of two episodes at once. Every third rollout fails."""
+    num_open, most, started = 0, 0, 0
+    play = Rollout.episode
+
+    async def counted(self: Rollout, task: Task, **options: Any) -> Trajectory | Failure:
+        nonlocal num_open, most, started
+        number, started = started, started + 1
+        num_open += 1
+        most = max(most, num_open)
+        outcome = await play(self, task, **options)
+        num_open -= 1
+        return Failure(task, "step", "lost") if number % 3 == 0 else outcome
+
+    monkeypatch.setattr(Rollout, "episode", counted)
+    changes = {"max_staleness": 0, "groups_per_step": 1, "group_size": 2}
+    config = override(one_word, {f"schedule.{name}": value for name, value in changes.items()})
+    out = Console(file=StringIO(), width=500)
+    options = AlignOptions(prefixes=2, rollouts=4, top=2)
+    found = align(
+        one_word.runs / "run", str(one_word.runs / "teacher"), config, options, console=out
+    )
+    assert most == 2 and found.failed == -(-found.episodes // 3)
+    assert isinstance(out.file, StringIO) and "of the rollouts failed" in out.file.getvalue()
+
+
+@pytest.mark.costly
+def test_an_environment_that_answers_differently_is_refused(
+    one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneWordTasks, "greeting", "w5")
+    options = AlignOptions(prefixes=2, rollouts=2, top=1)
+    with pytest.raises(ConfigError, match=r"toy/train/\d+ cannot be played again .*must answer"):
+        align(
+            one_word.runs / "run",
+            str(one_word.runs / "teacher"),
+            one_word,
+            options,
+            console=quiet(),
+        )
+
+
+def test_another_tokenizer_and_a_missing_teacher_are_refused(
+    one_word: RunConfig, tmp_path: Path
+) -> None:
+    run, options = one_word.runs / "run", AlignOptions(prefixes=2)
+    with pytest.raises(ConfigError, match=r"the tokenizers of base and .* differ"):
+        align(run, "base", one_word, options, console=quiet())
+    with pytest.raises(ConfigError, match="nowhere"):
+        align(run, str(tmp_path / "nowhere"), one_word, options, console=quiet())
+
+
+@pytest.mark.parametrize("options", [{"prefixes": 1}, {"rollouts": 3}, {"rollouts": 0}, {"top": 0}])
+def test_wrong_options_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="--prefixes must be >= 2, --rollouts even and >= 2"):
+        AlignOptions(**options)
+
+
+@pytest.mark.costly
+def test_the_command_plays_on_inside_replies_of_several_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = trained(tmp_path, tiny_run(tmp_path, tmp_path).task.env)
+    run = config.runs / "run"
+    with Journal.read(run) as journal:
+        episodes = {each.trajectory.episode: each.trajectory for each in journal.trajectories()}
+        prefixes = choose_prefixes(journal, 12, Random(1))
+    assert len({each.episode for each in prefixes}) == 12
+    assert any(isinstance(each.pieces[-1], Sampled) for each in prefixes)
+    for each in prefixes:
+        whole = episodes[each.episode]
+        assert whole.tokens[: len(each.tokens)] == each.tokens and len(each.tokens) < len(whole)
+        assert each.success == whole.success
+    words = ["align", str(run), str(tmp_path / "teacher"), "--task.env", config.task.env]
+    words += ["--prefixes", "4", "--rollouts", "2", "--top", "2", "--json"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(words)
+    row = json.loads(capsys.readouterr().out)
+    assert row["failed"] == 0
+    assert 4 * 2 * 2 <= row["episodes"] <= 4 * 2 * 4
+    assert row["sampled_tokens"] > 0
+    shares = [row["figures"][kind]["student_share"] for kind in ("correct", "incorrect")]
+    assert sum(each["number"] for each in shares) == 4
+    again = align(
+        run,
+        str(tmp_path / "teacher"),
+        replace(config, name="run"),
+        AlignOptions(prefixes=4, rollouts=2, top=2),
+        console=quiet(),
+    )
+    assert again.sampled_tokens == row["sampled_tokens"]  # the same seeds
+
+
+def test_candidates_are_possible_for_both_policies() -> None:
+    student = torch.tensor([0.1, 0.5, 0.2, 0.2]).log()
+    teacher = torch.tensor([0.6, 0.0, 0.1, 0.3]).log()
+    tried = choose_candidates(student, teacher, 2)
+    assert sorted(tried.tokens) == [0, 2, 3]  # 1 is impossible for the teacher
+    assert sorted(choose_candidates(student, teacher, 9).tokens) == [0, 2, 3]
+
+
+def test_means_have_standard_errors() -> None:
+    mean = Mean.of([1.0, float("nan"), 3.0])
+    assert (mean.value, mean.error, mean.number) == (2.0, 1.0, 2)
+    assert str(Mean.of([])) == "nan ± nan (0)"
+
+
+def test_the_next_log_probabilities_are_those_of_scored_tokens(
+    make: Callable[..., Policy] = tiny_policy,
+) -> None:
+    from unstale.model.prefix_tree import Packed
+
+    policy, tokens = make(seed=3), (5, 9, 4)
+    rows = policy.next_logps(tokens, temperature=0.7)
+    assert float(rows.exp().sum()) == pytest.approx(1)
+    for token in (1, 8):
+        packed = Packed(torch.tensor([*tokens, token]), (0, 4))
+        scored = policy.logps(packed, temperature=0.7).detach()[-1]
+        assert float(rows[token]) == pytest.approx(float(scored), abs=1e-5)
+    with pytest.raises(ValueError, match="at least one token"):
+        policy.next_logps((), temperature=1.0)

@@ -1,0 +1,263 @@
+"""The table of comparisons behind the advice: the success of routes compared with exact ones.
+
+A setting is one comparison: a task environment, an engine, a staleness bound. It is named by its
+study and its folder. Its arms are routes with thresholds, trained with several seeds, and compared
+with an exact route. `python -m tools.advice_table FOLDER` writes the table from the folders of
+comparisons.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from unstale.analysis.report.compare import PLAN, ArmResult, Comparison, read_comparison
+from unstale.analysis.report.study import ALPHA, is_study_folder
+from unstale.config import ConfigError, ObjectiveConfig, RunConfig
+from unstale.config.options import options, stored_config
+from unstale.durability.run_folder import CONFIG, Row, RunFolder
+from unstale.observe.statistics import PairedDifference, paired_difference, pool
+
+TABLE = Path(__file__).with_name("comparisons.json")
+DESCRIBED = (
+    "model", "max_steps", "task.env", "task.level", "engine.dtype", "engine.quantise",
+    "trainer.dtype", "trainer.quantise", "trainer.routing_replay",
+    "trainer.minibatches_per_batch", "trainer.lr", "schedule.max_staleness",
+    "schedule.groups_per_step", "correction.mode", "correction.low", "correction.high",
+    "correction.unit", "objective.loss_type", "objective.unit", "objective.clip_low",
+    "objective.clip_high",
+)  # fmt: skip
+"""Options by which the table describes a setting: those of its reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingKind:
+    """The properties that a run and a setting must share to be compared.
+
+    With one minibatch per batch `current_recompute` has S = 1, so a clip on S never acts; with
+    several it does. Limits on sequences are far narrower than those on tokens.
+    """
+
+    one_minibatch: bool
+    clips_tokens: bool
+    """True if the clip is on the ratio of each token."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "SettingKind | None":
+        """Return the kind of a run. None if its objective stops no tokens by a clip."""
+        return cls.of_options(described(config))
+
+    @classmethod
+    def of_options(cls, values: Row) -> "SettingKind | None":
+        """Return the kind of a setting from the options of its reference."""
+        unit = values.get("objective.unit", "token")
+        objective = ObjectiveConfig(loss_type=values["objective.loss_type"], unit=unit)
+        if not objective.stops or not objective.bounds():
+            return None
+        is_token = objective.ratio_unit == "token"
+        return cls(values["trainer.minibatches_per_batch"] == 1, is_token)
+
+    def __str__(self) -> str:
+        batches = "one minibatch" if self.one_minibatch else "several minibatches"
+        unit = "tokens" if self.clips_tokens else "sequences, turns or segments"
+        return f"{batches} per batch and a clip on {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An arm with an inexact route in one setting, compared with the exact reference."""
+
+    setting: str
+    """Name of the study and of the setting in it."""
+    kind: SettingKind | None
+    arm: str
+    """Name of the arm: its route, with a word if its limits are others than the reference's."""
+    difference: PairedDifference
+    """Held-out success of the arm less that of the reference, over pairs of runs."""
+
+    @property
+    def study(self) -> str:
+        return self.setting.partition("/")[0]
+
+    @property
+    def is_worse(self) -> bool:
+        """True if the whole interval of the difference is below 0."""
+        return self.difference.interval(ALPHA)[1] < 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRecord:
+    """The results of an arm in the settings of one kind."""
+
+    arm: str
+    settings: int
+    worse: int
+    """The number of settings in which the arm had less success than the exact route."""
+    difference: PairedDifference
+    """Over all pairs of these settings, each taken as independent."""
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """The settings of the table."""
+
+    settings: Sequence[Row]
+    about: str = ""
+    """Remarks on all settings: their models and tasks, and how the studies were chosen."""
+
+    @classmethod
+    def load(cls, path: Path = TABLE) -> "ComparisonTable":
+        stored = json.loads(path.read_text("utf-8"))
+        return cls(stored["settings"], stored.get("about", ""))
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Return the arms whose difference in success is known, with its spread.
+
+        An arm with a single pair, or with equal ones, does not show a spread.
+        """
+        return [
+            Case(
+                setting=f"{setting['study']}/{setting['name']}",
+                kind=SettingKind.of_options(setting["options"]),
+                arm=_label(arm["name"], arm["options"]),
+                difference=PairedDifference(arm["pairs"], arm["mean"], arm["sd"]),
+            )
+            for setting in self.settings
+            for arm in setting["arms"]
+            if arm["sd"]
+        ]
+
+    def records(self, kind: SettingKind) -> list[ArmRecord]:
+        """Return the results of each arm in settings of a kind, the most successful arm first."""
+        cases = [case for case in self.cases if case.kind == kind]
+        found = []
+        for arm in dict.fromkeys(case.arm for case in cases):
+            own = [case for case in cases if case.arm == arm]
+            worse = sum(case.is_worse for case in own)
+            difference = pool([case.difference for case in own])
+            found.append(ArmRecord(arm, len(own), worse, difference))
+        return sorted(found, key=lambda record: -record.difference.mean)
+
+    def as_json(self, config: RunConfig) -> dict[str, Any]:
+        kind = SettingKind.of(config)
+        return {
+            "kind": kind and asdict(kind),
+            "about": self.about,
+            "routes": [
+                {
+                    "arm": each.arm,
+                    "settings": each.settings,
+                    "worse": each.worse,
+                    "pairs": each.difference.n,
+                    "mean": each.difference.mean,
+                    "low": each.difference.interval(ALPHA)[0],
+                    "high": each.difference.interval(ALPHA)[1],
+                }
+                for each in (self.records(kind) if kind else ())
+            ],
+        }
+
+
+def label_of(config: RunConfig) -> str:
+    """Return the name under which the table has the route of a run."""
+    return _label(config.old_logps.route, _route_options(config))
+
+
+def _label(arm: str, values: Row) -> str:
+    """Return an arm's name with the options of its route, if it has any.
+
+    >>> _label("ewma_prox", {"old_logps.beta": 0.75})
+    'ewma_prox, beta 0.75'
+    """
+    return arm + "".join(f", {name.partition('.')[2]} {value}" for name, value in values.items())
+
+
+def measure(folders: Sequence[Path]) -> tuple[list[Row], list[Path]]:
+    """Return a row of the table for each setting in the folders of comparisons and studies.
+
+    A study is a folder with one comparison for each setting. A setting without a finished run of
+    its reference, or whose reference is not exact, has no row. The second list has the folders of
+    these. Raises `ConfigError` for a folder without a comparison, or a setting that occurs twice.
+    """
+    rows: list[tuple[Path, Row | None]] = []
+    for folder in folders:
+        plans = [folder / PLAN]
+        if is_study_folder(folder):
+            plans = sorted(folder.glob(f"*/{PLAN}"))
+        if not plans or not plans[0].is_file():
+            raise ConfigError(f"{folder} has no comparison: {PLAN} is neither in it nor one below")
+        rows += [(plan.parent, _setting(plan.parent)) for plan in plans]
+    found = [row for _, row in rows if row]
+    names = [f"{row['study']}/{row['name']}" for row in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"two folders have the setting {twice[0]}: name each folder once, and give the folders "
+            "of studies different names"
+        )
+    return found, [folder for folder, row in rows if row is None]
+
+
+def _setting(folder: Path) -> Row | None:
+    comparison = read_comparison(folder)
+    reference = _config(folder, comparison.reference)
+    if reference is None or not reference.old_logps.exact:
+        return None
+    inexact = [
+        (arm, config)
+        for arm in comparison.arms
+        if (config := _config(folder, arm)) and not config.old_logps.exact
+    ]
+    return {
+        "study": folder.resolve().parent.name,
+        "name": comparison.name,
+        "options": described(reference),
+        "reference": {
+            "name": comparison.reference.name,
+            "runs": len(comparison.reference.finished),
+        },
+        "arms": [_row(comparison, arm, config) for arm, config in inexact],
+    }
+
+
+def _config(folder: Path, arm: ArmResult) -> RunConfig | None:
+    """Return the configuration of an arm. None if no run of it has finished."""
+    if not arm.finished:
+        return None
+    run = folder / arm.finished[0].folder
+    return stored_config(RunFolder(run).config(), str(run / CONFIG))
+
+
+def _row(comparison: Comparison, arm: ArmResult, config: RunConfig) -> Row:
+    """Return an arm's difference in held-out success from the reference."""
+    pairs = comparison.pairs(arm)
+    paired = paired_difference(pairs)
+    return {
+        "name": arm.name,
+        "route": config.old_logps.route,
+        "options": _route_options(config),
+        "runs": len(arm.finished),
+        "collapsed": arm.collapsed,
+        "pairs": len(pairs),
+        "mean": sum(pairs) / len(pairs) if pairs else None,
+        "sd": paired and paired.sd,
+    }
+
+
+def _route_options(config: RunConfig) -> Row:
+    """Return the options of an average's age and resets that the configuration sets."""
+    names = ("old_logps.beta", "old_logps.reset_below")
+    values = {name: options()[name].of(config) for name in names if options()[name].is_in(config)}
+    return {name: value for name, value in values.items() if value}
+
+
+def described(config: RunConfig) -> Row:
+    """Return the options by which a setting is described."""
+    return {
+        name: options()[name].of(config)
+        for name in DESCRIBED
+        if name in options() and options()[name].is_in(config)
+    }

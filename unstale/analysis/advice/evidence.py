@@ -1,0 +1,415 @@
+"""Collect from a run folder the figures on which advice about the old-logit route is based.
+
+Nothing is written. Figures that the run does not determine are absent.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+
+from unstale.analysis.advice.measured import (
+    known,
+    of_audit,
+    of_costs,
+    of_metrics,
+    of_moments,
+    read_lengths,
+)
+from unstale.analysis.advice.samples import (
+    BLOCKS,
+    Difference,
+    Factors,
+    Lengths,
+    Thresholds,
+    difference,
+    draw_sequences,
+    factors_of_route,
+    is_computable,
+    share_in_s,
+    spread,
+)
+from unstale.analysis.report.compare import ended
+from unstale.config import ConfigError, OldLogpsConfig, RunConfig
+from unstale.config.options import stored_config
+from unstale.config.routes import routes
+from unstale.durability.run_folder import AUDIT, METRICS, Row, RunFolder
+from unstale.observe.run_rows import refuse_old, step_of
+from unstale.observe.words import mapping, number
+from unstale.records import nearest_rank
+
+Source = Literal["exact", "audited", "replayed", "lag 0", "moments", "none"]
+"""The source of the true D and S: the route is exact; the audit during training; `unstale audit`;
+pi / mu of tokens of lag 0, which is D; estimates of the variances from the metrics; not at all.
+"""
+SOURCES: Mapping[Source, str] = {
+    "exact": "the route's exact values, in the journal",
+    "audited": "the audit's exact values, in the journal",
+    "replayed": "the exact values of `unstale audit`",
+    "lag 0": "pi / mu of tokens of lag 0, which contains no staleness",
+    "moments": "the divergences in the metrics, because there is no sample of tokens",
+    "none": "nothing in this run",
+}
+FIGURES = {
+    "steps": ("", "optimizer steps read"),
+    "tokens": ("", "action tokens trained on"),
+    "sample_tokens": ("", "tokens in the sample"),
+    "staleness_mean": ("versions", "mean staleness of a token"),
+    "staleness_max": ("versions", "largest staleness of a token"),
+    "log_d_sd": ("nats", "standard deviation of log D"),
+    "log_s_sd": ("nats", "standard deviation of log S"),
+    "log_ratio_sd": ("nats", "standard deviation of log(pi / mu)"),
+    "log_d_log_s_corr": ("", "correlation of log D and log S"),
+    "d_variance_share": ("share", "part of D in the variances of log D and log S"),
+    "d_variance_share_se": ("share", "its standard error"),
+    "log_d_abs_p99": ("nats", "99% of tokens have abs(log D) below"),
+    "log_d_abs_p999": ("nats", "99.9% of tokens have abs(log D) below"),
+    "log_s_abs_p99": ("nats", "99% of tokens have abs(log S) below"),
+    "log_s_abs_p999": ("nats", "99.9% of tokens have abs(log S) below"),
+    "nearest_threshold": ("nats", "distance of the nearest threshold from 1, as a logarithm"),
+    "unit_tokens": ("", "tokens in the largest unit (sequence, turn) of a threshold"),
+    "log_d_unit_sd": ("nats", "standard deviation of log D of the nearest threshold's unit"),
+    "log_s_unit_sd": ("nats", "standard deviation of log S of the nearest threshold's unit"),
+    "log_d_unit_abs_p99": ("nats", "99% of the band's units have abs(log D) below"),
+    "log_s_unit_abs_p99": ("nats", "99% of the clip's units have abs(log S) below"),
+    "band_share": ("share", "tokens with D outside the band"),
+    "clip_outside_share": ("share", "tokens with S outside the clip"),
+    "stopped_share": ("share", "tokens that band or clip would stop by the exact values"),
+    "kept_share": ("share", "tokens that the correction kept, in the metrics"),
+    "clip_share": ("share", "tokens that the clip stopped, in the metrics"),
+    "exact_share": ("share", "tokens whose old log-probability is exact"),
+    "changed_by_route": ("share", "tokens that this route treats differently from exact values"),
+    "changed_by_route_low": ("share", "its 95% interval, from"),
+    "changed_by_route_high": ("share", "its 95% interval, to"),
+    "passed_by_route": ("share", "tokens that exact values would stop and this route passes"),
+    "s_part": ("share", "part of log(pi / mu) that this route puts in S"),
+    "reach": ("", "pi / mu at which the clip acts"),
+    "reach_lag": ("versions", "staleness of the tokens for which this was computed"),
+    "audit_tokens": ("", "tokens of the audit"),
+    "audit_error": ("nats", "mean error of this route's old log-probability"),
+    "audit_noise": ("nats", "change of a log-probability by another packing"),
+    "staleness_leak": ("share", "part of log S that the route counts as D"),
+    "discrepancy_leak": ("share", "part of log D that the route counts as S"),
+    "mask_f1": ("", "agreement (F1) of dropped tokens with exact values"),
+    "clip_f1": ("", "agreement (F1) of clipped tokens with exact values"),
+    "step_s": ("s", "time of a step"),
+    "route_s": ("s", "time of the route in a step"),
+    "route_share": ("share", "part of the step that the route takes"),
+    "wait_s": ("s", "time in a step that the trainer waits for episodes"),
+    "update_s": ("s", "time of forward and backward passes in a step"),
+    "versions_per_episode": ("", "versions that sampled an episode, on average"),
+    "scoring_s": ("s", "time to score a batch exactly in the trainer"),
+    "live_versions": ("", "versions whose tokens wait for training, at most"),
+    "route_mb": ("MB", "memory of the route's weights and differences, at most"),
+}
+"""Unit and meaning of each figure. A figure `changed/NAME` is `changed_by_route` for the route
+NAME, if its ratios can be computed from the exact ones.
+"""
+
+Row4 = tuple[float, float, float, float]
+"""log D, log S, lag and step of a token."""
+
+MAX_TOKENS = 200_000
+"""Number of tokens in the sample of a long run, from which more would only take more time."""
+MIN_LAG_0 = 100
+"""Smallest number of tokens of lag 0 from which the spread of D is estimated."""
+MIN_OF_BLOCK = 100
+"""Number of tokens in a block of an audited recording, from which sequences are drawn."""
+MIN_OF_LAG = 50
+"""Smallest number of tokens of one lag from which the reach of a clip is computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """The figures of a run about its ratios, by name, and their sources."""
+
+    folder: str
+    """The run folder as the caller wrote it."""
+    state: str
+    """`finished`, `failed` or `unfinished`."""
+    config: RunConfig
+    figures: Mapping[str, float]
+    source: Source = "none"
+    lengths: Lengths = field(default_factory=Lengths)
+    is_moe: bool = False
+    gaps: Sequence[str] = field(default_factory=tuple)
+
+    def get(self, name: str) -> float | None:
+        return self.figures.get(name)
+
+    @property
+    def run(self) -> str:
+        return Path(self.folder).resolve().name
+
+    @property
+    def limits(self) -> Thresholds:
+        return Thresholds.of(self.config, self.lengths)
+
+    @property
+    def route(self) -> str:
+        return self.config.old_logps.route
+
+
+def gather_evidence(path: Path) -> Evidence:
+    """Read the figures of a run, which may be in progress, killed or failed.
+
+    Raises `ConfigError` if the folder has no run, or no readable configuration.
+    """
+    folder = RunFolder(path)
+    stored = folder.config()
+    if not stored:
+        raise ConfigError(
+            f"{path} has no readable config.json, which names the route and its thresholds"
+        )
+    refuse_old(stored, path)
+    config = stored_config(stored, str(path / "config.json"))
+    rows = sorted(
+        (row for row in folder.rows(METRICS) if number(row.get("step")) is not None), key=step_of
+    )
+    trained = [row for row in rows if step_of(row) > 0]
+    sample = read_sample(folder)
+    lengths = read_lengths(trained)
+    replayed = folder.read_object(AUDIT)
+    source, truth, present = _truth(config, sample, replayed)
+    figures = {
+        **of_metrics(trained),
+        **of_audit(trained, replayed, config.old_logps),
+        **of_costs(config, trained, sample.versions_per_episode),
+        **(of_moments(trained) if config.old_logps.exact and not len(sample.tokens) else {}),
+        **of_sample(config, truth, present, lengths=lengths, source=source),
+        **_of_reach(config, sample.tokens, lengths),
+    }
+    if source == "none" and "d_variance_share" in figures:
+        source = "moments"
+    return Evidence(
+        folder=str(path),
+        state=ended(path)[0],
+        config=config,
+        figures=figures,
+        source=source,
+        lengths=lengths,
+        is_moe=any("trainer/packing_noise" in row for row in rows),
+        gaps=tuple(folder.gaps),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """The tokens sampled from the journal, with the ratios of the route and with exact ones."""
+
+    tokens: Factors
+    audited: Factors
+    """The tokens of the audit, with the exact ratios."""
+    audited_by_route: Factors
+    """The same tokens, with the ratios of the route."""
+    versions_per_episode: float | None = None
+
+
+def read_sample(folder: RunFolder) -> TokenSample:
+    """Read the sample of trained tokens from a run's journal. Empty if there is none."""
+    from unstale.durability.journal import JOURNAL, Journal, JournalError  # this imports torch
+
+    tokens: list[Row4] = []
+    audited: list[Row4] = []
+    by_route: list[Row4] = []
+    versions = None
+    if not folder.holds(JOURNAL):
+        folder.add_gap(f"{JOURNAL} is missing")
+        return TokenSample(Factors.of([]), Factors.of([]), Factors.of([]))
+    try:
+        with Journal.read(folder.path) as journal:
+            ((versions,),) = journal.rows(
+                "SELECT avg(n) FROM (SELECT count(DISTINCT version) AS n FROM pieces "
+                "WHERE version IS NOT NULL GROUP BY episode)"
+            )
+            for row in journal.token_samples():
+                by = _numbers(row, ("log_d", "log_s", "lag", "step"))
+                true = _numbers(row, ("true_log_d", "true_log_s", "lag", "step"))
+                if by and by[2] >= 0:
+                    if true:
+                        audited.append(true)
+                        by_route.append(by)
+                    else:
+                        tokens.append(by)
+    except (JournalError, OSError) as error:
+        folder.add_gap(f"the sample of tokens is incomplete: {error}")
+    return TokenSample(
+        Factors.of(_thinned(tokens)),
+        Factors.of(_thinned(audited)),
+        Factors.of(_thinned(by_route)),
+        number(versions),
+    )
+
+
+def _thinned(rows: list[Row4]) -> list[Row4]:
+    """Return at most about `MAX_TOKENS` evenly spaced rows."""
+    return rows[:: max(1, len(rows) // MAX_TOKENS)]
+
+
+def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
+    """Return four numbers of a row. None unless it has all of them."""
+    values = [value for name in names if (value := number(row.get(name))) is not None]
+    return (values[0], values[1], values[2], values[3]) if len(values) == 4 else None
+
+
+def _truth(
+    config: RunConfig, sample: TokenSample, replayed: Row
+) -> tuple[Source, Factors, Factors | None]:
+    """Return how the exact ratios are known, the tokens with them, and those of the route."""
+    if config.old_logps.exact and len(sample.tokens):
+        return "exact", sample.tokens, sample.tokens
+    if len(sample.audited):
+        return "audited", sample.audited, sample.audited_by_route
+    points = mapping(replayed.get("points"))
+    columns: dict[str, Any] = {name: points.get(name) for name in ("log_d", "log_s", "lag")}
+    if all(isinstance(column, list) and column for column in columns.values()):
+        length = min(len(column) for column in columns.values())
+        blocks = min(BLOCKS, max(1, length // MIN_OF_BLOCK))  # they take the place of steps
+        columns["step"] = [at * blocks // length for at in range(length)]
+        rows = (
+            _numbers({name: column[at] for name, column in columns.items()}, list(columns))
+            for at in range(length)
+        )
+        true = Factors.of([row for row in rows if row])
+        by_route = factors_of_route(config, true) if is_computable(config) else None
+        return "replayed", true, by_route
+    fresh = sample.tokens.where(sample.tokens.lag == 0)
+    if config.trainer.minibatches_per_batch == 1 and len(fresh) >= MIN_LAG_0:
+        return "lag 0", replace(fresh, log_d=fresh.log_ratio, log_s=0 * fresh.log_s), sample.tokens
+    return "none", sample.tokens.where(sample.tokens.lag < 0), None
+
+
+def of_sample(
+    config: RunConfig,
+    true: Factors,
+    present: Factors | None,
+    *,
+    lengths: Lengths,
+    source: Source = "exact",
+) -> dict[str, float]:
+    """Return the figures of a sample of tokens with the ratios `true`.
+
+    `present` has the ratios of the run's route. If only tokens of lag 0 are known, they have D,
+    and `present` has pi / mu of all tokens.
+    """
+    if not len(true):
+        return {}
+    figures = {"sample_tokens": float(len(true)), **_sizes("log_d_abs", true.log_d)}
+    if source == "lag 0":
+        assert present is not None
+        whole = present.log_ratio.std().item()
+        figures |= {"log_d_sd": true.log_d.std().item(), "log_ratio_sd": whole}
+        if whole > 0:
+            figures["d_variance_share"] = min(1.0, (figures["log_d_sd"] / whole) ** 2)
+        return figures
+    divided = spread(true)
+    figures |= _sizes("log_s_abs", true.log_s) | known(
+        log_d_sd=divided.log_d,
+        log_s_sd=divided.log_s,
+        log_ratio_sd=divided.log_ratio,
+        log_d_log_s_corr=divided.correlation,
+        d_variance_share=divided.d_share,
+        d_variance_share_se=divided.d_share_se,
+    )
+    return figures | _of_decisions(config, true, present, lengths)
+
+
+def _of_decisions(
+    config: RunConfig, true: Factors, present: Factors | None, lengths: Lengths
+) -> dict[str, float]:
+    """Return how many tokens are stopped by exact ratios, and differently by those of routes."""
+    limits = Thresholds.of(config, lengths)
+    # `rollout` has no correction; with any other route the run's own is kept.
+    exact = config if config.old_logps.exact else with_route(config, "snapshot_old")
+    by_exact = Thresholds.of(exact, lengths)
+    tokens = max(limits.tokens, by_exact.tokens)
+    rows = draw_sequences(true, tokens)
+    effective = max(1, len(true) // tokens)
+    near = by_exact.nearest
+    figures = known(
+        nearest_threshold=None if near is None else near.narrowest,
+        unit_tokens=float(tokens) if tokens > 1 else None,
+    )
+    for name, column, limit in (
+        ("log_d_unit", true.log_d, by_exact.band),
+        ("log_s_unit", true.log_s, by_exact.clip),
+    ):
+        if near is not None and near.tokens > 1:
+            figures[f"{name}_sd"] = near.of_units(column[rows]).std().item()
+        if limit is not None and limit.tokens > 1:
+            sizes = _sizes("units", limit.of_units(column[rows]).ravel())
+            figures[f"{name}_abs_p99"] = sizes["units_p99"]
+    if limits.band is not None:
+        figures["band_share"] = limits.dropped(true, rows).mean().item()
+    if limits.clip is not None:
+        figures["clip_outside_share"] = limits.clipped(true, rows).mean().item()
+    reference = by_exact.stopped(true, rows)
+    figures["stopped_share"] = reference.mean().item()
+    for name in routes():
+        other = with_route(exact, name)
+        if by_exact.clip is not None and is_computable(other):
+            decided = Thresholds.of(other, lengths).stopped(factors_of_route(other, true), rows)
+            changed = difference(reference, decided, effective=effective)
+            figures |= _changes(f"changed/{name}", changed)
+    if present is not None and not config.old_logps.exact:
+        changed = difference(reference, limits.stopped(present, rows), effective=effective)
+        figures |= _changes("changed_by_route", changed)
+        figures["passed_by_route"] = changed.passed
+    return figures
+
+
+def with_route(config: RunConfig, name: str) -> RunConfig:
+    """Return a configuration with another route, with its defaults and what it requires.
+
+    A correction of D that the present route does not allow is replaced by the default one.
+    """
+    if name == config.old_logps.route:
+        return config
+    correction = config.correction
+    lacks = routes()[config.old_logps.route].requires
+    if lacks.get("correction.mode") == correction.mode:
+        correction = type(correction)()
+    required = routes()[name].requires.get("correction.mode")
+    if required is not None:
+        correction = type(correction)(mode=required)
+    # `baseline` only silences the linter, and does not change a ratio
+    old = OldLogpsConfig(route=name, baseline=True)
+    return replace(config, old_logps=old, correction=correction)
+
+
+def _changes(name: str, changed: Difference) -> dict[str, float]:
+    low, high = changed.interval
+    return {name: changed.share, f"{name}_low": low, f"{name}_high": high}
+
+
+def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
+    """Return the 99th and the 99.9th percentile (nearest rank) of the size of a log-ratio."""
+    ordered = numpy.sort(numpy.abs(log_ratio))
+    return {
+        f"{name}_p99": ordered[nearest_rank(len(ordered), 0.99)].item(),
+        f"{name}_p999": ordered[nearest_rank(len(ordered), 0.999)].item(),
+    }
+
+
+def _of_reach(config: RunConfig, present: Factors, lengths: Lengths) -> dict[str, float]:
+    """Return at which pi / mu the clip of an inexact route acts, for the most frequent lag.
+
+    Only for a route whose S follows from pi / mu. The S of any other route varies less than
+    pi / mu does, also if it is exact.
+    """
+    clip = Thresholds.of(config, lengths).clip
+    stale = present.where(present.lag > 0)
+    if not is_computable(config) or clip is None or not len(stale):
+        return {}
+    lags, counts = numpy.unique(stale.lag, return_counts=True)
+    lag = lags[counts.argmax()].item()
+    part = share_in_s(stale.where(stale.lag == lag))
+    if counts.max() < MIN_OF_LAG or part is None:
+        return {}
+    figures = {"s_part": part, "reach_lag": lag}
+    if part > 0.01 and math.isfinite(clip.high):
+        figures["reach"] = math.exp(min(20.0, clip.high / part))
+    return figures

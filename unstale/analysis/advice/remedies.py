@@ -1,0 +1,126 @@
+"""Options and commands that conclusions suggest. The linter accepts a run with the options."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from unstale.analysis.advice.evidence import Evidence, with_route
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override
+from unstale.lint import check
+from unstale.lint.finding import Fix, as_options, use_route
+from unstale.observe.words import amount
+
+OTHERS = {
+    "old_logit_model": "needs a second process and no trainer time",
+    "interrupt_sync": "needs no memory, but pauses generation",
+}
+"""Exact routes whose cost does not show in a run of another route, with what they cost."""
+
+
+MOST_TIMES = 10.0
+"""Largest number of times that a run is repeated for: it makes an interval a third as wide."""
+
+
+def band_options(low: float, high: float) -> Fix:
+    """Return the options of a band on D, rounded by `outwards`."""
+    low, high = outwards(low, high)
+    return {"correction.low": low, "correction.high": high}
+
+
+def outwards(low: float, high: float) -> tuple[float, float]:
+    """Round a range of ratios around 1 to a wider one.
+
+    Two significant digits of the distance from 1 are kept, because ranges may be very narrow.
+
+    >>> outwards(0.99998, 1.00002003), outwards(0.0334, 29.9)
+    ((0.99998, 1.000021), (0.033, 30.0))
+    """
+
+    def rounded(value: float, up: bool) -> float:
+        size = min(value, abs(value - 1))
+        digits = 1 - math.floor(math.log10(size)) if size > 0 else 0
+        scaled = value * 10**digits
+        scaled = math.ceil(scaled - 1e-6) if up else math.floor(scaled + 1e-6)
+        return float(f"{scaled / 10**digits:.15g}")
+
+    return rounded(low, up=False), rounded(high, up=True)
+
+
+def select_route(config: RunConfig, route: str) -> Fix:
+    """Return the options that select a route with the correction that suits it."""
+    changed = with_route(config, route).correction
+    fix = use_route(config, route)
+    if changed.mode != config.correction.mode:
+        fix = {**fix, "correction.mode": changed.mode}
+    return fix
+
+
+def accepted(config: RunConfig, fix: Fix) -> Fix:
+    """Return options if the linter accepts the run with them. Otherwise none."""
+    try:
+        refused = check(override(config, fix)).refusals
+    except ConfigError:
+        return {}
+    return {} if refused else fix
+
+
+def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
+    """Return options if the linter accepts the run with them, without a new warning. Or none."""
+    if not accepted(config, fix):
+        return {}
+    old, new = (check(each).warnings for each in (config, override(config, fix)))
+    return {} if {each.wrong for each in new} - {each.wrong for each in old} else fix
+
+
+def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
+    """Return the options of the exact route that costs this run least, and a sentence about it.
+
+    `eager` scores while the trainer waits for episodes, so it needs waiting time. Without that,
+    `snapshot_old` is the default, because it needs no process and does not pause generation.
+    """
+    config = evidence.config
+    scoring, wait = evidence.get("scoring_s"), evidence.get("wait_s")
+    if scoring is None or wait is None:
+        return accepted(config, select_route(config, "snapshot_old")), ""
+    cost = f"To score a batch exactly takes about {amount(scoring)} s"
+    if wait >= scoring and config.old_logps.route != "eager":
+        options = accepted(config, select_route(config, "eager"))
+        if options:
+            waiting = f"the trainer waits {amount(wait)} s for episodes"
+            return options, f"{cost}, and {waiting}: `eager` scores in that time"
+    others = "; ".join(
+        f"`{name}` {words}" for name, words in OTHERS.items() if name != config.old_logps.route
+    )
+    if config.old_logps.exact:
+        return {}, f"Of the other exact routes, {others}"
+    options = accepted(config, select_route(config, "snapshot_old"))
+    return options, f"{cost} with `snapshot_old`. Of the other exact routes, {others}"
+
+
+def repeat_with_audit(evidence: Evidence) -> str:
+    """Return a command that repeats the first steps of the run with an audit."""
+    return _again(evidence, {"max_steps": 12, "audit.share": 0.5})
+
+
+def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
+    """Return a command that repeats the run with more steps, to move a limit out of an interval.
+
+    The half-width of the interval of the figure `name` falls with the square root of the number of
+    steps. A share near the limit would need too many, so the number has a bound.
+    """
+    share, low, high = (evidence.get(f"{name}{end}") or 0.0 for end in ("", "_low", "_high"))
+    gap = max(abs(share - limit), 1e-9)
+    times = min(MOST_TIMES, max(2.0, ((high - low) / 2 / gap) ** 2))
+    values: dict[str, Any] = {"max_steps": math.ceil(times * (evidence.get("steps") or 1))}
+    if not evidence.config.old_logps.exact:
+        values["audit.share"] = 0.5
+    return _again(evidence, values)
+
+
+def _again(evidence: Evidence, values: Mapping[str, Any]) -> str:
+    """Return a command that repeats the run with other options, and without its time limit."""
+    name = f"{evidence.config.name or evidence.run}-advise"
+    options = as_options({**values, "minutes": 0.0, "eval.tasks": 0, "name": name})
+    return f"unstale train {shlex.quote(f'{evidence.folder}/config.json')} {options}"

@@ -1,0 +1,330 @@
+"""Arithmetic on a sample of trained tokens: the spread of D and S, and what thresholds do to them.
+
+    pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
+
+D is the discrepancy of trainer and engine, S the staleness ratio. Columns are float64 arrays `[N]`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import numpy
+from numpy import ndarray
+
+from unstale.config import RunConfig, Unit
+from unstale.config.algorithm import Aggregate
+from unstale.observe.statistics import wilson
+
+Column = ndarray[Any, numpy.dtype[Any]]
+MAX_DRAWN = 400_000
+"""Number of tokens in all sequences that are drawn from a sample."""
+BLOCKS = 20
+"""Number of parts, each of successive steps, from which a standard error is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """log D and log S of a sample of tokens, with the lag of each token and the step."""
+
+    log_d: Column
+    log_s: Column
+    lag: Column
+    step: Column
+
+    @classmethod
+    def of(cls, rows: list[tuple[float, float, float, float]]) -> "Factors":
+        """Make the columns from rows of log D, log S, lag and step."""
+        columns = numpy.array(rows, dtype=float).reshape(-1, 4).T
+        return cls(*columns)
+
+    @classmethod
+    def join(cls, parts: "Sequence[Factors]") -> "Factors":
+        """Join the tokens of several runs. Their steps stay apart: they get other numbers."""
+        last = max((part.step.max().item() for part in parts if len(part)), default=0.0)
+        apart = [replace(part, step=part.step + i * (last + 1)) for i, part in enumerate(parts)]
+        names = ("log_d", "log_s", "lag", "step")
+        return cls(*(numpy.concatenate([getattr(part, name) for part in apart]) for name in names))
+
+    def __len__(self) -> int:
+        return len(self.log_d)
+
+    @property
+    def log_ratio(self) -> Column:
+        """log(pi / mu) of each token, which every route knows."""
+        return self.log_d + self.log_s
+
+    def where(self, chosen: Column) -> "Factors":
+        """Return the tokens for which `chosen` is True."""
+        return Factors(self.log_d[chosen], self.log_s[chosen], self.lag[chosen], self.step[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The standard deviations of log D, log S and their sum, and how the variance is shared."""
+
+    log_d: float
+    log_s: float
+    log_ratio: float
+    correlation: float | None
+    """Correlation of log D and log S. None if one of them is constant."""
+    d_share: float | None
+    """var log D / (var log D + var log S). None if both are constant."""
+    d_share_se: float | None
+
+
+def spread(factors: Factors) -> Spread:
+    """Return how much log D and log S vary, and the share of D.
+
+        var log(pi / mu)  =  var log D + var log S + 2 cov
+
+    The share leaves out the covariance, because it belongs to neither. The standard error is a
+    jackknife over blocks of steps, because the tokens of a step are not independent.
+
+    >>> rows = [(0.3, 0.0, 1, 1), (-0.3, 0.0, 1, 1), (0.0, 0.1, 1, 2), (0.0, -0.1, 1, 2)]
+    >>> round(spread(Factors.of(rows)).d_share, 3)
+    0.9
+    """
+    share = _d_share(factors)
+    constant = min(factors.log_d.std(), factors.log_s.std()) == 0
+    correlation = None if constant else numpy.corrcoef(factors.log_d, factors.log_s)[0, 1].item()
+    return Spread(
+        log_d=factors.log_d.std().item(),
+        log_s=factors.log_s.std().item(),
+        log_ratio=factors.log_ratio.std().item(),
+        correlation=correlation,
+        d_share=share,
+        d_share_se=None if share is None else _jackknife(factors, _d_share),
+    )
+
+
+def _d_share(factors: Factors) -> float | None:
+    of_d, of_s = factors.log_d.var().item(), factors.log_s.var().item()
+    return of_d / (of_d + of_s) if of_d + of_s > 0 else None
+
+
+def _jackknife(factors: Factors, figure: Callable[[Factors], float | None]) -> float | None:
+    """Return the standard error of a figure: it is computed again without each block of steps."""
+    steps = numpy.unique(factors.step)
+    count = min(BLOCKS, len(steps))
+    if count < 3:
+        return None
+    values = [
+        figure(factors.where(~numpy.isin(factors.step, block)))
+        for block in numpy.array_split(steps, count)
+    ]
+    known = numpy.array([value for value in values if value is not None])
+    if len(known) < count:
+        return None
+    return math.sqrt((count - 1) / count * ((known - known.mean()) ** 2).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean numbers of sampled tokens in the units over which ratios are aggregated."""
+
+    sequence: float = 1.0
+    turn: float = 1.0
+
+    def of(self, unit: Unit) -> int:
+        """Return the number of tokens of a unit. A segment is taken to be a turn."""
+        tokens = {"token": 1.0, "sequence": self.sequence}.get(unit, self.turn)
+        return max(1, round(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A range of a log-ratio in nats, and the number of tokens over which it is aggregated."""
+
+    low: float
+    high: float
+    tokens: int = 1
+    how: Aggregate = "mean"
+    unit: Unit = "token"
+
+    @property
+    def narrowest(self) -> float:
+        """The distance from 0 to the nearer end."""
+        return min(abs(self.low), abs(self.high))
+
+    def outside(self, log_ratio: Column) -> Column:
+        """Return True where the ratio of a token's unit is outside. Rows `[U, n]` are sequences."""
+        log_ratio = self.of_units(log_ratio)
+        return (log_ratio < self.low) | (log_ratio > self.high)
+
+    def of_units(self, log_ratio: Column) -> Column:
+        """Return the log-ratio of each token's unit. Rows `[U, n]` are sequences.
+
+        A sequence is divided into units of `tokens` tokens; the last may be shorter.
+        """
+        if self.tokens == 1:
+            return log_ratio
+        starts = numpy.arange(0, log_ratio.shape[1], self.tokens)
+        sizes = numpy.diff([*starts, log_ratio.shape[1]])
+        return numpy.repeat(self._aggregate(log_ratio, starts, sizes), sizes, axis=1)
+
+    def _aggregate(self, rows: Column, starts: Column, sizes: Column) -> Column:
+        if self.how == "max":
+            high = numpy.maximum.reduceat(rows, starts, axis=1)
+            low = numpy.minimum.reduceat(rows, starts, axis=1)
+            return numpy.where(high >= -low, high, low)
+        total = numpy.add.reduceat(rows, starts, axis=1)
+        return total if self.how == "sum" else total / sizes
+
+
+def is_of_tokens(limit: Limit | None) -> TypeGuard[Limit]:
+    """Return True for a limit on the ratio of a single token."""
+    return limit is not None and limit.tokens == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The ranges of log D and log S outside which a configuration stops a token.
+
+    None where nothing does.
+    """
+
+    band: Limit | None
+    """Outside it the correction drops the token."""
+    clip: Limit | None
+    """Outside it the clip acts, in one of the two directions of the advantage."""
+
+    @classmethod
+    def of(cls, config: RunConfig, lengths: Lengths) -> "Thresholds":
+        rule, objective = config.correction, config.objective
+        band = clip = None
+        if rule.mode in ("mask", "mask_weight"):
+            low, high = _log(rule.low), _log(rule.high)
+            band = Limit(low, high, lengths.of(rule.unit), rule.aggregate, rule.unit)
+        if objective.stops and objective.bounds():
+            first = objective.bounds()[0]
+            unit = objective.ratio_unit
+            ends = _log(first.low), _log(first.high)
+            clip = Limit(*ends, lengths.of(unit), objective.ratio_aggregate, unit)
+        return cls(band, clip)
+
+    @property
+    def limits(self) -> list[Limit]:
+        return [limit for limit in (self.band, self.clip) if limit is not None]
+
+    @property
+    def nearest(self) -> Limit | None:
+        """The limit with the end nearest to 0. None without a limit."""
+        limits = (each for each in self.limits if each.narrowest > 0)
+        return min(limits, key=lambda limit: limit.narrowest, default=None)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the largest unit of a limit."""
+        return max((limit.tokens for limit in self.limits), default=1)
+
+    def dropped(self, factors: Factors, rows: Column) -> Column:
+        """Return True for tokens whose log D is outside the band. `rows` `[U, n]` are indices."""
+        inside = numpy.zeros(rows.shape, dtype=bool)
+        return inside if self.band is None else self.band.outside(factors.log_d[rows])
+
+    def clipped(self, factors: Factors, rows: Column) -> Column:
+        """Return True for tokens whose log S is outside the clip. `rows` `[U, n]` are indices."""
+        inside = numpy.zeros(rows.shape, dtype=bool)
+        return inside if self.clip is None else self.clip.outside(factors.log_s[rows])
+
+    def stopped(self, factors: Factors, rows: Column) -> Column:
+        """Return True for tokens that the band or the clip stops. `rows` `[U, n]` are indices."""
+        return self.dropped(factors, rows) | self.clipped(factors, rows)
+
+
+def draw_sequences(factors: Factors, tokens: int) -> Column:
+    """Return indices `[U, tokens]` of sequences that are drawn from the sample, or `[N, 1]`.
+
+    The journal has single tokens. Where a threshold is on the ratio of several, sequences are
+    drawn: each has tokens of one step, with replacement. The tokens of a sequence are then
+    independent, which real ones are only in part. Equal samples give equal draws.
+    """
+    if tokens == 1:
+        return numpy.arange(len(factors))[:, None]
+    rng = numpy.random.default_rng(0)
+    order = numpy.argsort(factors.step, kind="stable")
+    _, starts, counts = numpy.unique(factors.step[order], return_index=True, return_counts=True)
+    number = min(4000, max(200, MAX_DRAWN // tokens))
+    chosen = rng.choice(len(counts), size=number, p=counts / counts.sum())
+    places = (rng.random((number, tokens)) * counts[chosen, None]).astype(int)
+    return order[starts[chosen, None] + places]
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def is_computable(config: RunConfig) -> bool:
+    """Return True if a route's log S follows from pi / mu and the lag of a token alone.
+
+    That is so for routes that mix the policies pi and mu. Exact routes need older weights, and
+    averages need their own. Where a batch has several minibatches, the journal's pi has the
+    batch's updates, so a mixture must be of the same pi or have none of it.
+    """
+    old = config.old_logps
+    needs = old.needs
+    if config.trainer.minibatches_per_batch > 1 and not needs.inline:
+        return old.weight_of_now(config) == 0
+    models = needs.averages or needs.resident_models or needs.own_process or needs.snapshots
+    return not old.partly_exact and not models
+
+
+def factors_of_route(config: RunConfig, true: Factors) -> Factors:
+    """Return the log D and log S that the route of `config` has for tokens with these true ones.
+
+    Only for a route with `is_computable`. Values are those before the first optimizer step on the
+    batch.
+    """
+    ratio = true.log_ratio
+    log_s = numpy.zeros(len(true))
+    for lag in numpy.unique(true.lag).astype(int).tolist():
+        schedule = replace(config.schedule, max_staleness=lag, lookahead_window=1)
+        oldest = replace(config, schedule=schedule)
+        if config.old_logps.weight_of_now(oldest) == 1:
+            continue  # the old policy is the current one, so log S is 0
+        of_lag = true.lag == lag
+        log_s[of_lag] = [
+            math.log(config.old_logps.s_of(math.exp(value), oldest))
+            for value in ratio[of_lag].clip(-20, 20).tolist()
+        ]
+    return replace(true, log_d=ratio - log_s, log_s=log_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The share of tokens about which two ways to compute the ratios decide differently."""
+
+    share: float
+    passed: float
+    """Share of tokens that the reference stops and the other passes."""
+    effective: int
+    """Number of independent decisions."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval of the share."""
+        return wilson(self.share, self.effective) if self.effective else (0.0, 1.0)
+
+
+def difference(reference: Column, other: Column, *, effective: int) -> Difference:
+    """Compare the tokens, bool of any shape, that the reference and the other stop."""
+    return Difference(
+        share=(reference != other).mean().item(),
+        passed=(reference & ~other).mean().item(),
+        effective=effective,
+    )
+
+
+def share_in_s(present: Factors) -> float | None:
+    """Return the slope of log S on log(pi / mu): the part of the ratio that a clip on S can see.
+
+    1 for `rollout`, 0 where S is always 1, and 1 - alpha for log-linear interpolation. None if
+    pi / mu is constant.
+    """
+    ratio = present.log_ratio
+    variance = ratio.var().item() if len(present) > 1 else 0.0
+    if not variance > 0:
+        return None
+    return ((ratio - ratio.mean()) * present.log_s).mean().item() / variance

@@ -1,0 +1,166 @@
+"""Rules about the thresholds: bands on D and clips on S that act at random, never, or elsewhere."""
+
+import math
+
+from unstale.analysis.advice.conclusion import Conclusion
+from unstale.analysis.advice.evidence import Evidence
+from unstale.analysis.advice.remedies import accepted, band_options, cheapest_exact, outwards
+from unstale.analysis.advice.samples import Limit, is_of_tokens
+from unstale.lint.finding import Fix
+from unstale.observe.words import amount, percent
+
+RANDOM = 0.01
+"""Share of tokens that a band may drop for numerical differences alone."""
+MANY = 0.2
+"""Share of tokens outside the clip from which the data is too stale for it."""
+NEVER_ACTS = 5.0
+"""A threshold never acts if it is this many times as wide as the 99.9th percentile."""
+FAR = 1.25
+"""Smallest ratio of the part of log(pi / mu) in S to 1, or of 1 to it, that is worth naming."""
+NOISE = 3.0
+"""Half-width of a band, as a multiple of the numerical noise, below which the noise decides."""
+FEW = 4000
+"""Number of tokens from which the 95% interval of a share that is 0 is below `SAME`."""
+
+
+def other_reach(evidence: Evidence) -> Conclusion | None:
+    """Compute at which pi / mu the clip of an inexact route acts, and the clip of equal reach."""
+    clip, part = evidence.limits.clip, evidence.get("s_part")
+    if clip is None or part is None or 1 / FAR < part < FAR:
+        return None
+    limit = f"{math.exp(clip.high):.3g}"
+    lag = amount(evidence.get("reach_lag"))
+    reach = evidence.get("reach")
+    if part <= 0.01 or reach is None:
+        return Conclusion(
+            name="other_reach",
+            text=f"The clip at {limit} cannot act on stale tokens: S is 1 for tokens of lag {lag}.",
+            reason=f"The route {evidence.route} puts all of pi / mu into D, where only the "
+            "correction of D limits it",
+            figures=("s_part", "reach_lag", "clip_share"),
+            options=cheapest_exact(evidence)[0],
+        )
+    narrow: Fix = {
+        "objective.clip_low": float(f"{1 - math.exp(part * clip.low):.3g}"),
+        "objective.clip_high": float(f"{math.exp(part * clip.high) - 1:.3g}"),
+    }
+    return Conclusion(
+        name="other_reach",
+        text=f"The clip at {limit} acts where pi / mu is {reach:.3g}, for tokens of lag {lag}.",
+        reason=f"The route {evidence.route} puts {percent(part)} of log(pi / mu) into S and the "
+        f"rest into D. The clip below acts at pi / mu = {limit}",
+        figures=("s_part", "reach", "reach_lag", "clip_share"),
+        options=accepted(evidence.config, narrow),
+    )
+
+
+def band_is_random(evidence: Evidence) -> Conclusion | None:
+    """Find a band on D that drops tokens for numerical differences alone."""
+    rule, dropped = evidence.config.correction, evidence.get("band_share")
+    if dropped is None and evidence.config.old_logps.exact and rule.unit != "token":
+        kept = evidence.get("kept_share")
+        dropped = None if kept is None or rule.mode not in ("mask", "mask_weight") else 1 - kept
+    band, noise = evidence.limits.band, evidence.get("audit_noise")
+    inside = is_of_tokens(band) and noise is not None and band.narrowest < NOISE * noise
+    if dropped is None or (dropped < RANDOM and not inside):
+        return None
+    of = "tokens" if rule.unit == "token" else f"tokens, by the {rule.aggregate} of a {rule.unit}"
+    options: Fix = {}
+    if rule.unit == "token":
+        far = 2 * (evidence.get("log_d_abs_p999") or 0.0)
+        wide = math.exp(max(far, NOISE * (noise or 0.0)))
+        low, high = min(rule.low, 1 / wide), max(rule.high, wide)
+        options = accepted(evidence.config, band_options(low, high))
+    return Conclusion(
+        name="band_is_random",
+        text=f"The band [{rule.low:g}, {rule.high:g}] on D drops {percent(dropped, 1)} of the "
+        f"{of}, for numerical differences alone.",
+        reason="The weights in D are the same for engine and trainer, so D has no part in "
+        "learning. A band this narrow drops tokens at random. "
+        + ("The one below is twice as wide as D's 99.9th percentile" if options else ""),
+        figures=("band_share", "kept_share", "log_d_abs_p99", "log_d_abs_p999", "audit_noise"),
+        options=options,
+    )
+
+
+def band_never_acts(evidence: Evidence) -> Conclusion | None:
+    band, far = evidence.limits.band, evidence.get("log_d_abs_p999")
+    if not is_of_tokens(band) or far is None or (evidence.get("sample_tokens") or 0) < FEW:
+        return None
+    if evidence.get("band_share") or band.narrowest < NEVER_ACTS * far or not far:
+        return None
+    rule = evidence.config.correction
+    wide = math.exp(2 * far)
+    return Conclusion(
+        name="band_never_acts",
+        text=f"The band [{rule.low:g}, {rule.high:g}] on D never acts.",
+        reason=f"D of 99.9% of the tokens is within {amount(100 * math.expm1(far))}% of 1. That is "
+        "no fault: the band is a guard against defects. The one below is twice as wide as D's "
+        "99.9th percentile, and would notice a defect sooner",
+        figures=("band_share", "log_d_abs_p999", "sample_tokens"),
+        options=accepted(evidence.config, band_options(1 / wide, wide)),
+    )
+
+
+def clip_is_tight(evidence: Evidence) -> Conclusion | None:
+    outside = evidence.get("clip_outside_share")
+    if outside is None or outside < MANY or not is_of_tokens(evidence.limits.clip):
+        return None  # clips on sequences stop many tokens by design
+    older = evidence.config.schedule.max_staleness // 2
+    return Conclusion(
+        name="clip_is_tight",
+        text=f"S of {percent(outside)} of the tokens is outside the clip.",
+        reason="A stopped token has no gradient. If there are many, data is lost and the rest "
+        "is biased. Less stale data, or a smaller learning rate, keeps S near 1",
+        figures=("clip_outside_share", "clip_share", "log_s_sd", "staleness_mean"),
+        options=accepted(evidence.config, {"schedule.max_staleness": older}) if older else {},
+    )
+
+
+def clip_never_acts(evidence: Evidence) -> Conclusion | None:
+    clip, far = evidence.limits.clip, evidence.get("log_s_abs_p999")
+    if not is_of_tokens(clip) or far is None or (evidence.get("sample_tokens") or 0) < FEW:
+        return None
+    if evidence.get("clip_outside_share") or clip.narrowest < NEVER_ACTS * far:
+        return None
+    return Conclusion(
+        name="clip_never_acts",
+        text="The clip on S never acts, so it does not limit the staleness.",
+        reason=f"abs(log S) of 99.9% of the tokens is below {amount(far)} nats, and the clip is "
+        f"at {amount(clip.narrowest)}. Staler data would still be within it",
+        figures=("clip_outside_share", "log_s_abs_p999", "staleness_mean", "sample_tokens"),
+    )
+
+
+def fitting_thresholds(evidence: Evidence) -> Conclusion | None:
+    """Return the ranges outside which a given share of the ratios is."""
+    band, clip = evidence.limits.band, evidence.limits.clip
+    names = (
+        "log_d_abs_p999" if band is None or band.tokens == 1 else "log_d_unit_abs_p99",
+        "log_s_abs_p99" if clip is None or clip.tokens == 1 else "log_s_unit_abs_p99",
+    )
+    of_d, of_s = (evidence.get(name) for name in names)
+    if not of_d:
+        return None
+    drops = "1%" if "unit" in names[0] else "0.1%"
+    text = f"A band on D of {_range(of_d)} would drop at most {drops} of the {_units(band)}"
+    if of_s:
+        text += f", and a clip on S of {_range(of_s)} would stop at most 1% of the {_units(clip)}"
+    return Conclusion(
+        name="fitting_thresholds",
+        text=f"{text}.",
+        reason="These are percentiles of the exact ratios. They show where a threshold begins to "
+        "act, not which one learns best. A band should be wider than D is without a defect; a clip "
+        "should be within the spread of S",
+        figures=(*names, "unit_tokens", "sample_tokens"),
+    )
+
+
+def _units(limit: Limit | None) -> str:
+    """Return the plural of a limit's unit."""
+    return "tokens" if limit is None or limit.tokens == 1 else f"{limit.unit}s"
+
+
+def _range(log_limit: float) -> str:
+    low, high = outwards(math.exp(-log_limit), math.exp(log_limit))
+    return f"[{low!r}, {high!r}]"

@@ -1,0 +1,1 @@
+"""Commands of the annex: each module has a function `add`, as `unstale.cli.verbs.command` makes."""

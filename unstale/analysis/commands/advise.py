@@ -1,0 +1,27 @@
+"""The command `advise`: compute from a run's figures which old-logit route is worth its cost."""
+
+import argparse
+
+from unstale.cli.recipe_options import print_json
+from unstale.cli.verbs import JSON, OPEN_RUN, command
+from unstale.durability.console import Console
+
+
+def _advise(chosen: argparse.Namespace) -> int:
+    from unstale.analysis.advice import ComparisonTable, as_json, conclude, gather_evidence, page
+
+    evidence = gather_evidence(chosen.run)
+    conclusions, comparisons = conclude(evidence), ComparisonTable.load()
+    if chosen.json:
+        print_json(as_json(evidence, conclusions, comparisons))
+    else:
+        Console().print(page(evidence, conclusions, comparisons), highlight=False)
+    return 0
+
+
+add = command(
+    "advise",
+    "show which old-logit route pays for a run, and which thresholds fit",
+    OPEN_RUN,
+    JSON,
+)(_advise)

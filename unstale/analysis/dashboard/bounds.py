@@ -1,0 +1,136 @@
+"""The bounds that a run's options set on D, S and D S, and what they mean for a token's gradient.
+
+A correction bounds D, an objective S, and `objective.ratio_cap` bounds D S. The page D against S
+draws the bounds as lines, and an episode's page lists them beside the numbers of a token.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from unstale.config import CorrectionConfig, ObjectiveConfig
+from unstale.config.objectives import Bounds, exp
+from unstale.durability.run_folder import Row
+
+NAMES = {"d": "D", "s": "S", "ds": "D S"}
+
+NO_GRADIENT = ("vetoed", "masked", "dropped", "skipped")
+"""Outcomes of tokens that are not in the loss."""
+
+
+def bounds(correction: CorrectionConfig, objective: ObjectiveConfig) -> list[Bounds]:
+    """Return the bounds of a correction and an objective."""
+    found = [*_of_correction(correction), *objective.bounds()]
+    if objective.ratio_cap:
+        cap = Bounds(
+            on="ds",
+            kind="cap",
+            high=objective.ratio_cap,
+            effect="has a smaller weight (ratio_cap)",
+            name="limit of D S",
+            about="objective.ratio_cap",
+        )
+        found.append(cap)
+    return [each for each in found if each.low > 0 or each.high < math.inf]
+
+
+def _of_correction(config: CorrectionConfig) -> Iterator[Bounds]:
+    if config.token_veto_threshold:
+        yield Bounds(
+            on="d",
+            kind="veto",
+            low=config.token_veto_threshold,
+            effect="drops its whole sequence",
+            name="veto of D",
+            about="a token below drops its whole sequence (correction.token_veto_threshold)",
+        )
+    control = config.mode
+    if control in ("mask", "mask_weight"):
+        weighted = "; between both limits D is the weight" if control == "mask_weight" else ""
+        kind, effect = "mask", f"is dropped ({control}){weighted}"
+    elif control in ("clamp", "truncate"):
+        kind, effect = "weight", f"is kept, with this limit as its weight ({control})"
+    else:
+        return
+    yield Bounds(
+        on="d",
+        kind=kind,
+        low=0.0 if control == "truncate" else config.low,
+        high=config.high,
+        effect=effect,
+        name="limits of D",
+        about=f"correction.low and high ({control})",
+        unit=config.unit,
+    )
+
+
+class TrainedToken(NamedTuple):
+    """The values of a trained token. None if one was not computed."""
+
+    log_d: float | None
+    log_s: float | None
+    weight: float | None
+    advantage: float | None
+    outcome: str
+
+
+def gradient(config: ObjectiveConfig, token: TrainedToken) -> tuple[float, str] | None:
+    """Return the factor of the gradient of a token's logp in the policy's loss, and its formula.
+
+    It is above 0 if the token is made more probable. None if the gradient of the objective is
+    not a weight times the advantage, or if it has ratios of several tokens.
+    """
+    if token.outcome in NO_GRADIENT:
+        return 0.0, f"the token is {token.outcome}"
+    if not config.is_token_weight or config.unit != "token":
+        return None
+    if config.stops and token.outcome.startswith("clipped"):
+        return 0.0, "the token is clipped, so the loss does not change with S"
+    log_d, log_s, weight, advantage, _ = token
+    if log_d is None or log_s is None or weight is None or advantage is None:
+        return None
+    if (of_s := config.weight(exp(log_s))) is None:
+        return None
+    names = ["weight", of_s[1], "advantage"]
+    found = weight * of_s[0] * advantage
+    if config.ratio_cap and (size := exp(log_d + log_s)) > config.ratio_cap:
+        found *= config.ratio_cap / size
+        names.append("limit of D S / (D S)")
+    if not math.isfinite(found):
+        return None
+    return found, f"{' times '.join(names)}, before the division of the loss"
+
+
+def explain(
+    correction: CorrectionConfig,
+    objective: ObjectiveConfig,
+    training: Mapping[str, Any],
+    *,
+    is_replaced: bool,
+) -> Row:
+    """Add the bounds and the gradients to the values of an episode's training.
+
+    `limits` has a row for each of the bounds, and `formulas` the explanations of gradients. The
+    `tokens` get `outside`, which is for each row True, False or None, `gradient`, and `formula`, a
+    place in `formulas`. Gradients are None if `is_replaced`: a technique replaces the ratio or the
+    loss of a token.
+    """
+    tokens = training["tokens"]
+    found = bounds(correction, objective)
+    formulas: dict[str, int] = {}
+    outside: list[list[bool | None]] = []
+    gradients: list[float | None] = []
+    places: list[int | None] = []
+    columns = [tokens[name] for name in TrainedToken._fields]
+    for token in map(TrainedToken._make, zip(*columns, strict=True)):
+        outside.append([each.excludes(token.log_d, token.log_s) for each in found])
+        value, formula = (None if is_replaced else gradient(objective, token)) or (None, None)
+        gradients.append(value)
+        places.append(None if formula is None else formulas.setdefault(formula, len(formulas)))
+    more = {"outside": outside, "gradient": gradients, "formula": places}
+    return {
+        **training,
+        "tokens": {**tokens, **more},
+        "limits": [each.row() for each in found],
+        "formulas": list(formulas),
+    }

@@ -1,0 +1,49 @@
+"""Copy an event of `events.jsonl` into the index: an activity, or another event as JSON."""
+
+import sqlite3
+
+from unstale.durability.run_folder import Row, dumps
+from unstale.observe.words import number
+
+MAX_EVENT = 100_000
+"""Characters of an event that are kept, as JSON. A line may have 4 MiB."""
+
+MAX_EVENT_TEXT = 4000
+"""Characters of a text in a longer event that are kept. Pages show at most 2,000 of them."""
+
+
+def add_event(writer: sqlite3.Connection, row: Row) -> None:
+    """Add an event to the index. A damaged activity is left out."""
+    kind = str(row.get("kind"))
+    if kind == "span":
+        start, end = number(row.get("start")), number(row.get("end"))
+        if start is not None and end is not None and 0 <= start <= end:
+            label = str(row.get("label") or "")[:200]
+            writer.execute(
+                'INSERT INTO spans (lane, start, "end", label) VALUES (?, ?, ?, ?)',
+                (str(row.get("lane"))[:40], start, end, label),
+            )
+        return
+    writer.execute(
+        "INSERT INTO events (time, kind, fields) VALUES (?, ?, ?)",
+        (number(row.get("time")), kind[:80], _event_json(row)),
+    )
+
+
+def _event_json(row: Row) -> str:
+    """Return an event as JSON of at most `MAX_EVENT` characters.
+
+    Of a longer event, texts are cut, and other fields are left out if that is not enough.
+    """
+    text = dumps(row)
+    if len(text) <= MAX_EVENT:
+        return text
+    short: Row = {}
+    left = MAX_EVENT - 2
+    for name, value in row.items():
+        kept = value[:MAX_EVENT_TEXT] if isinstance(value, str) else value
+        size = len(dumps({name: kept}))
+        if size <= left:
+            short[name] = kept
+            left -= size
+    return dumps(short)

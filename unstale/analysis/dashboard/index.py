@@ -1,0 +1,505 @@
+"""Copy a run's metrics, events and journal into its index, a bounded part at a time."""
+
+import os
+import sqlite3
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unstale.analysis.dashboard.ages import add_ages, add_ages_of, count_ages
+from unstale.analysis.dashboard.database import Database
+from unstale.analysis.dashboard.episode_rows import (
+    PIECES,
+    Piece,
+    add_outcome,
+    measure_pieces,
+    text_of,
+)
+from unstale.analysis.dashboard.events import MAX_EVENT_TEXT, add_event
+from unstale.analysis.dashboard.journals import open_journal, unreadable
+from unstale.analysis.dashboard.tail import Tail
+from unstale.analysis.dashboard.training import measure_group
+from unstale.durability.journal import JOURNAL, JournalError, JournalReader
+from unstale.durability.journal.conversations import Decode, load_decoder
+from unstale.durability.run_folder import EVENTS, METRICS, Row
+from unstale.observe.health import TrainingHealth
+from unstale.observe.run_rows import histogram
+from unstale.observe.words import number
+
+CHUNK_EPISODES = 400
+"""Episodes that are read from the journal in one transaction, whose length it bounds."""
+
+CHUNK_TOKENS = 400_000
+"""Tokens of these episodes. It bounds the memory; one episode may have more."""
+
+MAX_NAMES = 2000
+"""Names of metrics that are kept, because a damaged file may have any number."""
+
+STATE_EVENTS = ("started", "resumed", "stopped")
+"""Kinds of events that give the state of a run."""
+
+STATE_FIELDS = ("reason", "detail", "command")
+
+_UNSTORABLE = (OverflowError, UnicodeEncodeError, RecursionError)
+"""Errors of a number beyond 64 bits, of half a surrogate pair, and of very deep JSON."""
+
+ADD_WORDS = "INSERT INTO words (rowid, text) VALUES (?, ?)"
+
+
+class _Consumed(NamedTuple):
+    """A group that was trained on: its number, the step, and the version before the step."""
+
+    group: int
+    step: int
+    version: int
+
+
+_NOTHING = _Consumed(-1, -1, -1)
+
+
+class RunIndex:
+    """The index of one run, and how far it is.
+
+    `update_files` and `update_journal` are called by one thread. The other attributes may be read
+    by any.
+    """
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.folder = folder
+        self.database = Database(path)
+        self.num_rows = 0
+        """Rows of `metrics.jsonl` read so far."""
+        self.num_events = 0
+        self.last_step = 0
+        self.num_episodes = 0
+        """Episodes of the journal that are in the index."""
+        self.num_ended = 0
+        self.num_started = 0
+        """Episodes that the journal had when it was last read."""
+        self.is_complete = False
+        """True if all that the journal had when it was last read is in the index."""
+        self.problem = ""
+        """Why the journal could not be read, as a sentence."""
+        self.failure = ""
+        """Why the index is no longer updated, as a sentence."""
+        self.search_problem = ""
+        """Why texts cannot be searched, as a sentence."""
+        self.num_restarts = 0
+        """How many times the index of episodes was emptied, for a replaced or rewound journal."""
+        self.changes = 0
+        """A number that grows with every change of the index."""
+        self._metrics = Tail(folder / METRICS)
+        self._events = Tail(folder / EVENTS)
+        self.state_events: dict[str, tuple[int, Row]] = {}
+        """The last event of each kind of `STATE_EVENTS`: its place in the log, and its fields."""
+        self.health = TrainingHealth()
+        """The checks of the rows of `metrics.jsonl` read so far.
+
+        The events of checks also have those of steps that a resume has repeated.
+        """
+        self._names: dict[str, int] = {}
+        self._state: tuple[int, ...] = ()
+        self._inode = 0
+        self._last_episode = -1
+        self._last_consumed = _NOTHING
+        self._has_backlog = False
+        """True if episodes that have ended are not copied yet."""
+        self._siblings: tuple[int, dict[int, Row]] = (-1, {})
+        """The group whose training was read last, and the columns of its episodes."""
+        self._decode: Decode | None = None
+        self._counted: tuple[int, ...] = ()
+        """State of the journal when its episodes were counted last."""
+        self._wants_words = False
+        self._without_words = array("q")
+        """Episodes that have ended and whose text is not in the full-text index."""
+        self._skipped = array("q")
+        """Those of the transaction in progress."""
+
+    def close(self) -> None:
+        self.database.close()
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what could not be read."""
+        read = (self._metrics.problem, self._events.problem, self.problem, self.search_problem)
+        found = (self.failure, *read)
+        return [text for text in found if text]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the metrics read so far."""
+        return list(self._names)
+
+    @property
+    def coverage(self) -> str:
+        """Return how many of the episodes that have begun are in the index, as a clause."""
+        return f"{self.num_ended} of {self.num_started} episodes are in the index"
+
+    @property
+    def num_searchable(self) -> int:
+        """Return the number of episodes whose text can be searched."""
+        return self.num_ended - len(self._without_words)
+
+    @property
+    def lacks_words(self) -> bool:
+        """Return True if a search was asked for and texts are missing from the full-text index."""
+        return self._wants_words and len(self._without_words) > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if `update_journal` has nothing to do until the journal grows."""
+        return self.is_complete and not self.lacks_words and not self.database.wants_index
+
+    def look_again(self) -> None:
+        """Note that the journal has changed, if it has, since it was last read."""
+        if _state(self.folder) != self._state:
+            self.is_complete = False
+
+    def want_words(self) -> None:
+        """Ask for the full-text index. `update_journal` fills it, from now on with each episode.
+
+        Without a search nobody reads it, and it takes a quarter of the time of an episode.
+        """
+        self._wants_words = True
+
+    def update_files(self) -> bool:
+        """Read the next part of metrics and events. Return False if there was nothing new."""
+        return self._read_metrics() | self._read_events()
+
+    def _read_metrics(self) -> bool:
+        rows, is_new = self._metrics.read()
+        if is_new:
+            self.database.clear_metrics()
+            self._names, self.num_rows, self.last_step = {}, 0, 0
+            self.health = TrainingHealth()
+        self._add_each(self._metrics, rows, self._add_row)
+        for row in rows:
+            self.health.update(row)
+        self.num_rows += len(rows)
+        self.changes += bool(rows or is_new)
+        return bool(rows)
+
+    def _add_each(
+        self, tail: Tail, rows: Sequence[Row], add: Callable[[sqlite3.Connection, Row], None]
+    ) -> None:
+        """Add rows of a file. One that SQLite cannot store is left out, and `problem` says so."""
+        if not rows:
+            return
+        with self.database.write() as writer:
+            for row in rows:
+                try:
+                    add(writer, row)
+                except _UNSTORABLE:
+                    tail.problem = (
+                        f"{tail.path.name} has lines with numbers or texts that cannot be stored; "
+                        "they were left out"
+                    )
+
+    def _add_row(self, writer: sqlite3.Connection, row: Row) -> None:
+        found = number(row.get("step"))
+        if found is None:
+            return
+        step = int(found)
+        values = []
+        for name, value in row.items():
+            amount = number(value)
+            if amount is None or name == "step":
+                continue
+            if name not in self._names:
+                if len(self._names) >= MAX_NAMES:
+                    continue
+                writer.execute("INSERT INTO names VALUES (?, ?)", (len(self._names), name))
+                self._names[name] = len(self._names)
+            values.append((self._names[name], step, amount))
+        writer.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", values)
+        writer.executemany(
+            "INSERT OR REPLACE INTO lags VALUES (?, ?, ?)",
+            [(step, lag, tokens) for lag, tokens in histogram(row).items()],
+        )
+        self.last_step = max(self.last_step, step)
+
+    def _read_events(self) -> bool:
+        rows, is_new = self._events.read()
+        if is_new:
+            self.database.clear_events()
+            self.num_events, self.state_events = 0, {}
+        self._add_each(self._events, rows, add_event)
+        for place, row in enumerate(rows, self.num_events):
+            if (kind := str(row.get("kind"))) in STATE_EVENTS:
+                fields = {name: str(row.get(name) or "")[:MAX_EVENT_TEXT] for name in STATE_FIELDS}
+                self.state_events = {**self.state_events, kind: (place, fields)}
+        self.num_events += len(rows)
+        self.changes += bool(rows or is_new)
+        return bool(rows)
+
+    def update_journal(self) -> bool:
+        """Copy the next part of the journal. Return False if there was nothing left to copy.
+
+        A journal that cannot be read is no error here: `problem` has the reason, and the next call
+        tries again once the file has changed.
+        """
+        state = _state(self.folder)
+        if self.is_complete and state == self._state and not self.lacks_words:
+            return self.database.make_index()
+        before, had_backlog = self.changes, self._has_backlog
+        try:
+            self.problem = unreadable(self.folder)
+            if not self.problem:
+                if state[0] != self._inode:
+                    self._restart(state[0])
+                with open_journal(self.folder) as journal:
+                    self.is_complete = self._copy(journal)
+        except (JournalError, OSError, ValueError) as error:
+            self.problem = str(error)
+        if self.problem:
+            self.is_complete = True
+            self.changes += self._state != state
+        if self.is_complete:
+            self._state = state
+        if self.changes != before or had_backlog:
+            return True
+        return self.is_complete and self.database.make_index()
+
+    def count_episodes(self) -> None:
+        """Update `num_started` from the journal if it has changed, without copying episodes."""
+        state = _state(self.folder)
+        if state in (self._counted, self._state):
+            return
+        self._counted, self.is_complete = state, False
+        before = self.num_started, self.problem
+        try:
+            self.problem = unreadable(self.folder)
+            if not self.problem:
+                with open_journal(self.folder) as journal:
+                    rows = journal.rows("SELECT num_rows FROM counts WHERE name = 'episodes'")
+                self.num_started = sum(count for (count,) in rows)
+        except (JournalError, OSError, ValueError) as error:
+            self.problem = str(error)
+        self.changes += before != (self.num_started, self.problem)
+
+    def _restart(self, inode: int) -> None:
+        self.database.clear_episodes()
+        self.num_restarts += 1
+        self._without_words = array("q")
+        self._inode, self._last_episode, self._last_consumed = inode, -1, _NOTHING
+        self._has_backlog = False
+        self._siblings = (-1, {})
+        self.num_episodes = self.num_ended = 0
+        self.changes += 1
+        self.search_problem, self._decode = "", None
+        try:
+            self._decode = load_decoder(self.folder)
+        except (OSError, ValueError) as error:
+            self.search_problem = f"texts cannot be searched: {error}"
+
+    def _copy(self, journal: JournalReader) -> bool:
+        """Copy one part of the journal. Return True if it was the last."""
+        ((started,),) = journal.rows("SELECT count(*) FROM episodes")
+        if started < self.num_episodes or self._was_rewound(journal):
+            self._restart(self._inode)
+        self.num_started = started
+        new = journal.rows(
+            "SELECT e.episode, number, sibling, e.seed, env, split, task FROM episodes e "
+            "JOIN groups USING (number) WHERE e.episode > ? ORDER BY e.episode LIMIT ?",
+            self._last_episode,
+            0 if self._has_backlog else CHUNK_EPISODES,
+        )
+        self._skipped = array("q")
+        with self.database.write() as writer:
+            for row in new:
+                _add_episode(writer, *row)
+            open_ = writer.execute(
+                "SELECT episode FROM episodes WHERE outcome = 'open' ORDER BY episode"
+            ).fetchall()
+            copied, is_last = self._copy_ended(journal, writer, [episode for (episode,) in open_])
+            consumed = _copy_consumed(journal, writer, self._last_consumed.step)
+        self._without_words += self._skipped
+        texts = self._copy_words(journal) if is_last and self.lacks_words else 0
+        self._has_backlog = not is_last
+        self._last_episode = new[-1][0] if new else self._last_episode
+        self._last_consumed = consumed[-1] if consumed else self._last_consumed
+        self.num_episodes += len(new)
+        self.num_ended += copied
+        self.changes += bool(new or copied or consumed or texts)
+        return is_last and self.num_episodes >= started
+
+    def _was_rewound(self, journal: JournalReader) -> bool:
+        """Return True if a resume has deleted the group that was trained on last.
+
+        It may have been trained on again since. Then its version has another number, or it has the
+        same values as before.
+        """
+        last = self._last_consumed
+        rows = journal.rows("SELECT step, version FROM consumed WHERE number = ?", last.group)
+        return last is not _NOTHING and (last.step, last.version) not in rows
+
+    def _copy_ended(
+        self, journal: JournalReader, writer: sqlite3.Connection, open_: Sequence[int]
+    ) -> tuple[int, bool]:
+        """Copy episodes that have ended. Return their number, and True if none are left."""
+        copied = tokens = 0
+        is_last = True
+        ages: Counter[tuple[int, int]] = Counter()
+        for end in _ends(journal, open_):
+            tokens += self._copy_end(journal, writer, end, ages)
+            copied += 1
+            if tokens >= CHUNK_TOKENS or copied >= CHUNK_EPISODES:
+                is_last = False
+                break
+        add_ages(writer, ages)
+        return copied, is_last
+
+    def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
+        """Return the columns of an episode that was trained on. Its siblings' are kept for them."""
+        episode, step, group, version = end[0], *end[-3:]
+        if self._siblings[0] != group:
+            self._siblings = group, measure_group(journal, group, step)
+        lag = None if oldest is None else version - oldest
+        return {"lag_max": lag, **self._siblings[1].get(episode, {})}
+
+    def _copy_end(
+        self,
+        journal: JournalReader,
+        writer: sqlite3.Connection,
+        end: Sequence[Any],
+        ages: Counter[tuple[int, int]],
+    ) -> int:
+        """Copy one episode that has ended, and count its trained tokens in `ages`.
+
+        Return its number of tokens.
+        """
+        episode = end[0]
+        try:
+            with journal.wrap_errors(f"episode {episode}"):
+                pieces = journal.rows(PIECES, episode)
+                values = measure_pieces(pieces) | add_outcome(writer, end)
+                if values.get("step") is not None:
+                    values |= self._training(journal, end, values["version_min"])
+                    ages.update(count_ages([piece[2:4] for piece in pieces], end[-1]))
+                text = self._searched_text(episode, pieces)
+        except JournalError as error:
+            values, text = {"outcome": "damaged", "note": str(error)[:2000]}, ""
+        changes = ", ".join(f"{name} = ?" for name in values)
+        writer.execute(
+            f"UPDATE episodes SET {changes} WHERE episode = ?", (*values.values(), episode)
+        )
+        if text:
+            writer.execute(ADD_WORDS, (episode, text))
+        return int(values.get("tokens", 0))
+
+    def _searched_text(self, episode: int, pieces: Sequence[Piece]) -> str:
+        """Return the text of an episode, or note that it is missing if nobody searches."""
+        if self._decode is None:
+            return ""
+        if not self._wants_words:
+            self._skipped.append(episode)
+            return ""
+        return text_of(pieces, self._decode)
+
+    def _copy_words(self, journal: JournalReader) -> int:
+        """Add the next missing texts to the full-text index. Return their number.
+
+        An episode whose text cannot be read gets a note and no text.
+        """
+        copied = tokens = 0
+        with self.database.write() as writer:
+            for episode in reversed(self._without_words[-CHUNK_EPISODES:]):
+                copied += 1
+                try:
+                    with journal.wrap_errors(f"episode {episode}"):
+                        pieces = journal.rows(PIECES, episode)
+                        text = text_of(pieces, self._decode) if self._decode else ""
+                except JournalError as error:
+                    note = "UPDATE episodes SET note = ? WHERE episode = ?"
+                    writer.execute(note, (str(error)[:2000], episode))
+                    continue
+                writer.execute(ADD_WORDS, (episode, text))
+                tokens += sum(piece[2] for piece in pieces)
+                if tokens >= CHUNK_TOKENS:
+                    break
+        del self._without_words[-copied:]
+        return copied
+
+
+def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """Yield the outcomes of those episodes that have ended, by number."""
+    for start in range(0, len(open_), CHUNK_EPISODES):
+        part = open_[start : start + CHUNK_EPISODES]
+        marks = ", ".join("?" * len(part))
+        yield from journal.rows(
+            f"""SELECT e.episode, t.stop, t.rewards, t.facts, f.stage, f.error, r.reason,
+                c.step, number, c.version FROM episodes e
+            LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode)
+            LEFT JOIN restarts r USING (episode) LEFT JOIN consumed c USING (number)
+            WHERE e.episode IN ({marks}) AND
+                coalesce(t.episode, f.episode, r.episode) IS NOT NULL ORDER BY e.episode""",
+            *part,
+        )
+
+
+def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
+    """Add an episode that has begun. Attempts at one episode have its seed, branches another."""
+    episode, group, sibling, seed, env, split, task = row
+    first = writer.execute(
+        "SELECT seed FROM episodes WHERE group_number = ? AND sibling = ? ORDER BY episode LIMIT 1",
+        (group, sibling),
+    ).fetchone()
+    is_branch = first is not None and first[0] != seed
+    writer.execute(
+        "INSERT INTO episodes (episode, group_number, sibling, task, outcome, seed, is_branch) "
+        "VALUES (?, ?, ?, ?, 'open', ?, ?)",
+        (episode, group, sibling, f"{env}/{split}/{task}", seed, is_branch),
+    )
+
+
+def _copy_consumed(
+    journal: JournalReader, writer: sqlite3.Connection, after: int
+) -> list[_Consumed]:
+    """Mark the episodes of groups that were trained on after a step. Return these groups."""
+    rows = journal.rows(
+        "SELECT number, step, version FROM consumed WHERE step > ? ORDER BY step", after
+    )
+    for group, step, version in rows:
+        waiting = writer.execute(
+            "SELECT episode FROM episodes WHERE group_number = ? AND outcome = 'waiting'", (group,)
+        ).fetchall()
+        changed = writer.execute(
+            "UPDATE episodes SET outcome = 'trained', step = ?, lag_max = ? - version_min "
+            "WHERE group_number = ? AND outcome = 'waiting'",
+            (step, version, group),
+        )
+        if changed.rowcount:
+            add_ages_of(journal, writer, [episode for (episode,) in waiting], version)
+            _add_training(journal, writer, group, step)
+    return [_Consumed(*row) for row in rows]
+
+
+def _add_training(
+    journal: JournalReader, writer: sqlite3.Connection, group: int, step: int
+) -> None:
+    """Add the columns of the episodes of a group that was trained on."""
+    try:
+        found = measure_group(journal, group, step)
+    except JournalError as error:
+        note = "UPDATE episodes SET note = ? WHERE group_number = ?"
+        writer.execute(note, (str(error)[:2000], group))
+        return
+    for episode, values in found.items():
+        changes = ", ".join(f"{name} = ?" for name in values)
+        writer.execute(
+            f"UPDATE episodes SET {changes} WHERE episode = ?", (*values.values(), episode)
+        )
+
+
+def _state(folder: Path) -> tuple[int, ...]:
+    """Return numbers that change when the journal does: inode, sizes and times of its files."""
+    state: list[int] = []
+    for name in (JOURNAL, f"{JOURNAL}-wal"):
+        try:
+            status = os.lstat(folder / name)
+            state += [status.st_ino, status.st_size, status.st_mtime_ns]
+        except OSError:
+            state += [0, 0, 0]
+    return tuple(state)

@@ -1,0 +1,201 @@
+"""Keep the indexes of runs up to date, in one thread."""
+
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from unstale.analysis.dashboard.folders import RunFolders, UnknownRun
+from unstale.analysis.dashboard.index import RunIndex
+
+POLL_S = 1.0
+"""Seconds between two looks at the run folders."""
+
+SEARCH_S = 5.0
+"""Seconds between two searches for new runs."""
+
+JOURNAL_S = 5.0
+"""Seconds between two looks at a journal of which all was read, as between two updates of pages."""
+
+WATCHED_S = 60.0
+"""Seconds after the last request for a run's episodes in which its journal is followed."""
+
+SLICE_S = 0.5
+"""Seconds for which one run is read before the next one has its turn."""
+
+FAILURES = (
+    sqlite3.Error,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""Errors that damaged or unexpected content of a run folder can cause."""
+
+
+class Indexer:
+    """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
+
+    Metrics and events of every run are followed. A journal is followed while somebody looks at
+    the episodes, and of a run that is only shown the episodes are counted. Use it as a context
+    manager.
+    """
+
+    def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folders = folders
+        self.problem = ""
+        """Why a run is not shown, as a sentence."""
+        self._clock = clock
+        self._indexes: dict[str, RunIndex] = {}
+        self._asked: dict[str, float] = {}
+        """When the episodes of a run were asked for last."""
+        self._shown: dict[str, float] = {}
+        """When a run was asked for last."""
+        self._read_at: dict[str, float] = {}
+        """When the journal of a run was read last."""
+        self._searched = -SEARCH_S
+        self._made = 0
+        """Indexes made so far, of which each has a file of its own."""
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="unstale-dashboard-")
+        self._thread = threading.Thread(target=self._work, name="unstale-dashboard-index")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        for index in self._indexes.values():
+            index.close()
+        self._folder.cleanup()
+
+    def get(self, name: str, *, journal: bool = True, count: bool = False) -> RunIndex:
+        """Return the index of a run, which may still be empty. Raises `UnknownRun`.
+
+        With `journal`, its episodes are followed from now on. With `count`, they are counted.
+        """
+        path = self.folders.path(name)
+        with self._lock:
+            index = self._indexes.get(name)
+            if index is None:
+                index = RunIndex(path, Path(self._folder.name) / f"{self._made}.sqlite")
+                self._indexes[name] = index
+                self._made += 1
+        now = self._clock()
+        if journal:
+            if now - self._asked.get(name, -WATCHED_S) >= WATCHED_S:
+                index.look_again()
+                self._read_at.pop(name, None)
+                self._wake.set()
+            self._asked[name] = now
+        if count:
+            self._shown[name] = now
+        return index
+
+    def want_words(self, index: RunIndex) -> None:
+        """Ask for the full-text index of a run."""
+        index.want_words()
+        if index.lacks_words:
+            self._wake.set()
+
+    def known(self) -> dict[str, RunIndex]:
+        """Return the indexes of all runs that were found so far, by name."""
+        with self._lock:
+            return dict(self._indexes)
+
+    def _work(self) -> None:
+        while not self._stopped:
+            self._wake.clear()
+            if not self._update():
+                self._wake.wait(POLL_S)
+
+    def _update(self) -> bool:
+        """Give every run its turn. Return True if there is more to read."""
+        now = self._clock()
+        if now - self._searched >= SEARCH_S:
+            self._searched, names = now, self.folders.names()
+            problems = [self.folders.problem]
+            for name in sorted({*names, *self.known()}):
+                try:
+                    self.get(name, journal=False)
+                except UnknownRun:
+                    self._forget(name)
+                except (sqlite3.Error, OSError) as error:
+                    problems.append(f"{name} cannot be read: {error}")
+            self.problem = "; ".join(filter(None, problems))
+        more = False
+        for name, index in self.known().items():
+            if self._stopped:
+                return False
+            more |= self._for_a_while(index, index.update_files)
+            more |= self._read_journal(name, index)
+            index.database.close_writer()  # many runs may have more rows than descriptors
+        return more
+
+    def _is_looked_at(self, name: str) -> bool:
+        """Return True if a run or its episodes were asked for lately."""
+        last = max(self._asked.get(name, -WATCHED_S), self._shown.get(name, -WATCHED_S))
+        return self._clock() - last < WATCHED_S
+
+    def _read_journal(self, name: str, index: RunIndex) -> bool:
+        """Follow or count the episodes of a run, if somebody looks. Return True if more are left.
+
+        A journal of which all was read is not opened again before `JOURNAL_S`: it takes some
+        milliseconds, however little is new.
+        """
+        now = self._clock()
+        if not self._is_looked_at(name):
+            return False
+        is_followed = now - self._asked.get(name, -WATCHED_S) < WATCHED_S
+        is_due = now - self._read_at.get(name, -JOURNAL_S) >= JOURNAL_S
+        if not is_due and (index.is_idle or not is_followed):
+            return False
+        self._read_at[name] = now
+        if is_followed:
+            return self._for_a_while(index, index.update_journal)
+
+        def count() -> bool:
+            index.count_episodes()
+            return False
+
+        return self._for_a_while(index, count)
+
+    def _forget(self, name: str) -> None:
+        """Close the index of a run whose folder was removed, if there is one."""
+        with self._lock:
+            index = self._indexes.pop(name, None)
+        if index is not None:
+            index.close()
+            index.database.path.unlink(missing_ok=True)
+
+    def _for_a_while(self, index: RunIndex, update: Callable[[], bool]) -> bool:
+        """Repeat an update until there is nothing new or time is over. Return True if it is.
+
+        An index that cannot be written, for example on a full disk, is left as it is and says so.
+        So is one that fails for any other reason: the other runs must still be read.
+        """
+        end = self._clock() + SLICE_S
+        while not self._stopped and not index.failure:
+            try:
+                if not update():
+                    return False
+            except FAILURES as error:
+                text = str(error) if isinstance(error, sqlite3.Error) else repr(error)
+                index.failure = f"the index {index.database.path} failed: {text}; start again"
+                index.changes += 1
+                return False
+            if self._clock() >= end:
+                return True
+        return False

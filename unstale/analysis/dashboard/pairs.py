@@ -1,0 +1,86 @@
+"""Compare two runs on the groups that both began with the same task."""
+
+import math
+from collections.abc import Sequence
+
+from unstale.analysis.dashboard.database import Database
+from unstale.durability.run_folder import Row
+from unstale.observe.statistics import has_spread, student_t975
+
+MAX_GROUPS = 50_000
+"""Newest groups of a run that are compared."""
+
+FIGURES = ("success", "reward", "sampled_tokens", "turns")
+
+
+def pairs(a: Database, b: Database) -> Row:
+    """Return the mean difference B - A over the groups with equal number and equal task.
+
+    `figures` has for each figure the means of A and B, the difference, and `interval`, its 95%
+    interval over groups by Student's t, or None for a single group and for equal differences.
+    `late` has the same for the last quarter of the common groups, where the runs have trained
+    longest. `groups` is the number of common groups, `only` the number that had different tasks or
+    that one run did not finish.
+    """
+    left, right = _groups(a), _groups(b)
+    common = sorted(left.keys() & right.keys())
+    late = common[3 * len(common) // 4 :]
+    return {
+        "groups": len(common),
+        "only": len(left.keys() | right.keys()) - len(common),
+        "figures": _compare(left, right, common),
+        "late_groups": len(late),
+        "late": _compare(left, right, late),
+    }
+
+
+def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
+    """Return the means of a run's finished groups by number and task.
+
+    A group is finished if none of its episodes that have begun is open. Branches of an episode,
+    which have its reward, are left out.
+    """
+    means = ", ".join(f"avg({name})" for name in FIGURES)
+    rows = database.rows(
+        f"""SELECT group_number, task, {means} FROM episodes
+        WHERE is_branch = 0 AND outcome IN ('trained', 'waiting') AND group_number > (
+            SELECT coalesce(max(group_number), 0) - ? FROM episodes)
+        AND group_number NOT IN (SELECT group_number FROM episodes WHERE outcome = 'open')
+        GROUP BY group_number, task""",
+        (MAX_GROUPS,),
+    )
+    return {(number, task): tuple(values) for number, task, *values in rows}
+
+
+def _compare(
+    left: dict[tuple[int, str], tuple[float | None, ...]],
+    right: dict[tuple[int, str], tuple[float | None, ...]],
+    common: Sequence[tuple[int, str]],
+) -> list[Row]:
+    found = []
+    for column, name in enumerate(FIGURES):
+        known = [
+            (one, other)
+            for key in common
+            if (one := left[key][column]) is not None and (other := right[key][column]) is not None
+        ]
+        if not known:
+            continue
+        differences = [other - one for one, other in known]
+        count = len(known)
+        mean = sum(differences) / count
+        spread = sum((each - mean) ** 2 for each in differences)
+        half = None
+        if has_spread(differences):
+            half = student_t975(count - 1) * math.sqrt(spread / (count - 1) / count)
+        found.append(
+            {
+                "name": name,
+                "a": sum(one for one, _ in known) / count,
+                "b": sum(other for _, other in known) / count,
+                "difference": mean,
+                "interval": None if half is None else [mean - half, mean + half],
+                "groups": count,
+            }
+        )
+    return found

@@ -1,0 +1,74 @@
+"""Read the lines that were added to a JSON-lines file since the last time."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstale.analysis.dashboard.folders import is_own_file
+from unstale.durability.run_folder import Row
+
+MAX_READ_BYTES = 4 << 20
+"""Bytes read at a time, which bounds the memory. A longer line is skipped and reported."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """A position in a JSON-lines file, from which `read` continues.
+
+    A resume replaces the file, so its first lines may repeat. `read` then begins again.
+    """
+
+    path: Path
+    inode: int = 0
+    offset: int = 0
+    problem: str = ""
+    """What could not be read, as a sentence. Empty if all could."""
+
+    def read(self) -> tuple[list[Row], bool]:
+        """Return the next rows, and True if they are the first of a new file.
+
+        An incomplete last line is left for the next time. A file that cannot be opened is named in
+        `problem`.
+        """
+        try:
+            return self._read()
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror or error}"
+            return [], False
+
+    def _read(self) -> tuple[list[Row], bool]:
+        if not is_own_file(self.path):
+            gone = self.offset > 0
+            self.inode = self.offset = 0
+            if self.path.is_symlink():
+                self.problem = f"{self.path.name} is a link, and links are not followed"
+            return [], gone
+        status = os.lstat(self.path)
+        if status.st_ino == self.inode and status.st_size == self.offset:
+            return [], False
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            is_new = status.st_ino != self.inode or status.st_size < self.offset
+            if is_new:
+                self.inode, self.offset, self.problem = status.st_ino, 0, ""
+            file.seek(self.offset)
+            data = file.read(MAX_READ_BYTES)
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == MAX_READ_BYTES:
+            self.problem = f"{self.path.name} has a line of more than {MAX_READ_BYTES >> 20} MiB"
+            end = len(data)
+        self.offset += end
+        return [row for line in data[:end].splitlines() if (row := self._parse(line))], is_new
+
+    def _parse(self, line: bytes) -> Row | None:
+        if not line.strip():
+            return None
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            return row
+        self.problem = f"{self.path.name} has lines that are not JSON objects; they were left out"
+        return None

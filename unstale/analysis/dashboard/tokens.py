@@ -1,0 +1,290 @@
+"""Read one episode or one group of a journal, token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from unstale.analysis.dashboard import limits
+from unstale.analysis.dashboard.database import COLUMNS
+from unstale.analysis.dashboard.index import RunIndex
+from unstale.analysis.dashboard.journals import open_journal
+from unstale.analysis.dashboard.table import BadQuestion, as_row
+from unstale.analysis.dashboard.training import cut, of_episode
+from unstale.durability.journal import JournalError, JournalReader
+from unstale.durability.journal.conversations import Decode, load_decoder
+from unstale.durability.run_folder import Row
+from unstale.records import Piece, Sampled, walk
+
+MAX_TOKENS = 8000
+"""Tokens of an episode in one answer. Longer ones are read in parts."""
+
+MAX_SIBLING_TOKENS = 3000
+MAX_SIBLINGS = 32
+
+WINDOW_BEFORE = 100
+"""Tokens before a difference that are shown with it."""
+
+WINDOW_TOKENS = 500
+"""Tokens that are shown around a difference after the first `MAX_SIBLING_TOKENS`."""
+
+FINISHED = ("trained", "waiting")
+"""Outcomes of an episode that came to its end."""
+
+MARK = "<|im_start|>"
+"""Text of the token that begins a message in the ChatML format."""
+
+JOINED = 8
+"""Tokens that are decoded together at most, because a character may have several."""
+
+
+class UnknownEpisode(LookupError):
+    """Error: the run has no such episode or group."""
+
+
+class NotYet(RuntimeError):
+    """Error: the index is being filled and does not have the episode yet."""
+
+
+def episode(
+    index: RunIndex,
+    number: int,
+    start: int = 0,
+    limit: int = MAX_TOKENS,
+    step: int | None = None,
+) -> Row:
+    """Return an episode: its row of the table, and `limit` tokens from the token `start` on.
+
+    Trained tokens have the values of `step`, or of the first step that trained on them, with the
+    limits of the run (`limits.of_training`), and lags are those of this training.
+
+    Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
+    """
+    if start < 0 or not 1 <= limit <= MAX_TOKENS:
+        raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
+    row = _row(index, number)
+    with open_journal(index.folder) as journal:
+        recorded = _read(journal, row, step)
+    if recorded.training:
+        recorded = replace(recorded, training=limits.of_training(index.folder, recorded.training))
+    return row | recorded.shown(_decoder(index), start=start, limit=limit)
+
+
+def group(index: RunIndex, number: int) -> Row:
+    """Return the episodes of a group, and where each departs from one of them.
+
+    All are compared with the first one that finished (`compared_with`), or with the first one that
+    has tokens if none did. `first_difference` of an episode is the first token that differs, or the
+    number of its tokens if the other one continues. It is None if they are equal, or if the episode
+    has no tokens. `common_tokens` is the number of tokens at the beginning that all share.
+
+    An episode has its first tokens, and as `window` those around a difference that lies after them.
+    The window of the episode that the others are compared with is around the first of these.
+    """
+    rows = index.database.rows(
+        "SELECT episode FROM episodes WHERE group_number = ? ORDER BY sibling, episode LIMIT ?",
+        (number, MAX_SIBLINGS),
+    )
+    if not rows:
+        raise _missing(index, f"group {number}")
+    ((total,),) = index.database.rows(
+        "SELECT count(*) FROM episodes WHERE group_number = ?", (number,)
+    )
+    members = [_row(index, episode) for (episode,) in rows]
+    with open_journal(index.folder) as journal:
+        found = [_read_or_note(journal, member) for member in members]
+    streams = [[] if each is None else each.ids for each in found]
+    reference = _reference(members, streams)
+    decode = _decoder(index)
+    differences = [
+        None if reference is None else _difference(streams[reference], stream) for stream in streams
+    ]
+    late = [each for each in differences if each is not None and each >= MAX_SIBLING_TOKENS]
+    for position, recorded in enumerate(found):
+        if recorded is None:
+            continue
+        differs = differences[position]
+        around = min(late, default=None) if position == reference else differs
+        members[position] |= recorded.shown(decode, start=0, limit=MAX_SIBLING_TOKENS)
+        members[position]["first_difference"] = differs
+        members[position]["window"] = _window(recorded, decode, around)
+    return {
+        "group_number": number,
+        "task": members[0].get("task"),
+        "num_episodes": total,
+        "compared_with": None if reference is None else members[reference]["episode"],
+        "common_tokens": common_prefix([stream for stream in streams if stream]),
+        "members": members,
+    }
+
+
+def _read_or_note(journal: JournalReader, member: Row) -> "_Recorded | None":
+    """Return an episode. If it is damaged, note the problem in its row and return None."""
+    try:
+        return _read(journal, member)
+    except JournalError as error:
+        member["problem"] = str(error)
+        return None
+
+
+def _reference(members: Sequence[Row], streams: Sequence[Sequence[int]]) -> int | None:
+    """Return the position of the episode that the others are compared with. None without tokens."""
+    with_tokens = [position for position, stream in enumerate(streams) if stream]
+    finished = [each for each in with_tokens if members[each]["outcome"] in FINISHED]
+    return next(iter([*finished, *with_tokens]), None)
+
+
+def _difference(reference: Sequence[int], stream: Sequence[int]) -> int | None:
+    """Return the first place in which two streams differ, or where one of them ends.
+
+    None if they are equal or `stream` has no tokens.
+    """
+    return None if not stream or stream == reference else common_prefix([reference, stream])
+
+
+def _window(recorded: "_Recorded", decode: Decode | None, around: int | None) -> Row | None:
+    """Return the tokens around a place, if the first tokens of the answer do not have it."""
+    if around is None or around < MAX_SIBLING_TOKENS:
+        return None
+    start = max(MAX_SIBLING_TOKENS, min(around, recorded.num_tokens) - WINDOW_BEFORE)
+    part = recorded.shown(decode, start=start, limit=WINDOW_TOKENS)
+    return {name: part[name] for name in ("start", "end", "pieces")} if part["pieces"] else None
+
+
+def common_prefix(streams: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens at the beginning that all streams share.
+
+    >>> common_prefix([[1, 2, 3], [1, 2, 4], [1, 2]])
+    2
+    """
+    pairs = zip(*streams, strict=False)
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, pairs))
+
+
+def _decoder(index: RunIndex) -> Decode | None:
+    try:
+        return load_decoder(index.folder)
+    except (OSError, ValueError):
+        return None
+
+
+def _row(index: RunIndex, number: int) -> Row:
+    names = [column.name for column in COLUMNS]
+    rows = index.database.rows(
+        f"SELECT {', '.join(names)}, is_branch, note FROM episodes WHERE episode = ?", (number,)
+    )
+    if not rows:
+        raise _missing(index, f"episode {number}")
+    figures = index.database.rows(
+        "SELECT name, value FROM figures WHERE episode = ? ORDER BY name", (number,)
+    )
+    return as_row(rows[0], names) | {"figures": dict(figures)}
+
+
+def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:
+    if index.is_complete:
+        return UnknownEpisode(f"the run has no {what}")
+    return NotYet(f"{what} is not read yet: {index.coverage}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What the journal has of an episode."""
+
+    pieces: Sequence[Piece]
+    trained_version: int | None
+    """Version of the weights that were first trained on it, also if no values were kept."""
+    training: Row
+    """The values of its sampled tokens in a step (`training.of_episode`)."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.tokens) for piece in self.pieces)
+
+    def shown(self, decode: Decode | None, *, start: int, limit: int) -> Row:
+        """Return `limit` tokens from the token `start` on, with the values of training."""
+        training = self.training
+        version = training["version"] if training else self.trained_version
+        shown: list[Row] = []
+        sampled = 0
+        for at, piece, turn in walk(self.pieces):
+            first, last = max(0, start - at), start + limit - at
+            ids = piece.tokens[first:last] if last > 0 else ()
+            before = sampled + first
+            sampled += len(piece.tokens) if isinstance(piece, Sampled) else 0
+            if not ids:
+                continue
+            about: dict[str, Any] = {
+                "start": at + first,
+                "provenance": piece.provenance.name.lower(),
+                "turn": turn,
+                "ids": list(ids),
+                "texts": [] if decode is None else texts(ids, decode),
+            }
+            if isinstance(piece, Sampled):
+                about["version"] = piece.version
+                about["lag"] = None if version is None else version - piece.version
+                about["behavior_logp"] = list(piece.behavior_logp[first:last])
+                if training:
+                    about["trained"] = cut(training["tokens"], before, before + len(ids))
+            shown.append(about)
+        return {
+            "num_tokens": self.num_tokens,
+            "start": start,
+            "end": min(self.num_tokens, start + limit),
+            "trained_version": version,
+            "training": {name: each for name, each in training.items() if name != "tokens"} or None,
+            "has_texts": decode is not None,
+            "pieces": shown,
+        }
+
+
+def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorded:
+    """Read an episode, with the values of `step` or of the first step. Raises `JournalError`."""
+    group, episode = int(row["group_number"]), int(row["episode"])
+    trained = journal.rows("SELECT version FROM consumed WHERE number = ?", group)
+    return _Recorded(
+        pieces=journal.pieces(episode),
+        trained_version=trained[0][0] if trained else None,
+        training=of_episode(journal, group, episode, step),
+    )
+
+
+def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each token, so that they join to the text of all.
+
+    A character that has several tokens is given to the first of them, and the others are empty.
+    """
+    parts: list[str] = []
+    at = 0
+    while at < len(tokens):
+        count = 1
+        text = decode(tokens[at : at + 1])
+        while "\ufffd" in text and count < JOINED and at + count < len(tokens):
+            longer = decode(tokens[at : at + count + 1])
+            count += 1
+            if "\ufffd" not in longer:
+                text = longer
+                break
+        else:
+            if "\ufffd" in text:
+                count = 1
+        parts += [text, *[""] * (count - 1)]
+        at += count
+    if "".join(parts) == decode(tokens):
+        return parts
+    return _texts_in_context(tokens, decode)
+
+
+def _texts_in_context(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each token for a tokenizer that decodes a token by its neighbours."""
+    parts = []
+    for at in range(len(tokens)):
+        begin = max(0, at - JOINED)
+        before, now = decode(tokens[begin:at]), decode(tokens[begin : at + 1])
+        parts.append(now[len(before) :] if now.startswith(before) else "")
+    return parts

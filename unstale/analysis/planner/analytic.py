@@ -1,0 +1,490 @@
+"""Time and memory of a configuration, computed from a model's sizes and a device's data sheet.
+
+Two things are assumed. Work on several devices divides evenly: a sharded trainer, engines with
+tensor parallelism, and deltas (differences between versions) that each rank encodes for its shard.
+A sharded trainer computes a layer while it gathers the next one, so that a pass takes the longer of
+the two times.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unstale.analysis.planner.hardware import Device, Shares
+from unstale.analysis.planner.models import Model
+from unstale.analysis.planner.route_costs import RouteCost
+from unstale.analysis.planner.workload import EpisodeStats
+from unstale.weights import delta_sizes
+from unstale.weights.delta_sizes import WORD
+
+STATE_BYTES = 16
+"""Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
+CHECKPOINT_BYTES = 14
+"""Bytes of main memory per trained parameter while a checkpoint is written, for the copy that it is
+written from: float32 weight 4, two moments 8, bfloat16 weight 2.
+"""
+_GATHERED_LAYERS = 2
+"""Number of layers whose whole weights a device of a sharded trainer has: the present and the next
+one.
+"""
+_REDUCED_BYTES = 4
+"""Bytes per parameter that a backward pass of a sharded trainer sums over devices: float32
+gradients.
+"""
+_STEPPED_BYTES = 30
+"""Bytes that AdamW reads and writes per parameter and step. It reads the float32 weight, the
+gradient and two moments (16), and writes the float32 weight, both moments and the bfloat16 weight
+(14).
+"""
+REDUCE_S = 8e-6
+"""Seconds of a small all-reduce within a node. Assumed, because NCCL over NVLink takes 5 to 10
+us.
+"""
+TRANSFER_S = 0.034 / 40_387_200
+"""Processor seconds per byte of weights copied to another process through main memory. Measured:
+with the route `old_logit_model`, 40 MB took 3.4% of a step of 1.00 s
+(benchmarks/results/routes-planner.md).
+"""
+PASS_TOKENS = 4096
+"""Number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A longer
+episode is a microbatch alone.
+"""
+
+MIN_EPISODES = 8
+"""Number of episodes of mean length for which an engine must have memory. Tensor parallelism is
+increased until it has.
+"""
+ENGINE_SIZES = (1, 2, 4, 8)
+"""Numbers of devices that a single engine may use (tensor parallelism)."""
+CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
+"""Numbers of trainer ranks that may divide the tokens of a pass: the values of `cluster.context`.
+"""
+_SPLITS = 16
+"""The numbers of training devices that are tried are multiples of the number of devices divided by
+this.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """A model, the device on which it is trained, and the mean sizes of its episodes."""
+
+    model: Model
+    device: Device
+    shares: Shares
+    lr: float
+    episodes: EpisodeStats
+    rounding: str = "stochastic"
+    """The option `trainer.rounding`, on which the size of deltas depends. It is that of `llm`."""
+    gradient_checkpointing: bool = False
+    context: int = 1
+    """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
+
+    @property
+    def delta_rate(self) -> float:
+        """The learning rate for the formulas of `deltas`."""
+        return delta_sizes.delta_rate(self.lr, self.rounding)
+
+    @property
+    def flops(self) -> float:
+        """Operations per second that a device reaches in training, scoring and prefill."""
+        return self.device.flops * self.shares.matmul
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a device reaches when it reads or writes its memory."""
+        return self.device.bandwidth * self.shares.bandwidth
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device's memory that may be used."""
+        return self.device.memory * self.shares.memory
+
+    def trainer_bytes(self, devices: int, route: RouteCost) -> float:
+        """Return the bytes of memory that the trainer needs on each of its devices.
+
+        The optimizer's state, the float32 weights and the models of the old-logit route are
+        sharded. The activations of a microbatch are divided by `context`.
+        """
+        sharded = self.sharded_bytes(route)
+        return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
+
+    def sharded_bytes(self, route: RouteCost) -> float:
+        """Return the bytes that are divided among the trainer's devices, on all of them."""
+        return STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
+
+    def computed_bytes(self, devices: int) -> float:
+        """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
+
+        A single device has a copy of the model. With several devices, each has the embedding, the
+        head and two layers at a time (FSDP2, resharded after each layer).
+        """
+        if not self.is_sharded(devices):
+            return self.model.copy_bytes
+        return self.model.gathered_bytes(_GATHERED_LAYERS)
+
+    def scorer_bytes(self, devices: int) -> float:
+        """Return the bytes of memory that each of `devices` devices needs which only score.
+
+        They divide the bfloat16 weights and gather layers as training devices do. They do not
+        divide a pass, of which they have one layer's activations at a time.
+        """
+        gathered = self.model.gathered_bytes(_GATHERED_LAYERS) if self.is_sharded(devices) else 0
+        activations = self.pass_tokens * self.model.layer_bytes
+        return self.model.copy_bytes / devices + gathered + activations
+
+    def checkpoint_bytes(self, devices: int) -> float:
+        """Return the bytes of main memory for the copy of a checkpoint, for each training device.
+
+        A trainer on one device makes no copy.
+        """
+        copied = CHECKPOINT_BYTES * self.model.parameters / devices
+        return copied if self.is_sharded(devices) else 0.0
+
+    def is_sharded(self, devices: int) -> bool:
+        """Return True if the trainer is sharded.
+
+        Processor cores are not, since they share memory.
+        """
+        return devices > 1 and not self.device.is_core
+
+    def ring_bandwidth(self, devices: int) -> float:
+        """Return the bytes per second that each of `devices` devices receives in a collective.
+
+        Within a node this is the bandwidth of a link. Rings through several nodes use the network
+        ports of all devices of a node, and each node receives the bytes once.
+        """
+        link = self.device.link
+        if devices > self.device.node:
+            link = min(link, self.device.node * self.device.network)
+        return link * self.shares.link
+
+    @property
+    def pass_tokens(self) -> int:
+        """The number of tokens in the largest microbatch, which decides the memory.
+
+        `context` devices share it.
+        """
+        return max(PASS_TOKENS, math.ceil(self.episodes.longest))
+
+    @property
+    def mean_pass_tokens(self) -> float:
+        """The mean number of tokens in a microbatch, which decides how many there are."""
+        return max(PASS_TOKENS, self.episodes.tokens)
+
+    def fits(self, devices: int, route: RouteCost) -> bool:
+        return self.trainer_bytes(devices, route) <= self.memory
+
+    @property
+    def activation_bytes(self) -> float:
+        """The bytes of the activations of one microbatch on each of its `context` devices.
+
+        With gradient checkpointing, one layer at a time keeps everything that its backward pass
+        needs, and the others keep only their input.
+        """
+        model = self.model
+        token = model.layers * model.layer_bytes
+        if self.gradient_checkpointing:
+            token = model.layers * WORD * model.hidden + model.layer_bytes
+        return token * self.pass_tokens / self.context
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """The numbers of devices that can divide a microbatch: each gets some attention heads.
+
+        Cores share their memory, so they divide none.
+        """
+        heads, key_heads = self.model.heads, self.model.kv_heads
+        return [
+            size
+            for size in CONTEXT_SIZES[: 1 if self.device.is_core else None]
+            if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+        ]
+
+    def context_tokens(self, tp: int) -> float:
+        """Return how many tokens of context fit into the memory of an engine with `tp` devices.
+
+        The number is negative if the weights do not fit. Each device has at least one key-value
+        head, so heads are replicated if `tp` is larger than their number.
+        """
+        free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
+        return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
+
+    @property
+    def engine_sizes(self) -> list[int]:
+        """The numbers of devices with which an engine has enough memory.
+
+        It must hold the model, and the contexts of `MIN_EPISODES` mean episodes or of the longest
+        one.
+        """
+        needed = max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
+        return [
+            tp
+            for tp in ENGINE_SIZES
+            if self.model.heads % tp == 0 and self.context_tokens(tp) >= needed
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A division of the devices among trainer, engines and the scoring of old log-probabilities."""
+
+    trainers: int
+    engines: int
+    tp: int
+    """Number of devices of each engine (tensor parallelism)."""
+    scorers: int = 0
+    """Number of devices for an old-logit route that scores in another process."""
+    colocated: bool = False
+    """True if engines and trainer use the same devices in turn. Switching between them is assumed
+    to take no time.
+    """
+
+    @property
+    def devices(self) -> int:
+        return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
+
+    def describe(self, unit: str) -> str:
+        """Return the division in words. `unit` is the word for a device.
+
+        >>> Placement(4, 2, 2).describe("GPU")
+        '4 GPUs to train, 2 x 2 to sample'
+        """
+        scorers = f", {self.scorers} to score" if self.scorers else ""
+        turns = ", in turns" if self.colocated else ""
+        units = unit if self.trainers == 1 else f"{unit}s"
+        return (
+            f"{self.trainers} {units} to train, {self.engines} x {self.tp} to sample"
+            f"{scorers}{turns}"
+        )
+
+
+def placements(
+    setup: TrainingSetup, route: RouteCost, *, devices: int, max_staleness: int
+) -> Iterator[Placement]:
+    """Yield the divisions of the devices that fit. Devices that are too few for an engine train."""
+    stride = max(1, devices // _SPLITS)
+    for tp in setup.engine_sizes:
+        for trainers in range(1, devices, stride):
+            scorers = scoring_devices(setup, route, trainers, max_staleness=max_staleness)
+            engines, left = divmod(devices - trainers - scorers, tp)
+            fits = (trainers + left) % setup.context == 0 and setup.fits(trainers + left, route)
+            fits = fits and (not scorers or setup.scorer_bytes(scorers) <= setup.memory)
+            if engines > 0 and left < stride and fits:
+                yield Placement(trainers + left, engines, tp, scorers)
+
+
+def colocated_placements(
+    setup: TrainingSetup, route: RouteCost, *, devices: int
+) -> Iterator[Placement]:
+    """Yield divisions in which all devices alternate between training and sampling."""
+    if devices % setup.context == 0 and setup.fits(devices, route):
+        for tp in setup.engine_sizes:
+            if tp <= devices:
+                yield Placement(devices, devices // tp, tp, colocated=True)
+
+
+def scoring_devices(
+    setup: TrainingSetup, route: RouteCost, trainers: int, *, max_staleness: int
+) -> int:
+    """Return how many devices the old-logit route needs in addition to `trainers` training devices.
+
+    They must have memory for the model, gathered layers and a pass; if no number of them has, the
+    result is the number that has it for the model. They must score a batch in the time in which
+    `trainers` devices train on it, which is that of three forward passes. A trajectory is assumed
+    to be sampled by two versions. The old-logit process of a processor has one core.
+    """
+    if not route.needs.own_process:
+        return 0
+    if setup.device.is_core:
+        return 1
+    holders = math.ceil(setup.model.copy_bytes / setup.memory)
+    if setup.scorer_bytes(holders) > setup.memory:
+        beside = setup.scorer_bytes(2) - setup.model.copy_bytes / 2
+        room = setup.memory - beside
+        holders = max(2, math.ceil(setup.model.copy_bytes / room)) if room > 0 else holders
+    versions = min(2, max_staleness + 1)
+    forwards = route.forward_passes(versions, prompt_fraction=setup.episodes.prompt_fraction)
+    return max(holders, math.ceil(trainers * forwards / 3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyticCosts:
+    """The durations of a run with a given setup, division of devices and old-logit route."""
+
+    setup: TrainingSetup
+    placement: Placement
+    route: RouteCost
+    batch: float
+    """Mean number of tokens in a batch."""
+    live: int
+    """Number of versions whose tokens may be waiting for training at the same time."""
+
+    def step_s(self, replies: int, context: int) -> float:
+        """Return the seconds of one decoding step of an engine.
+
+        It is the longer of two times, plus overheads: reading memory (weights, keys, values), and
+        computing.
+        """
+        setup = self.setup
+        model = setup.model
+        read = model.read_bytes(replies) + model.kv_bytes * context
+        computed = replies * model.forward_flops(context / max(1, replies))
+        read_s = read / setup.bandwidth
+        computed_s = computed / (setup.device.flops * setup.shares.decode)
+        parallel_s = max(read_s, computed_s) / self.placement.tp
+        return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
+
+    def prefill_s(self, tokens: int) -> float:
+        """Return the seconds in which an engine computes `tokens` tokens of context.
+
+        The time to read the weights is not included, because it is part of `step_s`.
+        """
+        computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
+        return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
+
+    def transfer_s(self, tokens: int) -> float:
+        """Return the seconds to send keys and values of `tokens` tokens to another engine."""
+        device, shares = self.setup.device, self.setup.shares
+        is_one_node = self.placement.devices <= device.node
+        link = device.link if is_one_node else device.network
+        return self.setup.model.kv_bytes * tokens / (self.placement.tp * link * shares.link)
+
+    def train_s(self, tokens: int) -> float:
+        """Return the seconds of a forward pass, a backward pass and the optimizer step.
+
+        A backward pass takes as long as two forward passes, or three with gradient checkpointing.
+        """
+        return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
+
+    def train_compute_s(self, tokens: int) -> float:
+        """Return the seconds of computing in a forward and a backward pass."""
+        passes = 4 if self.setup.gradient_checkpointing else 3
+        return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
+
+    def train_transfer_s(self, tokens: int) -> float:
+        """Return the seconds of the transfers between the trainer's devices, as part of `train_s`.
+
+        The weights are gathered for the forward and for the backward pass. The gradients are summed
+        in float32 after each backward pass.
+        """
+        copies = 2 + _REDUCED_BYTES / WORD
+        return copies * self._gather_s(tokens, self.placement.trainers)
+
+    def old_logps_s(self, tokens: int, versions: float) -> float:
+        """Return the seconds that the old-logit route adds to the trainer's step.
+
+        A route with separate devices works in parallel. It adds the transfer of the weights, and
+        the seconds by which it is slower than training. A route that restores versions from deltas
+        applies one delta for each version in the batch, and at most all that it keeps.
+        """
+        route = self.route
+        trainers = self.placement.trainers
+        forwards = route.forward_passes(
+            versions, prompt_fraction=self.setup.episodes.prompt_fraction
+        )
+        forward_s = self.forward_s(tokens) + self._exchange_s(tokens)
+        scoring = forwards * max(forward_s, self._gather_s(tokens, trainers))
+        if route.needs.own_process:
+            scorers = self.placement.scorers
+            alone_s = self.forward_s(tokens) * trainers / scorers
+            apart = forwards * max(alone_s, self._gather_s(tokens, scorers))
+            cores = trainers * self.setup.shares.cores
+            transfer = TRANSFER_S * self.setup.model.copy_bytes / cores
+            return max(0.0, apart - self.train_s(tokens)) + transfer
+        restoring = min(self.live - 1, versions) * self.apply_s * route.needs.snapshots
+        traffic = route.traffic_bytes(self.setup.model) / (self.setup.bandwidth * trainers)
+        return scoring + restoring + traffic
+
+    def publish_s(self) -> float:
+        """Return the seconds to copy the weights to main memory and encode the delta.
+
+        The latter is 0 without deltas.
+        """
+        link = self.setup.device.host_link * self.setup.shares.link
+        return self.setup.model.copy_bytes / (self.placement.trainers * link) + self.encode_s
+
+    def load_s(self) -> float:
+        """Return the seconds in which engines receive and load a version.
+
+        Between nodes, a delta is sent if that is faster than sending all weights. Engines pass a
+        version on to each other, so the time does not depend on their number.
+        """
+        setup = self.setup
+        tp = self.placement.tp
+        load = setup.model.copy_bytes / (tp * setup.device.host_link * setup.shares.link)
+        if self.placement.colocated or self.placement.devices <= setup.device.node:
+            return load
+        link = tp * setup.device.network * setup.shares.link
+        whole = setup.model.copy_bytes / link
+        if not self.route.needs.snapshots:
+            return load + whole
+        apply = self.apply_s * self.placement.trainers / tp
+        delta = delta_sizes.delta_bytes(setup.model.parameters, setup.delta_rate) / link + apply
+        return load + min(whole, delta)
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds in which the trainer's ranks encode the deltas of their shards.
+
+        0 without deltas.
+        """
+        cores = self.placement.trainers * self.setup.shares.cores
+        encode = delta_sizes.encode_s(self.setup.model.parameters, self.setup.delta_rate)
+        return encode / cores * self.route.needs.snapshots
+
+    @property
+    def apply_s(self) -> float:
+        """Seconds in which the trainer's ranks apply the deltas of their shards."""
+        alone = delta_sizes.apply_s(self.setup.model.parameters, self.setup.delta_rate)
+        return alone / (self.placement.trainers * self.setup.shares.cores)
+
+    def forward_s(self, tokens: float) -> float:
+        """Return the trainer's seconds for a forward pass over `tokens` tokens."""
+        flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
+        return flops / (self.placement.trainers * self.setup.flops)
+
+    def _gather_s(self, tokens: float, devices: int) -> float:
+        """Return the seconds in which `devices` devices gather the weights for a forward pass.
+
+        Every device takes part in the same number of microbatches, and gathers the weights in
+        bfloat16 for each of them. The time is 0 for one device.
+        """
+        setup = self.setup
+        if not setup.is_sharded(devices):
+            return 0.0
+        groups = max(1, devices // setup.context)
+        microbatches = math.ceil(tokens / (groups * setup.mean_pass_tokens))
+        received = setup.model.copy_bytes * (devices - 1) / devices
+        return microbatches * received / setup.ring_bandwidth(devices)
+
+    def _exchange_s(self, tokens: float) -> float:
+        """Return the seconds in which devices exchange tokens for heads in a forward pass.
+
+        They exchange queries, keys, values and the attention output of each layer. A backward pass
+        exchanges their gradients, which takes as long. Devices that divide a microbatch are in one
+        node if they fit.
+        """
+        setup = self.setup
+        model, size = setup.model, setup.context
+        heads = 2 * model.heads + 2 * max(model.kv_heads, size)
+        sent = WORD * model.layers * heads * model.head_dim * (size - 1) / size
+        link = setup.device.link if size <= setup.device.node else setup.device.network
+        return tokens / self.placement.trainers * sent / (link * setup.shares.link)
+
+    @property
+    def optimizer_s(self) -> float:
+        moved = _STEPPED_BYTES * self.setup.model.parameters
+        return moved / (self.placement.trainers * self.setup.bandwidth)
+
+    def _all_reduce_s(self, tokens: int) -> float:
+        """Return the seconds of the two all-reduces per layer that tensor parallelism needs.
+
+        Each is a ring that sends 2 (tp - 1) / tp times the activations, with a latency of
+        `REDUCE_S`.
+        """
+        tp = self.placement.tp
+        model = self.setup.model
+        sent = 2 * model.layers * tokens * model.hidden * WORD * 2 * (tp - 1) / tp
+        link = self.setup.device.link * self.setup.shares.link
+        return sent / link + 2 * model.layers * REDUCE_S * (tp > 1)

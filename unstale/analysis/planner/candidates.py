@@ -1,0 +1,362 @@
+"""Enumerate configurations for a number of devices, and estimate the throughput of each.
+
+A candidate is a division of the devices among trainer and engines (`Placement`) with a schedule and
+an old-logit route. A formula estimates its throughput from mean durations.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from unstale.analysis.planner.analytic import (
+    ENGINE_SIZES,
+    MIN_EPISODES,
+    STATE_BYTES,
+    AnalyticCosts,
+    Placement,
+    TrainingSetup,
+    colocated_placements,
+    placements,
+    scoring_devices,
+)
+from unstale.analysis.planner.route_costs import RouteCost, route_cost
+from unstale.analysis.planner.simulated_techniques import NO_TECHNIQUES, SimulatedTechniques
+from unstale.analysis.planner.workload import EpisodeStats, Workload
+from unstale.config import ConfigError, ScheduleConfig, staleness_bound
+
+MAX_TRAINERS = 1024
+"""Largest number of training devices that an error message suggests."""
+MAX_RUNNING = 256
+"""Largest number of replies that an engine samples at once: vLLM's default `max_num_seqs`."""
+SYNCHRONOUS_ROUTE = "current_recompute"
+"""The old-logit route of synchronous training, in which it is exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """The input of a suggestion. If it has several lags, groups or windows, the best is chosen."""
+
+    setup: TrainingSetup
+    workload: Workload
+    devices: int
+    lags: tuple[int, ...] = (1, 2, 4)
+    """Limits to try on the staleness of a token, in versions."""
+    groups: tuple[int, ...] = (16,)
+    group_size: int = 8
+    windows: tuple[int, ...] = ()
+    """Look-ahead windows to try. If empty, strict order is tried and, if the trainer then waits,
+    also a window of half a batch.
+    """
+    route: str | None = None
+    """Name of the old-logit route. None chooses the exact route with the highest throughput."""
+    rounds: int = 10
+    """Number of simulated rounds of lag + 1 steps, after a first round in which the queue fills
+    up.
+    """
+    techniques: SimulatedTechniques = NO_TECHNIQUES
+    """`setup.episodes` are already cut off by their limits."""
+    on_progress: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration, with the throughput that the formula estimates."""
+
+    request: PlanRequest
+    costs: AnalyticCosts
+    name: str
+    """Name of the old-logit route."""
+    schedule: ScheduleConfig
+
+    @property
+    def placement(self) -> Placement:
+        return self.costs.placement
+
+    @property
+    def place(self) -> str:
+        """The division of the devices in words."""
+        return self.placement.describe(self.costs.setup.device.unit)
+
+    @property
+    def episodes(self) -> EpisodeStats:
+        return self.costs.setup.episodes
+
+    def with_route(self, name: str) -> "Candidate":
+        return replace(self, name=name, costs=replace(self.costs, route=route_cost(name)))
+
+    @property
+    def route_s(self) -> float:
+        """Seconds that the old-logit route adds to the trainer's step."""
+        scoring = self.costs.old_logps_s(round(self.costs.batch), self.estimate.versions)
+        return scoring + self.costs.encode_s
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences in a batch."""
+        return self.schedule.groups_per_step * self.schedule.group_size
+
+    @cached_property
+    def max_running(self) -> int:
+        """Largest number of replies that an engine samples at once.
+
+        Its memory and the queue limit this number.
+        """
+        live = math.ceil(self._live_per_engine)
+        in_memory = self.costs.setup.context_tokens(self.placement.tp) // self.episodes.tokens
+        return max(1, min(live, MAX_RUNNING, int(in_memory)))
+
+    @property
+    def _live_per_engine(self) -> float:
+        return (self.schedule.max_staleness + 1) * self.sequences / self.placement.engines
+
+    @property
+    def rate(self) -> float:
+        """Estimated number of trained tokens per second."""
+        return self.costs.batch / self.estimate.step_s
+
+    @cached_property
+    def estimate(self) -> "ThroughputEstimate":
+        """Estimate the throughput from mean durations.
+
+        A step takes as long as the slower of generation and training, which overlap. In synchronous
+        training it takes their sum. The time of a step depends on the number of versions that
+        sample an episode, and that number depends on the time of a step. Four iterations converge.
+        """
+        costs = self.costs
+        batch = round(costs.batch)
+        replay = self.request.techniques.replay
+        groups = self.schedule.groups_per_step
+        trained = round(batch * (1 + replay.count(groups) / groups)) if replay else batch
+        estimate = ThroughputEstimate(math.inf, 0.0, 1.0)
+        for _ in range(4):
+            scoring_s = costs.old_logps_s(batch, estimate.versions)
+            trainer_s = costs.train_s(trained) + costs.publish_s() + scoring_s
+            live = self._live_per_engine * estimate.alive(self.episodes.tail)
+            running, engine_s = self._share_engine(live, estimate.versions - 1)
+            generation_s = self.sequences * engine_s / (running * self.placement.engines)
+            episode_s = engine_s + self.episodes.tool_s
+            if self.schedule.max_staleness == 0:
+                step_s = max(generation_s, episode_s * self.episodes.slowest) + trainer_s
+            else:
+                paused_s = (scoring_s + costs.optimizer_s) * costs.route.needs.closing
+                step_s = max(generation_s, trainer_s - paused_s) + paused_s
+            step_s += costs.load_s()
+            versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
+            estimate = ThroughputEstimate(step_s, episode_s, versions)
+        return estimate
+
+    def _share_engine(self, live: float, crossed: float) -> tuple[float, float]:
+        """Return how many replies an engine runs on average, and its seconds for an episode.
+
+        `live` is the number of episodes in flight per engine. `crossed` is the number of new
+        versions that are loaded during an episode. By Little's law, the share of live episodes that
+        run is the share of their time that they spend at the engine and not in tool calls. That
+        share depends on the number of running replies, so it is found by bisection. A running reply
+        waits while the contexts of others are computed. A context is computed again after each new
+        version, and if it was evicted because there are more episodes than `max_running`.
+        """
+        costs = self.costs
+        means = self.episodes
+        context = (means.prompt + means.tokens) / 2
+        evicted = max(0.0, 1 - self.max_running / live) * (means.turns - 1)
+        answers = means.tokens - means.prompt - means.sampled
+        prompt = means.prompt / self.schedule.group_size
+        prefill = prompt + answers + context * (crossed + evicted)
+        prefill_s = prefill * costs.prefill_s(1000) / 1000
+
+        def engine_s(running: float) -> float:
+            replies = max(1, round(running))
+            step_s = costs.step_s(replies, round(replies * context))
+            return means.sampled * step_s + running * prefill_s
+
+        low = 0.0
+        high = min(live, self.max_running)
+        for _ in range(30):
+            middle = (low + high) / 2
+            if middle * (1 + means.tool_s / engine_s(middle)) < live:
+                low = middle
+            else:
+                high = middle
+        return high, engine_s(high)
+
+
+class ThroughputEstimate(NamedTuple):
+    """The durations that the formula estimates."""
+
+    step_s: float
+    episode_s: float
+    versions: float
+    """Mean number of versions that sample an episode."""
+
+    def alive(self, tail: float) -> float:
+        """Return the share of an episode's time in the queue in which it is not finished.
+
+        A finished episode waits for the longest episode of its group, which takes `tail` times the
+        mean. Then it waits half a step for the other groups of its batch.
+        """
+        if not self.episode_s:
+            return 1.0
+        return self.episode_s / (self.episode_s * tail + self.step_s / 2)
+
+
+def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
+    """Return the schedule in which no token is older than `lag` versions.
+
+    A look-ahead window can add versions to the staleness, so `max_staleness` is lower by their
+    number.
+    """
+    smallest = staleness_bound(1, groups, window)
+    if 0 < lag < smallest:
+        raise ConfigError(
+            f"--window {window} with {groups} groups a step needs --lag {smallest} or more; "
+            f"got {lag}"
+        )
+    max_staleness = lag - (smallest - 1) if lag else 0
+    return ScheduleConfig(
+        max_staleness=max_staleness,
+        groups_per_step=groups,
+        group_size=request.group_size,
+        lookahead_window=window,
+    )
+
+
+def candidates(
+    request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
+) -> Iterator[Candidate]:
+    """Yield a candidate for every division of the devices that fits.
+
+    Each is tried with and without gradient checkpointing. Several devices divide a microbatch only
+    if the division does not fit otherwise.
+    """
+    batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
+    live = schedule.staleness_bound + 1
+    route = route_cost(name)
+    least: dict[Placement, int] = {}
+    """The smallest `context` with which a division fits."""
+    for context, checkpointing in product(request.setup.context_sizes, (False, True)):
+        setup = replace(request.setup, gradient_checkpointing=checkpointing, context=context)
+        if colocated:
+            places = colocated_placements(setup, route, devices=request.devices)
+        else:
+            places = placements(
+                setup, route, devices=request.devices, max_staleness=schedule.max_staleness
+            )
+        for placement in places:
+            if least.setdefault(placement, context) < context:
+                continue
+            costs = AnalyticCosts(
+                setup=setup, placement=placement, route=route, batch=batch, live=live
+            )
+            yield Candidate(request, costs, name, schedule)
+
+
+def best_candidate(request: PlanRequest, name: str, schedule: ScheduleConfig) -> Candidate:
+    if best := best_or_none(request, name, schedule):
+        return best
+    raise ConfigError(_too_few(request, name, schedule))
+
+
+def best_or_none(request: PlanRequest, name: str, schedule: ScheduleConfig) -> Candidate | None:
+    return max(
+        candidates(request, name, schedule), key=lambda candidate: candidate.rate, default=None
+    )
+
+
+def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
+    gb = 1e9
+    route = route_cost(name)
+    trainers, setup = _fewest_trainers(request.setup, route)
+    unsharded = setup.activation_bytes + setup.computed_bytes(2)
+    sharded = setup.sharded_bytes(route)
+    divided = f" (with cluster.context {setup.context})" if setup.context > 1 else ""
+    scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
+    if not trainers or (scorers and setup.scorer_bytes(scorers) > setup.memory):
+        advice = "Use shorter episodes (--longest) or larger devices"
+    elif sizes := setup.engine_sizes:
+        advice = f"Use --gpus {trainers + scorers + sizes[0]}"
+    else:
+        advice = f"Use larger devices: an engine has at most {max(ENGINE_SIZES)}"
+    return (
+        f"{setup.model.name} with episodes of {setup.episodes.longest:,.0f} tokens does not fit "
+        f"{setup.device.number(request.devices)} with {setup.memory / gb:.0f} GB each. Training "
+        f"takes {sharded / gb:.0f} GB ({STATE_BYTES} bytes a parameter, and the route's) and on "
+        f"each {setup.device.unit} {unsharded / gb:.0f} GB for activations and gathered "
+        f"layers{divided}, an engine "
+        f"{setup.model.copy_bytes / gb:.0f} GB for weights, and memory for {MIN_EPISODES} "
+        f"episodes. {advice}"
+    )
+
+
+def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, TrainingSetup]:
+    """Return the smallest number of training devices that fit, and the setup with which they do.
+
+    The number is 0 if none up to `MAX_TRAINERS` fits.
+    """
+    setups = [
+        replace(setup, gradient_checkpointing=True, context=context)
+        for context in setup.context_sizes
+    ]
+    for trainers in range(1, MAX_TRAINERS + 1):
+        for each in setups:
+            if trainers % each.context == 0 and each.fits(trainers, route):
+                return trainers, each
+    return 0, setups[-1]
+
+
+def divisions(candidate: Candidate) -> list[Candidate]:
+    """Return a candidate for each division of the devices.
+
+    Gradient checkpointing is used where it is faster.
+    """
+    ranked = sorted(
+        candidates(candidate.request, candidate.name, candidate.schedule),
+        key=lambda each: each.rate,
+    )
+    return list({each.placement: each for each in ranked}.values())
+
+
+def with_route(candidate: Candidate, name: str) -> Candidate | None:
+    """Return the candidate with another old-logit route.
+
+    The division of the devices is the same if the route fits there. None if the route fits nowhere.
+    """
+    route = route_cost(name)
+    placement = candidate.placement
+    setup = candidate.costs.setup
+    for same in (setup, replace(setup, gradient_checkpointing=True)):
+        has_devices = route.needs.own_process == bool(placement.scorers)
+        if has_devices and same.fits(placement.trainers, route):
+            costs = replace(candidate.costs, setup=same)
+            return replace(candidate, costs=costs).with_route(name)
+    return best_or_none(candidate.request, name, candidate.schedule)
+
+
+def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | None:
+    """Return the best synchronous candidate. None if it does not fit all devices.
+
+    Its old-logit route is `current_recompute`. That is exact here, because the current weights
+    sampled all tokens.
+    """
+    in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
+    options = candidates(request, SYNCHRONOUS_ROUTE, in_turns, colocated=True)
+    return max(options, key=lambda candidate: candidate.rate, default=None)
+
+
+def why_not_synchronous(request: PlanRequest) -> str:
+    """Return the reason why `synchronous` finds no candidate."""
+    setup = replace(request.setup, gradient_checkpointing=True)
+    route = route_cost(SYNCHRONOUS_ROUTE)
+    sizes = [
+        str(size)
+        for size in setup.context_sizes
+        if size <= request.devices and replace(setup, context=size).fits(request.devices, route)
+    ]
+    if not sizes:
+        return f"training does not fit {setup.device.number(request.devices)}"
+    return (
+        f"a pass over {setup.pass_tokens:,.0f} tokens must be divided among {' or '.join(sizes)} "
+        f"devices to fit, and {request.devices} is no multiple of that"
+    )

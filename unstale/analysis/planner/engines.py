@@ -1,0 +1,637 @@
+"""Simulated engines. A decoding step of an engine adds a token to each of its running replies.
+
+A step takes `Costs.step_s` seconds. While no reply starts or ends, the number of replies is
+constant and their context grows linearly. Many steps are then simulated at once: they take their
+number times the seconds of the middle step. This is exact if `step_s` is linear in the context.
+Contexts that are not cached are computed between two steps, which delays all replies by
+`Costs.prefill_s`.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import numpy as np
+
+from unstale.analysis.planner.clock import SimulatedClock
+from unstale.analysis.planner.costs import NO_OVERHEADS, Costs, Overheads
+from unstale.analysis.planner.workload import Fleet, Prefix
+from unstale.engines.routing import (
+    CACHED_TOKENS_PER_REPLY,
+    MAX_EXTRA_REPLIES,
+    Candidate,
+    Phases,
+    ReplyLengths,
+    choose,
+    choose_in,
+    request_weight,
+)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedReply:
+    """A reply that is being sampled."""
+
+    episode: int
+    prefixes: Sequence[Prefix]
+    """Beginnings of the episode's contexts that other episodes may have too, shortest first."""
+    on_tokens: Callable[[int, bool], None]
+    """A function called with the number of new tokens when an engine returns them, and True if the
+    reply is complete.
+    """
+    context: int
+    """Number of tokens in the context, with those sampled so far."""
+    left: int = 0
+    """Number of tokens of the reply that are still to be sampled."""
+    sampled: int = 0
+    """Number of tokens of the reply that its episode has received."""
+    cached: int = 0
+    """Number of context tokens that `engine` has computed with its version."""
+    engine: "SimulatedEngine | None" = None
+    """The engine that sampled the reply last."""
+    weight: int = 1
+    """The load that the reply adds to its engine, as in `engines.EnginePool`."""
+    since: int = 0
+    """The number of the engine's step at which the reply began to run."""
+    requested_at: float = -1.0
+    """The time of the request. Negative after the first token, and if it is not measured."""
+    computed: Collection[int] = ()
+    """Names of the prefixes that `engine` computed first for this reply."""
+    missing: int = 0
+    """Number of context tokens to compute when `engine` got the reply, if it moves."""
+    moves: bool = False
+    """True on a prefill engine that samples only the next token, and sends the context on."""
+
+
+_UNKNOWN = 1 << 30
+"""The expected tokens of a reply before any reply is complete."""
+_SPARE = 0.01
+"""Share of an engine's memory for contexts that must be free after a reply has started. With less,
+the reply would soon lose its cached context.
+"""
+
+
+class SimulatedEngine:
+    """A simulated engine. Replies beyond its capacity wait in order.
+
+    It also keeps the contexts of complete replies, for the next turn of their episodes. If memory
+    is short, it evicts these first, in the order of completion. Then it evicts the newest running
+    reply, which waits again and whose context is computed again.
+    """
+
+    def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
+        self.number = number
+        self.prefills = number < fleet.prefill_engines
+        """True if it belongs to the prefill group."""
+        self.pending = 0
+        """Number of context tokens to compute for replies that then move to another engine."""
+        self.longest_queue = 0
+        """Largest number of replies that waited while the engine sampled."""
+        self.on_first_token: Callable[[SimulatedReply, float], None] = lambda reply, time: None
+        self.on_move: Callable[[SimulatedReply], None] = lambda reply: None
+        self.load = 0
+        """Sum of the weights of the replies that run or wait on this engine."""
+        self.on_load_change: Callable[[SimulatedEngine], None] = lambda engine: None
+        self.up = True
+        self.restarted_at = 0.0
+        self.paused = True
+        self.prefixes: set[int] = set()
+        """Names of the prefixes that this engine has computed."""
+        self.busy_s = 0.0
+        self.sampled = 0
+        self.steps = 0
+        """Number of decoding steps."""
+        self.prefilled = 0
+        """Number of context tokens that the engine has computed."""
+        self.lost = 0
+        """Number of tokens lost because the engine failed."""
+        self._clock = clock
+        self._costs = costs
+        self._pace = 1.0
+        self._prefill_speed = fleet.prefill_speed if self.prefills else 1.0
+        self._decode_speed = 1.0 if self.prefills else fleet.decode_speed
+        self._max_running = fleet.max_running
+        self._max_tokens = fleet.cache_tokens
+        """Number of context tokens that fit into memory. 0 means no limit."""
+        self._running: list[tuple[int, int, SimulatedReply]] = []
+        """A heap of (step at which the reply is complete, order of arrival, reply)."""
+        self._order = count()
+        self._fresh: dict[int, SimulatedReply] = {}
+        """Replies by episode that have started and wait for their first step."""
+        self._waiting: deque[SimulatedReply] = deque()
+        self._kept: dict[int, tuple[SimulatedReply, int]] = {}
+        """Contexts of complete replies by episode, with their number of tokens."""
+        self._kept_tokens = 0
+        self._context = 0
+        """Number of context tokens of the running replies."""
+        self._steps = 0
+        self._next_step_at = 0.0
+        self._last_step_ended = 0.0
+        """The time at which the last step ended. It is before `_next_step_at` if contexts are
+        computed between two steps.
+        """
+        self._timer = 0
+        """Number of the latest event for the completion of a reply. Earlier ones are ignored when
+        they occur.
+        """
+
+    def take(self, reply: SimulatedReply) -> None:
+        """Start a reply, or put it in the queue while the engine is paused or full."""
+        self._add_load(reply.weight)
+        if reply.moves:
+            reply.missing = reply.context - reply.cached
+            self.pending += reply.missing
+        self.forget(reply.episode)
+        if not self.paused:
+            self._advance(self._clock.now)
+        # a reply that is complete now must be returned before another one starts
+        if self.paused or self._waiting or not self._fits(reply) or not self._steps_ahead():
+            self._waiting.append(reply)
+            self._measure_queue()
+        else:
+            self._start(reply)
+        if not self.paused:
+            self._schedule()
+
+    def interrupt(self) -> float:
+        """Pause after the current step and return all tokens. Return the time of the pause."""
+        if self.paused:
+            return self._clock.now
+        self._pause()
+        self._advance(self._clock.now)
+        paused_at = max(self._last_step_ended, self._clock.now)
+        self.busy_s -= max(0.0, self._next_step_at - paused_at)  # these contexts are not needed now
+        self._next_step_at = paused_at
+        interrupted = [reply for _, _, reply in sorted(self._running)]
+        self._running = []
+        for reply in interrupted:
+            is_new = reply.since == self._steps
+            reply.on_tokens(self._stop(reply), False)
+            if is_new:  # the context of this reply may be incomplete
+                reply.cached = 0
+                self.prefixes.difference_update(reply.computed)
+        self._waiting.extendleft(reversed(interrupted))
+        return self._next_step_at
+
+    def resume(self, *, keep_cache: bool, pace: float = 1.0) -> None:
+        """Continue to sample. Cached contexts are discarded unless `keep_cache` is true.
+
+        All durations are multiplied by `pace`.
+        """
+        if not self.paused:
+            return
+        self.paused = False
+        self._pace = pace
+        self._next_step_at = self._last_step_ended = self._clock.now
+        if not keep_cache:
+            self.prefixes.clear()
+            for reply in self._waiting:
+                reply.cached = 0
+            for episode in list(self._kept):
+                self._evict_kept(episode)
+        self._start_waiting()
+        self._schedule()
+
+    def fail(self) -> list[SimulatedReply]:
+        """Lose all state. Return the unfinished replies, which continue on other engines."""
+        self._advance(self._clock.now)
+        self._pause()
+        self.busy_s -= max(0.0, self._next_step_at - self._clock.now)
+        replies = [reply for _, _, reply in sorted(self._running)]
+        self.lost += sum(self._steps - reply.since for reply in replies)
+        replies += self._waiting
+        for reply in replies:
+            reply.cached = 0
+            reply.engine = None
+        self._fresh.clear()
+        self.pending = 0
+        self._running = []
+        self._context = 0
+        self.load = 0
+        self.up = False
+        self._waiting.clear()
+        for episode in list(self._kept):
+            self._evict_kept(episode)
+        self.prefixes.clear()
+        return replies
+
+    def forget(self, episode: int) -> None:
+        """Discard the cached context of an episode that has ended or starts again."""
+        if episode in self._kept:
+            self._kept_tokens -= self._kept.pop(episode)[1]
+
+    @property
+    def num_replies(self) -> int:
+        """Number of replies that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def has_place(self) -> bool:
+        return self.num_replies < self._max_running
+
+    def cached_tokens(self, reply: SimulatedReply) -> int:
+        """Return the number of context tokens of a reply that the engine has computed."""
+        cached = reply.cached if reply.engine is self else 0
+        if reply.episode in self._kept:
+            cached = max(cached, self._kept[reply.episode][1])
+        return min(max(cached, self._copied_tokens(reply)), reply.context)
+
+    def _copied_tokens(self, reply: SimulatedReply) -> int:
+        """Return how many context tokens of a reply the engine can copy from other replies."""
+        for name, tokens in reversed(reply.prefixes):
+            if tokens <= reply.context and name in self.prefixes:
+                return tokens
+        return 0
+
+    def _measure_queue(self) -> None:
+        if not self.paused:
+            self.longest_queue = max(self.longest_queue, len(self._waiting))
+
+    def _add_load(self, weight: int) -> None:
+        self.load += weight
+        self.on_load_change(self)
+
+    def _pause(self) -> None:
+        self.paused = True
+        self._timer += 1
+
+    def _start(self, reply: SimulatedReply) -> None:
+        cached = reply.cached if reply.engine is self else 0
+        cached = max(cached, self._copied_tokens(reply))
+        names = {prefix.name for prefix in reply.prefixes if prefix.tokens <= reply.context}
+        reply.computed = names - self.prefixes
+        self.prefixes |= names
+        tokens = reply.context - cached
+        if tokens > 0:
+            self.prefilled += tokens
+            seconds = self._pace * self._costs.prefill_s(tokens) / self._prefill_speed
+            self._next_step_at += seconds
+            self.busy_s += seconds
+        reply.engine = self
+        reply.since = self._steps
+        if reply.requested_at >= 0:
+            self._fresh[reply.episode] = reply
+        steps = 1 if reply.moves else reply.left
+        heapq.heappush(self._running, (self._steps + steps, next(self._order), reply))
+        self._context += reply.context
+        self._evict()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self._fits(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        self._measure_queue()
+
+    def _fits(self, reply: SimulatedReply) -> bool:
+        running = len(self._running)
+        if not running:
+            return True
+        if running >= self._max_running:
+            return False
+        needed = self._context + reply.context + running + 1
+        return not self._max_tokens or needed <= (1 - _SPARE) * self._max_tokens
+
+    def _steps_ahead(self) -> int:
+        """Return the number of steps until a reply is complete or the memory is full.
+
+        A single reply always has enough memory.
+        """
+        running = len(self._running)
+        if not running:
+            return 1
+        steps = self._running[0][0] - self._steps
+        if not self._max_tokens or running == 1:
+            return steps
+        return min(steps, self._free_tokens() // running)
+
+    def _free_tokens(self) -> int:
+        return max(0, self._max_tokens - self._context)
+
+    def _evict(self) -> None:
+        """Evict kept contexts, then the newest running replies, until the memory is sufficient."""
+        while self._kept and self._exceeds_capacity():
+            self._evict_kept(next(iter(self._kept)))
+        while (
+            self._max_tokens and len(self._running) > 1 and self._free_tokens() < len(self._running)
+        ):
+            newest = max(self._running, key=lambda entry: entry[1])
+            self._running.remove(newest)
+            heapq.heapify(self._running)
+            reply = newest[2]
+            reply.on_tokens(self._stop(reply), False)
+            reply.cached = 0
+            self._waiting.appendleft(reply)
+
+    def _exceeds_capacity(self) -> bool:
+        if self._max_tokens:
+            return self._kept_tokens + self._context > self._max_tokens
+        return len(self._kept) + len(self._running) > self._max_running
+
+    def _evict_kept(self, episode: int) -> None:
+        reply, _ = self._kept[episode]
+        self.forget(episode)
+        if reply.engine is self:
+            reply.cached = 0
+
+    def _advance(self, now: float) -> None:
+        """Carry out the steps that begin before `now`."""
+        if not self._running or self._next_step_at >= now:
+            self._next_step_at = max(self._next_step_at, now)
+            if not self._running:
+                self._last_step_ended = max(self._last_step_ended, self._next_step_at)
+            return
+        limit = self._steps_ahead()
+        ahead_s = now - self._next_step_at
+        steps = 1
+        for _ in range(3):
+            steps = min(limit, max(1, math.ceil(ahead_s / self._mean_step_s(steps) - 1e-9)))
+        while steps < limit and steps * self._mean_step_s(steps) < ahead_s - 1e-9:
+            steps += 1
+        self._do(steps)
+
+    def _mean_step_s(self, steps: int) -> float:
+        """Return the mean seconds of the next steps, which are those of the middle step."""
+        replies = len(self._running)
+        half, odd = divmod(replies * (steps - 1), 2)
+        seconds = self._step_s(self._context + half)
+        if odd:
+            return (seconds + self._step_s(self._context + half + 1)) / 2
+        return seconds
+
+    def _step_s(self, context: int) -> float:
+        return self._pace * self._costs.step_s(len(self._running), context) / self._decode_speed
+
+    def _do(self, steps: int) -> None:
+        seconds = steps * self._mean_step_s(steps)
+        if self._fresh:
+            self._report_first_tokens()
+        self.busy_s += seconds
+        self._next_step_at += seconds
+        self._last_step_ended = self._next_step_at
+        self._steps += steps
+        self.steps += steps
+        self._context += steps * len(self._running)
+
+    def _report_first_tokens(self) -> None:
+        """Report the replies that get their first token in the step which begins now."""
+        ended = self._next_step_at + self._step_s(self._context)
+        for reply in self._fresh.values():
+            self.on_first_token(reply, ended)
+        self._fresh.clear()
+
+    def _schedule(self) -> None:
+        """Schedule an event for the time when a reply is complete or the memory is full."""
+        self._timer += 1
+        if self._running:
+            steps = self._steps_ahead()
+            due = self._next_step_at
+            if steps:
+                due += steps * self._mean_step_s(steps)
+            self._clock.at(due, partial(self._complete, self._timer))
+
+    def _complete(self, timer: int) -> None:
+        if timer != self._timer:
+            return
+        if steps := self._steps_ahead():
+            self._do(steps)
+        finished = []
+        moved = []
+        while self._running and self._running[0][0] <= self._steps:
+            reply = heapq.heappop(self._running)[2]
+            self._add_load(-reply.weight)
+            if reply.moves:
+                self.pending -= reply.missing
+            tokens = self._stop(reply)
+            if reply.moves and reply.left:
+                moved.append((reply, tokens))
+            else:
+                finished.append((reply, tokens))
+            reply.moves = False
+            self._kept_tokens += reply.context
+            self._kept[reply.episode] = (reply, reply.context)
+        self._evict()
+        self._start_waiting()
+        for reply, tokens in finished:
+            reply.on_tokens(tokens, True)
+        for reply, tokens in moved:
+            reply.on_tokens(tokens, False)
+            self.on_move(reply)
+        self._schedule()
+
+    def _stop(self, reply: SimulatedReply) -> int:
+        """Count the tokens of a reply that no longer runs. Return their number."""
+        tokens = self._steps - reply.since
+        self._fresh.pop(reply.episode, None)
+        self.sampled += tokens
+        reply.left -= tokens
+        reply.context += tokens
+        reply.cached = reply.context
+        self._context -= reply.context
+        return tokens
+
+
+class SimulatedEnginePool:
+    """A pool of simulated engines that sample from the same version.
+
+    Like `engines.EnginePool`, it sends a reply to the engine that has its context, unless the least
+    loaded engine has far less load, or by its phase (`routing.choose`).
+    """
+
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        costs: Costs,
+        fleet: Fleet,
+        overheads: Overheads = NO_OVERHEADS,
+    ) -> None:
+        self._overheads = overheads
+        self.version = -1
+        self.deaths = 0
+        self.members = [
+            SimulatedEngine(clock, costs, fleet, number) for number in range(fleet.engines)
+        ]
+        self._clock = clock
+        self._keep_cache = fleet.keep_cache
+        self._load_tokens = fleet.load_tokens
+        self._phases = Phases(fleet.prefill_engines, fleet.prefill_ratio)
+        self._kv_transfer = fleet.kv_transfer
+        self._rejects = fleet.rejects
+        self.lengths = ReplyLengths()
+        """Lengths of the complete replies, from which the length of the next is expected."""
+        self.first_tokens: list[tuple[float, float]] = []
+        """For each request: the time of its first token, and the seconds since the request."""
+        self.rejects = 0
+        """Number of engines that would have been chosen if they had had a place."""
+        self.transferred = 0
+        """Number of tokens whose keys and values were sent to another engine."""
+        self._costs = costs
+        self._restart_s = fleet.restart_s
+        self._paused = True
+        self._unplaced: list[SimulatedReply] = []
+        self._by_load: list[tuple[int, int]] = []
+        """A heap of (load, number of the engine). Outdated entries are skipped."""
+        for engine in self.members:
+            engine.on_load_change = self._rank
+            engine.on_first_token = self._add_first_token
+            engine.on_move = self._move
+            self._rank(engine)
+
+    def sample(self, reply: SimulatedReply) -> None:
+        reply.weight = request_weight(reply.context, self._load_tokens)
+        idlest = self._idlest()
+        if idlest is None:
+            self._unplaced.append(reply)
+        elif self._phases.prefill_engines:
+            self._sample_by_phase(reply)
+        else:
+            self._by_prefix(reply, idlest).take(reply)
+
+    def forget(self, reply: SimulatedReply) -> None:
+        """Discard the cached contexts of an episode that has ended."""
+        holders = self.members if self._phases.prefill_engines else [reply.engine]
+        for engine in holders:
+            if engine is not None:
+                engine.forget(reply.episode)
+
+    def _by_prefix(self, reply: SimulatedReply, idlest: SimulatedEngine) -> SimulatedEngine:
+        """Return the engine that has the context, or the least loaded one that has a place."""
+        cached_at = reply.engine
+        if (
+            cached_at is not None
+            and cached_at.up
+            and cached_at.load - idlest.load
+            <= min(MAX_EXTRA_REPLIES, reply.cached / CACHED_TOKENS_PER_REPLY)
+        ):
+            if not self._rejects or cached_at.has_place:
+                return cached_at
+            self.rejects += 1
+        if self._rejects and not idlest.has_place:
+            self.rejects += 1
+            free = [engine for engine in self.members if engine.up and engine.has_place]
+            return min(free, key=lambda engine: engine.load, default=idlest)
+        return idlest
+
+    def _sample_by_phase(self, reply: SimulatedReply) -> None:
+        engines = [engine for engine in self.members if engine.up]
+        choice = choose(
+            [self._candidate(engine, reply) for engine in engines],
+            context=reply.context,
+            reply_tokens=self.lengths.expected(_UNKNOWN, reply.sampled),
+            phases=self._phases,
+        )
+        self.rejects += choice.rejects
+        engine = engines[choice.index]
+        reply.moves = self._kv_transfer and choice.is_prefill and engine.prefills
+        self._give(reply, engine, engine.cached_tokens(reply))
+
+    def _candidate(self, engine: SimulatedEngine, reply: SimulatedReply) -> Candidate:
+        is_idle = not engine.num_replies
+        return Candidate(
+            load=engine.load,
+            cached=engine.cached_tokens(reply),
+            is_free=engine.has_place or not self._rejects,
+            prefills=engine.prefills,
+            takes_prefill=engine.prefills or is_idle or not self._kv_transfer,
+            pending=engine.pending if self._rejects else 0,
+        )
+
+    def _move(self, reply: SimulatedReply) -> None:
+        """Send a reply with its keys and values from a prefill engine to a decode engine."""
+        decode = [engine for engine in self.members if engine.up and not engine.prefills]
+        if not decode:
+            self.sample(reply)
+            return
+        candidates = [self._candidate(engine, reply) for engine in decode]
+        choice = choose_in(candidates, range(len(decode)))
+        self.rejects += choice.rejects
+        engine = decode[choice.index]
+        missing = reply.context - engine.cached_tokens(reply)
+        self.transferred += missing
+        due = self._clock.now + self._costs.transfer_s(missing)
+        self._clock.at(due, partial(self._arrive, reply, engine, self.version))
+
+    def _arrive(self, reply: SimulatedReply, engine: SimulatedEngine, version: int) -> None:
+        """Continue a reply on another engine. Keys and values of an older version are refused."""
+        if not engine.up:
+            self.sample(reply)
+            return
+        is_current = version == self.version or self._keep_cache
+        self._give(reply, engine, reply.context if is_current else engine.cached_tokens(reply))
+
+    def _give(self, reply: SimulatedReply, engine: SimulatedEngine, cached: int) -> None:
+        reply.cached = cached
+        reply.engine = engine
+        engine.take(reply)
+
+    def _add_first_token(self, reply: SimulatedReply, time: float) -> None:
+        self.first_tokens.append((time, time - reply.requested_at))
+        reply.requested_at = -1.0
+
+    def _idlest(self) -> SimulatedEngine | None:
+        """Return the least loaded engine that works."""
+        while self._by_load:
+            load, number = self._by_load[0]
+            if self.members[number].up and self.members[number].load == load:
+                return self.members[number]
+            heapq.heappop(self._by_load)
+        return None
+
+    def _rank(self, engine: SimulatedEngine) -> None:
+        heapq.heappush(self._by_load, (engine.load, engine.number))
+        if len(self._by_load) > 64 * len(self.members):
+            self._by_load = [(other.load, other.number) for other in self.members if other.up]
+            heapq.heapify(self._by_load)
+
+    def interrupt(self) -> float:
+        """Pause all engines. Return the time at which the last one is paused."""
+        self._paused = True
+        return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
+
+    def resume(self, version: int) -> None:
+        """Sample with this version, also on failed engines that have restarted by now."""
+        self.version = version
+        self._paused = False
+        pace = self._overheads.pace(version).engine
+        for engine in self.members:
+            if not engine.up and engine.restarted_at <= self._clock.now:
+                engine.up = True
+                self._rank(engine)
+        for engine in self.members:
+            if engine.up:
+                engine.resume(keep_cache=self._keep_cache, pace=pace)
+        unplaced = self._unplaced
+        self._unplaced = []
+        for reply in unplaced:
+            self.sample(reply)
+
+    def fail(self, random: np.random.Generator, per_hour: float) -> None:
+        """Let each engine fail `per_hour` times an hour on average, from now on."""
+
+        def schedule(engine: SimulatedEngine) -> None:
+            delay = random.exponential(3600 / per_hour)
+            self._clock.at(self._clock.now + delay, partial(fail_now, engine))
+
+        def fail_now(engine: SimulatedEngine) -> None:
+            if engine.up:
+                self._fail(engine)
+            schedule(engine)
+
+        for engine in self.members:
+            schedule(engine)
+
+    def _fail(self, engine: SimulatedEngine) -> None:
+        replies = engine.fail()
+        self.deaths += 1
+        engine.restarted_at = self._clock.now + self._restart_s
+        # the first engine to restart loads the weights
+        if not any(other.up for other in self.members):
+            self._clock.at(engine.restarted_at, self._resume_restarted)
+        for reply in replies:
+            self.sample(reply)
+
+    def _resume_restarted(self) -> None:
+        if not self._paused:
+            self.resume(self.version)

@@ -1,0 +1,322 @@
+"""Simulated episodes. They take the place of `rollout.Rollout`, without a coroutine per episode.
+
+In the records that the training loop receives, each piece has a single token. The simulated numbers
+of tokens are stored here.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unstale.analysis.planner.clock import SimulatedClock
+from unstale.analysis.planner.engines import SimulatedEnginePool, SimulatedReply
+from unstale.analysis.planner.simulated_techniques import SimulatedLimits
+from unstale.analysis.planner.workload import EpisodeShape, Prefix, Workload
+from unstale.engines import Stopwatch
+from unstale.records import (
+    ContextPiece,
+    EpisodeBudget,
+    Failure,
+    Group,
+    GroupRequest,
+    PendingPiece,
+    Piece,
+    Sampled,
+    Task,
+    Trajectory,
+)
+from unstale.rollout import More, no_more
+from unstale.rollout.segments import Age, BudgetUse
+from unstale.rollout.staleness_queue import PendingPieces
+from unstale.rollout.transcript import OpenWriter
+
+
+class SimulatedEpisode:
+    """An episode that alternates between replies of an engine and tool calls."""
+
+    def __init__(
+        self,
+        rollout: "SimulatedRollout",
+        shape: EpisodeShape,
+        *,
+        age: Age,
+        budget: EpisodeBudget,
+        on_end: "Callable[[SimulatedEpisode | None], None]",
+    ) -> None:
+        """Make an episode. It runs in segments if its `budget` has some.
+
+        `age` has the number of its group, and its index there. `on_end` is called with the finished
+        episode, or with None if all attempts failed.
+        """
+        self.rollout = rollout
+        self.shape = shape
+        self.group = age[0]
+        self.on_end = on_end
+        self.failures = 0
+        self.began = self.ended = self.requested = rollout.clock.now
+        self._age = age
+        self._budget = budget
+        self._take_slot(self._begin)
+
+    def _take_slot(self, start: Callable[[], None]) -> None:
+        """Call `start`, after the wait for a slot if the episode runs in segments."""
+        if self.rollout.slots is None:
+            start()
+            return
+        since = self.rollout.clock.now
+
+        def taken() -> None:
+            self.rollout.totals["slot_s"] += self.rollout.clock.now - since
+            start()
+
+        self.rollout.slots.take(self._age, taken)
+
+    def _begin(self) -> None:
+        self.number = next(self.rollout.numbers)
+        self.rollout.episodes[self.number] = self
+        self.pieces: list[tuple[int, int]] = []
+        """For each piece of the episode: its version, and its number of sampled tokens."""
+        self.turn = 0
+        self._calls = 0
+        """Number of tool calls so far."""
+        self._budget_use = BudgetUse(self._budget)
+        self._left = 0
+        """Number of tokens of the present reply that are still to be sampled."""
+        prompt = self.shape.prompt
+        prefixes = self.shape.prefixes or (Prefix(-1 - self.group, prompt),)
+        self.reply = SimulatedReply(self.number, prefixes, self._on_tokens, prompt)
+        self._begin_reply()
+
+    def _begin_reply(self) -> None:
+        self._left = self.shape.turns[self.turn].reply
+        self.reply.sampled = 0
+        self._request_tokens()
+
+    def _request_tokens(self) -> None:
+        """Request the next tokens of the reply, up to the end of a segment."""
+        if self._budget_use.begin_segment() and self.rollout.slots is not None:
+            self.rollout.slots.give_back()
+            self._take_slot(self._sample)
+        else:
+            self._sample()
+
+    def _sample(self) -> None:
+        self.reply.left = min(self._left, self._budget_use.segment_left)
+        self.requested = self.reply.requested_at = self.rollout.clock.now
+        self.rollout.engines.sample(self.reply)
+
+    def _on_tokens(self, tokens: int, complete: bool) -> None:
+        if tokens:
+            version = self.rollout.engines.version
+            self.pieces.append((version, tokens))
+            self.rollout.arrived(self.number, version)
+            self._budget_use.count(tokens)
+            self._left -= tokens
+            self.reply.sampled += tokens
+        if complete:
+            clock = self.rollout.clock
+            if self.rollout.reply_s:
+                clock.at(clock.now + self.rollout.reply_s, self._receive)
+            else:
+                self._receive()
+
+    def _receive(self) -> None:
+        now = self.rollout.clock.now
+        self.rollout.totals["engine_s"] += now - self.requested
+        if self._left:
+            self._request_tokens()
+        else:
+            self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
+            self._budget_use.count_calls(self.shape.turns[self.turn].calls)
+            self._call_tools(now)
+
+    def _call_tools(self, now: float) -> None:
+        timeout_s = self.rollout.workload.timeout_s
+        calls = self.shape.turns[self.turn].calls
+        seconds = self.rollout.tool_s(self.group, self._calls, calls)
+        self._calls += calls
+        continuation = self._fail if seconds > timeout_s else self._next_turn
+        seconds = min(seconds, timeout_s)
+        self.rollout.totals["tool_s"] += seconds
+        if seconds:
+            self.rollout.clock.at(now + seconds, continuation)
+        else:
+            continuation()
+
+    def _next_turn(self) -> None:
+        self.reply.context += self.shape.turns[self.turn].answer
+        self.turn += 1
+        if self.turn < len(self.shape.turns):
+            self._begin_reply()
+        else:
+            self._end(self)
+
+    def _fail(self) -> None:
+        self.rollout.gave_up(self)
+        self.failures += 1
+        if self.failures > self.rollout.workload.retries:
+            self._end(None)
+        else:
+            self._begin()
+
+    def _end(self, finished: "SimulatedEpisode | None") -> None:
+        self.rollout.engines.forget(self.reply)
+        self.ended = self.rollout.clock.now
+        if finished:
+            self.rollout.totals["episodes"] += 1
+            self.rollout.totals["life_s"] += self.ended - self.began
+        self.on_end(finished)
+        if self.rollout.slots is not None:
+            self.rollout.slots.give_back()
+
+
+_ONE_TOKEN = (0,)
+
+
+class SimulatedRollout:
+    """Simulates the episodes of each group, and makes their records."""
+
+    def __init__(  # noqa: PLR0913 - all of them are parts of a simulation
+        self,
+        workload: Workload,
+        clock: SimulatedClock,
+        engines: SimulatedEnginePool,
+        *,
+        pending: PendingPieces,
+        limits: SimulatedLimits,
+        seed: int,
+        reply_s: float = 0.0,
+    ) -> None:
+        """Make the rollout. `reply_s` are the seconds until an episode has a complete reply."""
+        self.reply_s = reply_s
+        self.slots = limits.slots
+        self._limits = limits
+        self.clock = clock
+        self.engines = engines
+        self.workload = workload
+        self.numbers = count()
+        self.wait_times = Stopwatch()
+        self.resources: AbstractAsyncContextManager[Any] = nullcontext()
+        self.totals: dict[str, float] = defaultdict(float)
+        """Counts and seconds, added up over all episodes."""
+        self.episodes: dict[int, SimulatedEpisode] = {}
+        """Episodes by number, until they are trained on or fail."""
+        self._pending = pending
+        self._seed = seed
+        self._samples: dict[int, Sampled] = {}
+        self._random = np.random.default_rng([seed, 2])
+        self._tool_s: list[float] = []
+        self._group_tool_s: dict[int, NDArray[np.float64]] = {}
+        """Seconds of the tool calls of each group, in order, if they are equal for its episodes."""
+        shuffled = np.random.default_rng([seed, 3]).permutation(len(workload.recorded))
+        self._order: list[int] = shuffled.tolist()
+
+    async def group(
+        self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
+    ) -> Group:
+        random = np.random.default_rng([self._seed, 0, request.number])
+        results: list[Trajectory | Failure] = []
+        while size:
+            results += await self._stage(request, size, random, begun=len(results))
+            size = more(results)
+        first = request.sizes[0] if request.sizes else len(results)
+        return Group(
+            request.task,
+            tuple(each for each in results if isinstance(each, Trajectory)),
+            tuple(each for each in results if isinstance(each, Failure)),
+            request.number,
+            added=frozenset(
+                each.episode for each in results[first:] if isinstance(each, Trajectory)
+            ),
+            turn_limit=request.turn_limit,
+            budget=request.budget,
+        )
+
+    async def _stage(
+        self, request: GroupRequest, size: int, random: np.random.Generator, *, begun: int
+    ) -> list[Trajectory | Failure]:
+        """Run `size` episodes of a group at the same time. Return their results as they end.
+
+        `begun` episodes of the group were run before.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        siblings: list[SimulatedEpisode | None] = []
+
+        def on_end(episode: SimulatedEpisode | None) -> None:
+            siblings.append(episode)
+            if len(siblings) == size:
+                self.clock.resolve(ended, None)
+
+        number = self._recorded_number(request.number, begun)
+        drawn = self.workload.group(random, size, number=number)
+        shapes = self._limits.shorten(drawn, request)
+        for index, shape in enumerate(shapes, begun):
+            age = (request.number, index)
+            SimulatedEpisode(self, shape, age=age, budget=request.budget, on_end=on_end)
+        await ended
+        self._group_tool_s.pop(request.number, None)
+        return [
+            self._trajectory(each, request.task)
+            if each
+            else Failure(request.task, "step", "timed out")
+            for each in siblings
+        ]
+
+    def _recorded_number(self, request: int, begun: int) -> int | None:
+        """Return the number of the recorded group for a request.
+
+        All groups are used, in random order, before one is used again. Further episodes of a group
+        are those of any group.
+        """
+        if begun or not self._order:
+            return None
+        turn, index = divmod(request, len(self._order))
+        return turn * len(self._order) + self._order[index]
+
+    def tool_s(self, group: int, begun: int, calls: int) -> float:
+        """Return the total duration of `calls` tool calls, drawn at random.
+
+        An episode of group `group` makes them after `begun` others.
+        """
+        if not calls:
+            return 0.0
+        if self.workload.equal_tool_s:
+            if group not in self._group_tool_s:
+                random = np.random.default_rng([self._seed, 4, group])
+                self._group_tool_s[group] = self.workload.tool_s.draw(random, 64)
+            drawn = self._group_tool_s[group]
+            return float(sum(drawn[number % 64] for number in range(begun, begun + calls)))
+        total = 0.0
+        for _ in range(calls):
+            if not self._tool_s:
+                self._tool_s = self.workload.tool_s.draw(self._random, 1000).tolist()
+            total += self._tool_s.pop()
+        return total
+
+    def arrived(self, episode: int, version: int) -> None:
+        self._pending.add(PendingPiece(episode, _ONE_TOKEN, 0, self._sampled(version)))
+
+    def gave_up(self, episode: SimulatedEpisode) -> None:
+        self.totals["failed"] += 1
+        self._pending.discard([episode.number])
+        del self.episodes[episode.number]
+
+    def length(self, number: int) -> int:
+        """Return the number of tokens that episode `number` has so far."""
+        return self.episodes[number].reply.context
+
+    def _sampled(self, version: int) -> Sampled:
+        if version not in self._samples:
+            self._samples[version] = Sampled(_ONE_TOKEN, (0.0,), version)
+        return self._samples[version]
+
+    def _trajectory(self, episode: SimulatedEpisode, task: Task) -> Trajectory:
+        pieces: list[Piece] = [ContextPiece(_ONE_TOKEN)]
+        pieces += [self._sampled(version) for version, _ in episode.pieces]
+        return Trajectory(tuple(pieces), {}, "done", task, 0, episode.number)

@@ -1,0 +1,430 @@
+"""The records of a run that `unstale simulate --like` needs: its steps and its episodes."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
+
+from unstale.analysis.planner.workload import EpisodeShape, Prefix, TurnShape
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import stored_config
+from unstale.durability.journal import Journal, JournalError, JournalReader, trained_episodes
+from unstale.durability.run_folder import RunFolder, plain
+from unstale.records import Sampled, Trajectory
+
+MIN_STEPS = 4
+"""Smallest number of steps that a fit of durations needs."""
+_CONTEXT_PIECES = (
+    "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
+)
+RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
+"""SQL query that counts the answers of tools and users in finished episodes, and in all
+episodes.
+"""
+_METRICS = (
+    "audit/duration_s",
+    "engine/batch_size_mean",
+    "engine/busy_s",
+    "engine/busy_share",
+    "engine/prefill_tokens",
+    "engine/sampled_tokens",
+    "engine/steps",
+    "old_logps/prepare_s",
+    "replay/token_share",
+    "rollout/episodes",
+    "rollout/generation_wait_s",
+    "rollout/tool_wait_s",
+    "rollout/total_tokens_mean",
+    "schedule/groups_in_flight",
+    "schedule/groups_waiting",
+    "schedule/staleness_bound",
+    "schedule/wait_for_batch_s",
+    "trainer/update_s",
+)
+"""The metrics that are used."""
+_RESTARTS = ("resumed", "trainer_died")
+"""Kinds of events after which a run continues from a checkpoint, with new processes."""
+Row = Mapping[str, Any]
+Spans = Mapping[tuple[str, int], Sequence[tuple[float, float]]]
+"""Start and end of the activities of a run, by lane and by the step or version in their label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """One step of a run. Times are in seconds."""
+
+    step: int
+    loaded: float
+    """Time of the run at which the engines had loaded the version of the previous step."""
+    seconds: float
+    """Seconds from then until they had loaded the version of this step."""
+    publish: float
+    """Seconds in which the trainer prepared the version, while engines sampled."""
+    load: float
+    """Seconds for which the engines paused to load the version."""
+    optimizer: float
+    """Seconds of the optimizer step."""
+    checkpoint: float
+    """Seconds of writing a checkpoint. 0 if none was written."""
+    between: float | None
+    """Seconds of the event loop between the trainer's parts. None if they cannot be separated.
+
+    They include the pass in which a technique reads hidden states before the advantages.
+    """
+    versions: float
+    """Mean number of versions that sampled a trajectory."""
+    evaluation: bool
+    """True if an evaluation delayed this step, or the queue was fuller because of one."""
+    metrics: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics.get(name, 0.0)
+
+    @property
+    def tokens(self) -> float:
+        """Number of fresh tokens in the batch."""
+        return self["rollout/episodes"] * self["rollout/total_tokens_mean"]
+
+    @property
+    def trained(self) -> float:
+        """Number of tokens in the batch, with those of stored groups."""
+        return self.tokens / (1 - self["replay/token_share"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """The configuration, the steps and the episodes of a run."""
+
+    name: str
+    config: RunConfig
+    steps: tuple[RecordedStep, ...]
+    """The steps after the first, which warms up the processes. Of a run that was resumed, these are
+    steps after the last resume.
+    """
+    groups: tuple[tuple[EpisodeShape, ...], ...]
+    """The finished groups, in the order in which they began."""
+    call_s: float
+    """Mean seconds of a tool call."""
+    cores: int
+    """Number of processor cores of the machine. 0 if it is not recorded."""
+    resumed: int = 0
+    """The step from which the run was resumed last. 0 if it never was."""
+
+    @property
+    def steady(self) -> tuple[RecordedStep, ...]:
+        """The steps after those in which the queue filled up, without those of evaluations.
+
+        The queue is assumed to fill up again after a resume.
+        """
+        filling = self.resumed + self.config.schedule.max_staleness + 1
+        return tuple(each for each in self.steps if each.step > filling and not each.evaluation)
+
+    @classmethod
+    def read(cls, run: Path) -> Self:
+        """Return the records of a run folder, since its last resume.
+
+        Steps before the resume ran in other processes, and some of them twice. Raises `ConfigError`
+        if the run has renamed options, is too short, has times that cannot be separated, or if
+        times or episodes are missing.
+        """
+        folder = RunFolder(run)
+        config = stored_config(folder.config(), f"{run}/config.json")
+        require_separate_times(run.name, config)
+        logged = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
+        all_events = list(folder.rows("events.jsonl"))
+        rows, events = since_restart(logged, all_events)
+        is_resumed = len(events) < len(all_events)
+        if len(rows) <= MIN_STEPS:
+            since = " since it was resumed" if is_resumed else ""
+            raise ConfigError(
+                f"{run} has {len(rows)} steps with engine metrics{since}; a fit needs more than "
+                f"{MIN_STEPS}"
+            )
+        versions: dict[int, list[int]] = defaultdict(list)
+        with _open_journal(run) as journal:
+            for row in trained_episodes(journal):
+                versions[row["step"]].append(max(1, len(row["versions"])))
+        steps = recorded_steps(
+            rows, events, {step: fmean(counts) for step, counts in versions.items()}
+        )
+        if len(steps) < MIN_STEPS:
+            raise ConfigError(
+                f"events.jsonl of {run} is incomplete: spans of the trainer are missing"
+            )
+        groups, call_s = recorded_groups(run, rows, is_resumed=is_resumed)
+        cores = [event["cores"] for event in all_events if "cores" in event]
+        return cls(
+            name=run.name,
+            config=config,
+            steps=tuple(delayed(steps, config.schedule.max_staleness)),
+            groups=groups,
+            call_s=call_s,
+            cores=int(cores[-1]) if cores else 0,
+            resumed=rows[0]["step"] - 1 if is_resumed else 0,
+        )
+
+    def to_json(self) -> str:
+        """Return the records as JSON, which `from_json` reads."""
+        return json.dumps(plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        row = json.loads(text)
+        groups = tuple(
+            tuple(
+                EpisodeShape(
+                    prompt,
+                    tuple(TurnShape(*turn) for turn in turns),
+                    tuple(Prefix(*prefix) for prefix in prefixes),
+                )
+                for prompt, turns, prefixes in siblings
+            )
+            for siblings in row["groups"]
+        )
+        return cls(
+            name=row["name"],
+            config=stored_config(row["config"]),
+            steps=tuple(RecordedStep(**step) for step in row["steps"]),
+            groups=groups,
+            call_s=row["call_s"],
+            cores=row["cores"],
+            resumed=row["resumed"],
+        )
+
+
+@contextmanager
+def _open_journal(run: Path) -> Iterator[JournalReader]:
+    """Open the journal of a run folder. Raises `ConfigError` if it is missing or damaged."""
+    try:
+        with Journal.read(run) as journal:
+            yield journal
+    except (OSError, JournalError) as error:
+        raise ConfigError(
+            f"the journal of {run} cannot be read, and its episodes are needed: {error}"
+        ) from error
+
+
+def require_separate_times(name: str, config: RunConfig) -> None:
+    """Raise `ConfigError` for a run whose times cannot be separated."""
+    if config.old_logps.needs.closing:
+        raise ConfigError(
+            f"{name} pauses generation to score, for a time that is not recorded; "
+            "use a run with another route"
+        )
+    if config.trainer.stream:
+        raise ConfigError(
+            f"{name} has trainer.stream, so its times of scoring and training are mixed; use a "
+            "run without it, and --set fleet.stream=true"
+        )
+
+
+def since_restart(
+    rows: Sequence[Row], events: Sequence[Row]
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Return the metrics and events of a run since its last resume, or all if it has none.
+
+    Earlier events include those of steps that were lost and repeated, with the same numbers.
+    """
+    restarts = [i for i, event in enumerate(events) if event.get("kind") in _RESTARTS]
+    if not restarts:
+        return rows, events
+    after = events[restarts[-1] + 1 :]
+    # a continued run first publishes the version that it has loaded
+    published = [version for lane, version in _spans(after) if lane == "publish"]
+    first = min(published, default=None)
+    return [row for row in rows if first is not None and row["version"] >= first], after
+
+
+def _spans(events: Sequence[Row]) -> Spans:
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        number = event.get("label", "").rpartition(" ")[2]
+        if event.get("kind") == "span" and number.isdigit():
+            spans[event["lane"], int(number)].append((event["start"], event["end"]))
+    return spans
+
+
+def recorded_steps(
+    rows: Sequence[Row], events: Sequence[Row], versions: Mapping[int, float]
+) -> list[RecordedStep]:
+    """Return the steps after the first whose times are complete.
+
+    `rows` are the metrics, `events` those of `events.jsonl`, both as `since_restart` returns them.
+    `versions` is the mean number of versions that sampled the step's trajectories. A resume may
+    skip version numbers, so the version of a step comes from its metrics.
+    """
+    spans = _spans(events)
+    steps = []
+    for row in rows[1:]:
+        step, trained_from = row["step"], row["version"]
+        version = trained_from + 1
+        needed = [("publish", trained_from), ("publish", version), ("standstill", version)]
+        if step not in versions or not all(spans.get(key) for key in needed):
+            continue
+        (_, before), (began, published) = (
+            spans["publish", each][-1] for each in (trained_from, version)
+        )
+        load = _seconds(spans["standstill", version][-1:])
+        steps.append(
+            RecordedStep(
+                step=step,
+                loaded=before,
+                seconds=published - before,
+                publish=published - began - load,
+                load=load,
+                optimizer=_seconds(_training(spans, step)[1::2]),
+                checkpoint=_seconds(spans.get(("checkpoint", step), ())),
+                between=_between(spans, step, version),
+                versions=versions[step],
+                evaluation=bool(spans.get(("eval", step - 1))),
+                metrics={
+                    name: float(row[name])
+                    for name in _METRICS
+                    if isinstance(row.get(name), int | float)
+                },
+            )
+        )
+    return steps
+
+
+def _seconds(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
+    """Return the spans of a step's backward passes and optimizer steps, in turn.
+
+    A technique may read hidden states before the batch is scored. That is in the same lane.
+    """
+    scored = spans.get(("old_logps", step), ())
+    trained = spans.get(("trainer", step), ())
+    return [span for span in trained if not scored or span[0] >= scored[0][1]]
+
+
+def _between(spans: Spans, step: int, version: int) -> float | None:
+    """Return the seconds in which the event loop builds a batch and records its groups.
+
+    `version` is the one that the step publishes. In synchronous training the loop also starts the
+    next episodes while the trainer waits. None if the loop waited for the publication of the
+    previous version in this time.
+    """
+    lanes = ("wait", "old_logps", "trainer")
+    if not all(spans.get((lane, step)) for lane in lanes):
+        return None
+    taken, scored, trained = (spans[lane, step] for lane in lanes)
+    loaded = spans["publish", version - 1][-1][1]
+    if taken[-1][1] < loaded <= scored[0][0]:
+        return None
+    after = spans["publish", version][-1][0] - trained[-1][1]
+    ready = max([loaded, *(end for _, end in spans.get(("checkpoint", step - 1), ()))])
+    gaps = (taken[0][0] - ready, scored[0][0] - taken[-1][1], after)
+    return sum(max(0.0, gap) for gap in gaps)
+
+
+def delayed(steps: Sequence[RecordedStep], max_staleness: int) -> list[RecordedStep]:
+    """Mark also the steps after an evaluation, in which the queue is fuller than usual."""
+    marked = []
+    last = -1
+    for each in steps:
+        if each.evaluation:
+            last = each.step
+        near = 0 <= each.step - last <= max_staleness + 1 and last >= 0
+        marked.append(replace(each, evaluation=near))
+    return marked
+
+
+def recorded_groups(
+    run: Path, rows: Sequence[Row], *, is_resumed: bool = False
+) -> tuple[tuple[tuple[EpisodeShape, ...], ...], float]:
+    """Return the episodes of a run's journal by group, and the mean seconds of a tool call.
+
+    With `is_resumed`, `rows` are the steps since a resume, and the calls in their time are
+    estimated by the episodes that they trained on. The first of them also has the calls that were
+    repeated to restore open episodes, and is left out.
+    """
+    groups: dict[int, list[Trajectory]] = defaultdict(list)
+    with _open_journal(run) as journal:
+        for record in journal.trajectories():
+            groups[record.group].append(record.trajectory)
+        ((finished, results),) = journal.rows(RESULTS)
+    if not groups:
+        raise ConfigError(f"the journal of {run} has no finished episode")
+    shapes = episode_shapes([siblings for _, siblings in sorted(groups.items())])
+    calls = sum(turn.calls for siblings in shapes for shape in siblings for turn in shape.turns)
+    if is_resumed:
+        rows = rows[1:]
+        trained = sum(row.get("rollout/episodes", 0.0) for row in rows)
+        calls *= trained / sum(len(siblings) for siblings in shapes)
+    else:  # the calls of unfinished episodes are estimated by their results
+        calls *= results / max(1, finished)
+    waited = sum(row.get("rollout/tool_wait_s", 0.0) for row in rows)
+    return shapes, waited / max(1, calls)
+
+
+def episode_shapes(
+    groups: Sequence[Sequence[Trajectory]],
+) -> tuple[tuple[EpisodeShape, ...], ...]:
+    """Return the sizes of the episodes of some groups, with the prefixes that they share."""
+    names: dict[int, int] = {}
+    """The name of each prefix by the hash of its tokens, which takes less memory than these."""
+    common = _common_prefix([_prompt(each) for siblings in groups for each in siblings])
+    found = []
+    for siblings in groups:
+        shapes = []
+        for trajectory in siblings:
+            shape = episode_shape(trajectory)
+            tokens = trajectory.tokens
+            prefixes = [Prefix(0, common)] if 0 < common < shape.prompt else []
+            name = start = 0
+            end = shape.prompt
+            for turn in shape.turns:
+                name = names.setdefault(hash((name, tokens[start:end])), len(names) + 1)
+                prefixes.append(Prefix(name, end))
+                start = end
+                end += turn.reply + turn.answer
+            shapes.append(shape._replace(prefixes=tuple(prefixes)))
+        found.append(tuple(shapes))
+    return tuple(found)
+
+
+def _prompt(trajectory: Trajectory) -> tuple[int, ...]:
+    first = trajectory.pieces[0]
+    return () if isinstance(first, Sampled) else tuple(first.tokens)
+
+
+def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return how many tokens all prompts begin with in common."""
+    low, high = min(prompts), max(prompts)
+    length = 0
+    for one, other in zip(low, high, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
+
+
+def episode_shape(trajectory: Trajectory) -> EpisodeShape:
+    """Return the numbers of tokens of a trajectory by turn.
+
+    The recorded number of tool calls is divided evenly among the turns. If it was not recorded,
+    each turn has one call.
+    """
+    runs = [
+        (is_reply, sum(len(piece.tokens) for piece in pieces))
+        for is_reply, pieces in groupby(trajectory.pieces, lambda piece: isinstance(piece, Sampled))
+    ]
+    prompt = runs.pop(0)[1] if runs and not runs[0][0] else 0
+    replies = [tokens for is_reply, tokens in runs if is_reply]
+    answers = [*(tokens for is_reply, tokens in runs if not is_reply), 0][: len(replies)]
+    calls = round(trajectory.facts.get("tool_calls", len(replies)))
+    per_turn, more = divmod(calls, max(1, len(replies)))
+    turns = [
+        TurnShape(reply, answer, per_turn + (number < more))
+        for number, (reply, answer) in enumerate(zip(replies, answers, strict=True))
+    ]
+    return EpisodeShape(prompt, tuple(turns))

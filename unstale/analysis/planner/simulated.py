@@ -1,0 +1,456 @@
+"""Simulated components of a run. They take time on the virtual clock and compute nothing.
+
+Each implements the Protocol of the component that it replaces, so that the real training loop can
+call it.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from unstale.analysis.planner.clock import SimulatedClock
+from unstale.analysis.planner.costs import NO_OVERHEADS, Costs, Overheads
+from unstale.analysis.planner.engines import SimulatedEnginePool
+from unstale.analysis.planner.episodes import SimulatedEpisode, SimulatedRollout
+from unstale.analysis.planner.simulated_techniques import SimulatedReplay
+from unstale.analysis.planner.workload import Fleet
+from unstale.config import ScheduleConfig
+from unstale.durability.checkpoint import Checkpoint, Progress
+from unstale.observe.trackers import RunOutcome
+from unstale.old_logps import Needs, OldLogps
+from unstale.records import Batch, Group, GroupRequest, PendingPiece
+from unstale.rollout.staleness_queue import StalenessQueue
+from unstale.rollout.transcript import NullWriter
+from unstale.token_values import TokenValues
+from unstale.trainer.records import Minibatch
+from unstale.weights.publish import VersionedWeights
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+_EMPTY = torch.empty(0)
+
+
+class SimulatedTrainer:
+    """A trainer that only takes the seconds of `Costs`, and counts the staleness of tokens.
+
+    A method cannot wait, because the loop calls it in the trainer's thread. It adds its seconds to
+    `owed` instead, and `SimulatedThread` waits for them after the call. Engines on the same devices
+    pause while the trainer works.
+    """
+
+    def __init__(  # noqa: PLR0913 - three of them are the costs of a run
+        self,
+        costs: Costs,
+        rollout: SimulatedRollout,
+        fleet: Fleet,
+        *,
+        closing: bool,
+        replay: SimulatedReplay,
+        overheads: Overheads = NO_OVERHEADS,
+    ) -> None:
+        self.version = 0
+        """Number of steps so far. If `every` > 1, there are fewer published versions."""
+        self.owed: dict[str, float] = defaultdict(float)
+        """Seconds by activity for which the thread has not waited yet."""
+        self.spent: dict[str, float] = defaultdict(float)
+        """Seconds by activity for which the thread has waited."""
+        self.batches: list[tuple[int, int]] = []
+        """Number of tokens and of sampled tokens in each batch."""
+        self.replayed: list[int] = []
+        """Number of tokens that stored groups add to each batch."""
+        self.ages: Counter[int] = Counter()
+        """Number of sampled tokens by staleness in versions."""
+        self.num_versions: list[float] = []
+        """Mean number of versions that sampled an episode, for each part of a batch."""
+        self.rollout = rollout
+        self.every = fleet.steps_per_version
+        """Number of steps between two published versions."""
+        self._costs = costs
+        self._replay = replay
+        self._overheads = overheads
+        self._closing = closing
+        self._colocated = fleet.colocated
+        self._added: set[int] = set()
+        """The episodes of the next batch that were added already."""
+        self._counted = (0, 0)
+        """Their tokens, and how many of these were sampled."""
+        self._groups: dict[int, tuple[int, int]] = {}
+        """For each group of the next batch its tokens, and the age of the oldest in versions."""
+        self._left = 0
+        """Number of tokens of the batch that were not added before it was prepared."""
+
+    def start_version(self) -> None:
+        self.version += 1
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.version // self.every - version
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def add(self, part: Batch) -> None:
+        """Count the tokens of a part of the next batch. Add the seconds of its passes to `owed`."""
+        self._train(self._take(part))
+        self._added |= set(part.episodes)
+
+    def prepare(self, batch: Batch) -> Sequence[Minibatch]:
+        """Count the tokens and staleness of a batch. Add the seconds of scoring it to `owed`."""
+        if self._colocated:
+            now = self.rollout.clock.now
+            self.owed["paused"] += self.rollout.engines.interrupt() - now
+        self.owed["between"] += self._overheads.batch_s
+        self.owed["audit"] += self._overheads.audit_s
+        self._left = self._take(batch)
+        self.batches.append(self._counted)
+        self.replayed.append(self._replay.tokens(list(self._groups.values())))
+        self._groups = {}
+        self._counted = (0, 0)
+        self._added = set()
+        return [Minibatch(batch, *[_EMPTY] * 5)]
+
+    def _take(self, part: Batch) -> int:
+        """Count and score the episodes that were not added yet. Return the number of tokens."""
+        newest = len(self.batches) // self.every
+        numbers = [number for number in part.episodes if number not in self._added]
+        episodes = [self.rollout.episodes.pop(number) for number in numbers]
+        for episode in episodes:
+            for version, sampled in episode.pieces:
+                self.ages[newest - version] += sampled
+            self.rollout.totals["ready_s"] += self.rollout.clock.now - episode.ended
+        tokens = sum(episode.shape.tokens for episode in episodes)
+        sampled = sum(episode.shape.sampled for episode in episodes)
+        self._counted = (self._counted[0] + tokens, self._counted[1] + sampled)
+        if episodes:
+            self._owe_scoring(episodes, tokens, newest)
+        for episode in episodes:
+            group_tokens, oldest = self._groups.get(episode.group, (0, 0))
+            age = max(newest - version for version, _ in episode.pieces)
+            size = group_tokens + episode.shape.tokens
+            self._groups[episode.group] = (size, max(oldest, age))
+        return tokens
+
+    def _train(self, tokens: int) -> None:
+        seconds = self._costs.train_s(tokens) - self._costs.optimizer_s
+        self.owed["train"] += seconds * self._overheads.pace(self.version).train
+
+    def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
+        versions = [{version for version, _ in episode.pieces} for episode in episodes]
+        # tokens of older versions were scored before those versions were replaced
+        if self._closing:
+            self.score(
+                episode.shape.tokens
+                for episode, seen in zip(episodes, versions, strict=True)
+                if newest in seen
+            )
+        else:
+            mean_versions = sum(map(len, versions)) / len(versions)
+            self.num_versions.append(mean_versions)
+            self._owe_old_logps(tokens, mean_versions)
+
+    def score(self, lengths: Iterable[int]) -> None:
+        """Add the seconds of scoring sequences of these lengths with one version to `owed`."""
+        if tokens := sum(lengths):
+            self._owe_old_logps(tokens, 1.0)
+
+    def _owe_old_logps(self, tokens: int, versions: float) -> None:
+        seconds = self._costs.old_logps_s(tokens, versions)
+        self.owed["old_logps"] += seconds * self._overheads.pace(self.version).old
+
+    def backward(self, minibatch: Minibatch) -> None:
+        self._train(self._left + self.replayed[-1])
+
+    def step(self) -> None:
+        self.owed["train"] += self._costs.optimizer_s
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def scatter_sample(self) -> list[dict[str, float]]:
+        return []
+
+    def tokens(self) -> list[TokenValues]:
+        return []
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class SimulatedThread:
+    """The trainer's thread. A call takes the seconds that the trainer has in `owed` afterwards."""
+
+    def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
+        self._clock = clock
+        self._trainer = trainer
+        self._busy = asyncio.Lock()
+
+    async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        async with self._busy:
+            result = function(*arguments)
+            owed = self._trainer.owed
+            self._trainer.owed = defaultdict(float)
+            await self._clock.sleep(sum(owed.values()))
+            for activity, seconds in owed.items():
+                self._trainer.spent[activity] += seconds
+        return result
+
+    def close(self) -> None: ...
+
+
+class InstantThread:
+    """A thread whose work takes no time, except that a checkpoint takes `checkpoint_s`."""
+
+    def __init__(self, clock: SimulatedClock, checkpoint_s: float) -> None:
+        self._clock = clock
+        self._checkpoint_s = checkpoint_s
+
+    async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        result = function(*arguments)
+        if any(isinstance(each, Checkpoint) for each in arguments):
+            await self._clock.sleep(self._checkpoint_s)
+        return result
+
+    def close(self) -> None: ...
+
+
+class SimulatedQueue(StalenessQueue):
+    """A staleness queue for runs that publish a version only every `every` steps.
+
+    It frees the tickets of these steps together.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, every: int) -> None:
+        super().__init__(
+            max_staleness=schedule.max_staleness,
+            groups_per_step=schedule.groups_per_step,
+            lookahead_window=schedule.lookahead_window,
+            adaptive_window=schedule.adaptive_window,
+        )
+        self.bound //= every
+        self._every = every
+        self._calls = count()
+
+    def release(self) -> None:
+        if next(self._calls) % self._every == 0:
+            for _ in range(self._every):
+                super().release()
+
+
+class SimulatedRoute(OldLogps):
+    """An old-logit route that takes the seconds of `Costs.old_logps_s`.
+
+    Its values are never used.
+    """
+
+    def __init__(self, needs: Needs, trainer: SimulatedTrainer) -> None:
+        self.needs = needs
+        self._trainer = trainer
+
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        """Take the seconds of scoring the unfinished episodes up to their present length."""
+        episodes = {piece.episode for piece in unscored}
+        self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the behavior log-probabilities, because a simulation has no model."""
+        return batch.behavior_logp, torch.zeros_like(batch.sampled)
+
+
+class SimulatedPublisher:
+    """The publication of versions. To load a version, all engines pause and then continue."""
+
+    bytes = 0
+
+    def __init__(
+        self,
+        costs: Costs,
+        clock: SimulatedClock,
+        engines: SimulatedEnginePool,
+        *,
+        trainer: SimulatedTrainer,
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._engines = engines
+        self._trainer = trainer
+        self._due = False
+
+    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        self._due = source.version % self._trainer.every == 0
+        if source.version and self._due:
+            self._trainer.owed["publish"] += self._costs.publish_s()
+
+    async def publish(self) -> None:
+        if not self._due:
+            return
+        await self.interrupt()
+        if self._engines.version >= 0:  # the first version is loaded before the run
+            await self._clock.sleep(self._costs.load_s())
+        self._engines.resume(self._engines.version + 1)
+
+    async def start(self) -> None: ...
+
+    async def interrupt(self) -> None:
+        await self._clock.sleep(self._engines.interrupt() - self._clock.now)
+
+    async def close(self) -> None: ...
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"sampled_tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0}
+
+
+class NullJournal:
+    """A journal that records nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> None: ...
+
+    async def watch(self) -> None: ...
+
+    async def barrier(self) -> None: ...
+
+    def add_request(self, request: GroupRequest) -> None: ...
+
+    def resize(self, number: int, size: int) -> None: ...
+
+    def begin(
+        self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
+    ) -> NullWriter:
+        return NullWriter(number, sibling, episode=episode, seed=seed, again=again)
+
+    async def finish(self, group: Group) -> None: ...
+
+    async def publishing(self, version: int) -> None: ...
+
+    def commit(
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        version: int,
+        replayed: Sequence[int] = (),
+        tokens: Sequence[TokenValues] = (),
+    ) -> None: ...
+
+    async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
+
+
+class NullCheckpoints:
+    """Checkpoints that take no time and are not written."""
+
+    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
+        return Checkpoint(progress, source.version, {}, {})
+
+    def write(self, checkpoint: Checkpoint) -> str:
+        return ""
+
+    def prune(self) -> Mapping[str, str]:
+        return {}
+
+
+class NullAudit:
+    """An audit that measures nothing."""
+
+    def on_published(self, live: Collection[int]) -> None: ...
+
+    def scatter_sample(self) -> list[dict[str, float]]:
+        return []
+
+
+class SimulatedRecorder:
+    """A log that records the time at the end of each step, and the busy seconds until then."""
+
+    def __init__(
+        self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer
+    ) -> None:
+        self._clock = clock
+        self._engines = engines
+        self._trainer = trainer
+        self.ends: list[float] = [0.0]
+        """Seconds at which each step ended, beginning with 0."""
+        self._lanes: dict[str, float] = defaultdict(float)
+        """Seconds of the spans in each lane."""
+        self._seconds: list[dict[str, float]] = [{}]
+        self.rows: list[dict[str, float]] = [{"time_s": 0.0}]
+        """The metrics of each step under the names that a run gives them."""
+
+    @contextmanager
+    def span(self, lane: str, label: str) -> Iterator[None]:
+        began = self._clock.now
+        yield
+        self._lanes[lane] += self._clock.now - began
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.ends.append(self._clock.now)
+        busy = sum(engine.busy_s for engine in self._engines.members)
+        prefill = sum(engine.busy_s for engine in self._engines.members if engine.prefills)
+        totals = self._trainer.rollout.totals
+        self._seconds.append(
+            {
+                **self._trainer.spent,
+                "wait": self._lanes["wait"],
+                "publishing": self._lanes["publish"],
+                "checkpoint": self._lanes["checkpoint"],
+                "engines": busy,
+                "prefill_engines": prefill,
+                "prefilled": float(sum(engine.prefilled for engine in self._engines.members)),
+                "steps": float(sum(engine.steps for engine in self._engines.members)),
+                "sampled": float(sum(engine.sampled for engine in self._engines.members)),
+                "tools": totals["tool_s"],
+                "generation": totals["engine_s"],
+            }
+        )
+        self.rows.append(self._row(metrics))
+
+    def _row(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics of the latest step that decide on its bottleneck."""
+        before, after = self._seconds[-2:]
+        spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+        elapsed = self.ends[-1] - self.ends[-2]
+        engines = len(self._engines.members)
+        return {
+            "time_s": self.ends[-1],
+            "schedule/wait_for_batch_s": spent["wait"],
+            "schedule/groups_in_flight": metrics["schedule/groups_in_flight"],
+            "schedule/groups_waiting": metrics["schedule/groups_waiting"],
+            "schedule/staleness_bound": metrics["schedule/staleness_bound"],
+            "engine/busy_share": spent["engines"] / engines / (elapsed or 1.0),
+            "trainer/update_s": spent.get("train", 0.0),
+            "old_logps/prepare_s": spent.get("old_logps", 0.0),
+            "publish/duration_s": spent["publishing"],
+            "checkpoint/duration_s": spent["checkpoint"],
+            "rollout/tool_wait_s": spent["tools"],
+            "rollout/generation_wait_s": spent["generation"],
+        }
+
+    def total(self, name: str, since: int) -> float:
+        """Return the seconds of an activity, or a number of tokens or steps, after step `since`."""
+        return self._seconds[-1].get(name, 0.0) - self._seconds[since].get(name, 0.0)
+
+    def share(self, lane: str, since: int) -> float:
+        """Return the share of the time after step `since` in which `lane` was busy.
+
+        `lane` names an activity. For engines, the shares of all engines are added up.
+        """
+        return self.total(lane, since) / (self.ends[-1] - self.ends[since])
+
+    def sample(self, step: int, groups: Sequence[Group]) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
+
+    def trained(
+        self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+    ) -> None: ...
+
+    def close(self, outcome: RunOutcome) -> None: ...

@@ -1,0 +1,529 @@
+"""Write a comparison as an HTML page, as Markdown tables and as JSON.
+
+An arm is one configuration that was trained with several seeds.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from unstale.analysis.report.compare import (
+    CLIPPED,
+    EXACT_SHARE,
+    KEPT,
+    STALENESS,
+    SUCCESS,
+    UNCOUNTED,
+    ArmResult,
+    Comparison,
+    SeedMean,
+    TrainingBudget,
+    Trial,
+    Unit,
+    grouped,
+    mean_over_seeds,
+    read_comparison,
+)
+from unstale.analysis.report.markup import document, figure, gap, render, table
+from unstale.analysis.report.plots import PlotOptions, Series, line_plot, smooth, thin
+from unstale.durability.run_folder import dumps, plain, write_whole
+from unstale.observe.statistics import PairedDifference
+from unstale.observe.words import NONE, amount, percent
+
+PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
+COLOURS = ("engine", "trainer", "good", "s", "lag-4", "d", "bad", "v5-line", "hex", "quiet")
+"""Colours of the arms, by name in the style sheet."""
+
+GRID = 40
+HOW = (
+    "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
+    "same seed. A single value has no interval, and neither have values that are all equal. "
+    "Intervals are not adjusted for multiple comparisons. Unfinished runs are listed, but excluded "
+    "from all means."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of text. The first column has the name of the arm."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        lines = [self.head, ("---",) * len(self.head), *self.rows]
+        escaped = [[text.replace("|", "\\|") for text in line] for line in lines]
+        return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def tenths(share: float | None) -> str:
+    return percent(share, 1)
+
+
+def spread(mean: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
+    """Return a mean and its 95% interval as text.
+
+    >>> spread(SeedMean(3, 0.7, 0.45, 0.95)), spread(SeedMean(1, 0.7, None, None)), spread(None)
+    ('70.0% (45.0% to 95.0%)', '70.0%', '—')
+    """
+    if mean is None:
+        return NONE
+    if mean.low is None or mean.high is None:
+        return show(mean.mean)
+    return f"{show(mean.mean)} ({show(mean.low)} to {show(mean.high)})"
+
+
+def points(share: float) -> str:
+    """Return a difference of shares as text in percentage points.
+
+    >>> points(-0.0312)
+    '-3.1'
+    """
+    return f"{100 * share:+z.1f}"
+
+
+def points_with_interval(paired: PairedDifference, alpha: float) -> str:
+    """Return a mean difference of shares and its interval as text in percentage points.
+
+    >>> points_with_interval(PairedDifference(5, -0.02, 0.01), 0.05)
+    '-2.0 (-3.2 to -0.8)'
+    """
+    return spread(SeedMean(paired.n, paired.mean, *paired.interval(alpha)), points)
+
+
+UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
+    "tokens": ("At equal tokens", "sampled tokens", amount),
+    "minutes": ("At equal wall-clock", "minutes of training", "{:.1f}".format),
+}
+"""For each unit of a training budget: heading, words and number format."""
+
+
+def equal_steps(comparison: Comparison) -> Table:
+    """Return the table of success at the end of training, after equally many steps in all runs."""
+    head = ["arm", "runs", "held-out success", f"less {comparison.reference.name}, points", "pairs"]
+    head += ["best", "rollouts, last quarter", "collapsed"]
+    rows = []
+    for arm in comparison.arms:
+        versus = comparison.versus(arm)
+        row = [
+            arm.name,
+            _runs(arm),
+            spread(comparison.success(arm)),
+            spread(versus, points),
+            _count(versus),
+        ]
+        best = mean_over_seeds(run.best for run in arm.finished)
+        late = mean_over_seeds(run.late for run in arm.finished)
+        row += [
+            tenths(best.mean if best else None),
+            spread(late),
+            f"{arm.collapsed} of {len(arm.finished)}",
+        ]
+        rows.append(tuple(row))
+    return Table(tuple(head), tuple(rows))
+
+
+def equal(comparison: Comparison, unit: Unit) -> Table | None:
+    """Return the table of success after the largest amount of training that all runs reached.
+
+    The result is None if the runs cannot be compared by this unit.
+    """
+    budget = comparison.budget(unit)
+    if budget is None:
+        return None
+    _, words, show = UNITS[unit]
+    head = ["arm", "runs", f"success after {show(budget.amount)} {words}"]
+    head += [f"less {comparison.reference.name}, points", "pairs", f"{words}, mean"]
+    rows = []
+    for arm in comparison.arms:
+        success, versus = comparison.success(arm, budget), comparison.versus(arm, budget)
+        took = mean_over_seeds(trial.total(unit) for trial in arm.finished)
+        row = (arm.name, _count(success), spread(success), spread(versus, points), _count(versus))
+        rows.append((*row, show(took.mean) if took else NONE))
+    return Table(tuple(head), tuple(rows))
+
+
+def lengths(comparison: Comparison) -> str:
+    """Return a sentence on how the number of sampled tokens differs between arms."""
+    means = []
+    for arm in comparison.arms:
+        tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
+        if tokens:
+            means.append((tokens.mean, arm.name))
+    if not means:
+        return UNCOUNTED
+    (fewest, low_arm), (most, high_arm) = min(means), max(means)
+    return (
+        "Episodes differ in length, so equal steps are not equal tokens: mean sampled tokens per "
+        f"run range from {amount(fewest)} ({low_arm}) to {amount(most)} ({high_arm})."
+    )
+
+
+def conduct(comparison: Comparison) -> Table:
+    """Return the table of mean staleness, and of kept, clipped and exact tokens, by arm.
+
+    If a route reset its moving average, it also has the mean number of resets.
+    """
+    head = ["arm", "staleness", "kept", "clipped", "exact"]
+    some_reset = any(trial.resets for trial in comparison.finished)
+    rows = []
+    for arm in comparison.arms:
+        row = [arm.name, spread(arm.mean(STALENESS), "{:.2f}".format)]
+        row += [
+            spread(arm.mean(name), partial(percent, digits=2))
+            for name in (KEPT, CLIPPED, EXACT_SHARE)
+        ]
+        if some_reset:
+            resets = mean_over_seeds(float(trial.resets) for trial in arm.finished)
+            row.append(f"{resets.mean:.1f}" if resets else NONE)
+        rows.append(tuple(row))
+    return Table((*head, "resets") if some_reset else tuple(head), tuple(rows))
+
+
+def _runs(arm: ArmResult) -> str:
+    return f"{len(arm.finished)} of {len(arm.trials)}"
+
+
+def _count(mean: SeedMean | None) -> str:
+    return str(mean.n) if mean else NONE
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """Return sentences: which arm is best, and how each differs from the reference arm."""
+    ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
+    if not ended:
+        return ["No run has a held-out result."]
+    best, success = max(ended, key=lambda pair: pair[1].mean)
+    seeds = f"{success.n} {'seed' if success.n == 1 else 'seeds'}"
+    sentences = [
+        f"After the same {_all(comparison, 'steps')} steps, {best.name} has the highest mean "
+        f"held-out success: {spread(success)}, {seeds}."
+    ]
+    for arm in comparison.arms:
+        versus = comparison.versus(arm)
+        if versus is None:
+            continue
+        if versus.low is None or versus.high is None:
+            verdict = "one pair allows" if versus.n == 1 else "equal differences allow"
+            verdict += " no interval"
+        elif versus.low <= 0 <= versus.high:
+            verdict = "no significant difference"
+        else:
+            verdict = "lower" if versus.high < 0 else "higher"
+        pairs = f"{versus.n} {'pair' if versus.n == 1 else 'pairs'}"
+        sentences.append(
+            f"{arm.name} less {comparison.reference.name}: {spread(versus, points)} points, "
+            f"{pairs}: {verdict}."
+        )
+    return sentences
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """Return reasons for caution: unfinished runs, a decaying learning rate, different code."""
+    notes = []
+    unfinished = [arm for arm in comparison.arms if len(arm.finished) < len(arm.trials)]
+    if unfinished:
+        counts = ", ".join(f"{arm.name} {_runs(arm)}" for arm in unfinished)
+        notes.append(f"Not all runs finished: {counts}.")
+    falling = [name for name in comparison.settings("trainer.lr_schedule") if name != "constant"]
+    if falling:
+        notes.append(
+            f"The learning rate decays with the steps ({', '.join(map(str, falling))}). At equal "
+            "tokens or wall-clock time, arms with steps left are at a higher learning rate."
+        )
+    commits = comparison.launched("commit")
+    if len(commits) > 1:
+        notes.append(f"The runs used different versions of the code: {', '.join(commits)}.")
+    elif any(commit.endswith("-dirty") for commit in commits):
+        notes.append(f"The code had uncommitted changes: {commits[0]}.")
+    return notes
+
+
+def linted(comparison: Comparison) -> list[str]:
+    """Return the linter's warnings about the compared configurations."""
+    warnings = grouped(comparison.warnings)
+    unknown = [arm.name for arm in comparison.arms if arm.name not in comparison.warnings]
+    if unknown:
+        warnings.append(f"Not recorded: {', '.join(unknown)}.")
+    return warnings or ["No warnings."]
+
+
+def _all(comparison: Comparison, name: str) -> str:
+    return " or ".join(str(value) for value in comparison.settings(name))
+
+
+def provenance(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return recipe, tasks, commit, machine and versions with which the results were measured."""
+    facts = [
+        (name, ", ".join(comparison.launched(name)) or "not recorded")
+        for name in ("commit", "machine", "versions")
+    ]
+    return [
+        ("recipe", _all(comparison, "recipe")),
+        ("held-out tasks", _held_out_tasks(comparison)),
+        *facts,
+    ]
+
+
+def tables(comparison: Comparison) -> str:
+    """Return the comparison as Markdown."""
+    return render("compare.md", **_values(comparison))
+
+
+def page(comparison: Comparison) -> str:
+    """Return the comparison as an HTML page."""
+    return document(
+        "compare.html",
+        comparison.name,
+        **_values(comparison),
+        colours=arm_colours(comparison),
+        html=partial(_html, comparison),
+        batch=[
+            _all(comparison, name)
+            for name in ("max_steps", "schedule.groups_per_step", "schedule.group_size")
+        ],
+        by_step=_plot(
+            _curves(comparison, _by_step), "Held-out success over the steps", "optimizer step"
+        ),
+        by_unit=_by_unit,
+        way=partial(course, comparison),
+    )
+
+
+def _values(comparison: Comparison) -> dict[str, Any]:
+    """Return the values that the page and the Markdown tables have in common."""
+    return {
+        "comparison": comparison,
+        "findings": findings(comparison),
+        "how": HOW,
+        "remarks": remarks(comparison),
+        "lengths": lengths(comparison),
+        "equal_steps": equal_steps(comparison),
+        "equal": partial(equal, comparison),
+        "units": UNITS,
+        "conduct": conduct(comparison),
+        "linted": linted(comparison),
+        "settings": partial(_settings, comparison),
+        "result": _result,
+        "provenance": provenance(comparison),
+    }
+
+
+def _held_out_tasks(comparison: Comparison) -> str:
+    """Return the numbers of held-out tasks, beside the number that was asked for if it differs."""
+    asked = _all(comparison, "eval.tasks")
+    tasks = {trial.last.tasks for trial in comparison.trials if trial.last and trial.last.tasks}
+    measured = ", ".join(map(str, sorted(tasks)))
+    return f"{measured} (eval.tasks = {asked})" if measured and measured != asked else asked
+
+
+def _settings(comparison: Comparison, arm: ArmResult) -> str:
+    return (
+        ", ".join(f"{name}={value}" for name, value in comparison.differences(arm).items())
+        or "no run yet"
+    )
+
+
+def _result(trial: Trial) -> str:
+    if not trial.finished:
+        return f"{trial.state}{': ' if trial.error else ''}{trial.error}"
+    collapsed = ", collapsed" if trial.collapsed else ""
+    success = f"{trial.last} held out" if trial.last else "no evaluation"
+    return f"{success}, {amount(trial.minutes)} min of training{collapsed}"
+
+
+def results(comparison: Comparison) -> Mapping[str, Any]:
+    """Return all runs and means of a comparison, for `compare.json`."""
+    tokens, minutes = comparison.budget("tokens"), comparison.budget("minutes")
+    arms = [
+        {
+            "arm": arm.name,
+            "settings": comparison.differences(arm),
+            "planned": len(arm.trials),
+            "finished": len(arm.finished),
+            "collapsed": arm.collapsed,
+            "final": comparison.success(arm),
+            "final_less_reference": comparison.versus(arm),
+            "best": mean_over_seeds(trial.best for trial in arm.finished),
+            "late_training": mean_over_seeds(trial.late for trial in arm.finished),
+            "equal_tokens": tokens and comparison.success(arm, tokens),
+            "equal_tokens_less_reference": tokens and comparison.versus(arm, tokens),
+            "equal_minutes": minutes and comparison.success(arm, minutes),
+            "equal_minutes_less_reference": minutes and comparison.versus(arm, minutes),
+            "staleness": arm.mean(STALENESS),
+            "kept_share": arm.mean(KEPT),
+            "clipped_share": arm.mean(CLIPPED),
+            "exact_fraction": arm.mean(EXACT_SHARE),
+            "warnings": comparison.warnings.get(arm.name),
+            "runs": [_data(trial) for trial in arm.trials],
+        }
+        for arm in comparison.arms
+    ]
+    return {
+        "name": comparison.name,
+        "commands": comparison.commands,
+        "reference": comparison.reference.name,
+        "tokens": tokens and tokens.amount,
+        "minutes": minutes and minutes.amount,
+        "made": dict(provenance(comparison)),
+        "arms": plain(arms),
+    }
+
+
+def _data(trial: Trial) -> Mapping[str, Any]:
+    names = (
+        "folder",
+        "seed",
+        "state",
+        "error",
+        "minutes",
+        "tokens",
+        "final",
+        "best",
+        "late",
+        "collapsed",
+        "evaluations",
+    )
+    return {name: getattr(trial, name) for name in names}
+
+
+def write_comparison(folder: Path) -> Path:
+    """Write the page, the Markdown tables and the JSON results. Return the path of the page."""
+    comparison = read_comparison(folder)
+    for name, text in (
+        (RESULTS, dumps(results(comparison), indent=2)),
+        (TABLES, tables(comparison)),
+        (PAGE, page(comparison)),
+    ):
+        write_whole(folder / name, text)
+    return folder / PAGE
+
+
+def arm_colours(comparison: Comparison) -> dict[str, str]:
+    return colours_of(arm.name for arm in comparison.arms)
+
+
+def colours_of(arms: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each arm, as a name of the style sheet."""
+    return {arm: COLOURS[index % len(COLOURS)] for index, arm in enumerate(arms)}
+
+
+def _html(comparison: Comparison, shown: Table) -> Markup:
+    """Return a table as HTML, with the colour of each arm before its name."""
+    return coloured(arm_colours(comparison), shown)
+
+
+def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Markup:
+    """Return a table as HTML, with the colour of each arm before its name in a column."""
+    swatch = Markup('<i class="swatch {}"></i>{}')
+    rows = [list[str](row) for row in shown.rows]
+    for row in rows:
+        row[column] = swatch.format(colours[row[column]], row[column])
+    return table(shown.head, rows, "results")
+
+
+def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
+    """Return the plot of success over minutes or tokens, up to an amount that all runs reached."""
+    words = UNITS[budget.unit][1]
+    curves = _curves(comparison, partial(_up_to, budget=budget))
+    return _plot(curves, f"Held-out success over the {words}", words)
+
+
+def _curves(
+    comparison: Comparison, means_of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
+) -> list[Series]:
+    """Return one line per arm. It has a band of 95% intervals if every point has an interval."""
+    lines = []
+    for arm, colour in zip(comparison.arms, arm_colours(comparison).values(), strict=True):
+        means = means_of(arm)
+        lines.append(
+            Series(
+                name=arm.name,
+                colour=colour,
+                points=[(x, mean.mean) for x, mean in means],
+                intervals=intervals([mean for _, mean in means]),
+            )
+        )
+    return lines
+
+
+def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
+    """Return the intervals of shares, cut at 0 and 1. Empty if a mean is that of a single value.
+
+    Equal values get an interval of width 0, so that a line keeps the band of its other points.
+    """
+    if any(mean.n < 2 for mean in means):
+        return []
+    ends = [
+        (mean.mean, mean.mean) if mean.low is None or mean.high is None else (mean.low, mean.high)
+        for mean in means
+    ]
+    return [(max(0.0, low), min(1.0, high)) for low, high in ends]
+
+
+def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
+    """Return the mean success at each step at which all finished runs of the arm were evaluated."""
+    runs = [
+        {evaluation.step: evaluation.success for evaluation in trial.evaluations}
+        for trial in arm.finished
+    ]
+    steps = sorted(set.intersection(*map(set, runs))) if runs else []
+    return [
+        (float(step), mean)
+        for step in steps
+        if (mean := mean_over_seeds(run[step] for run in runs))
+    ]
+
+
+def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
+    """Return the mean success of an arm after `GRID` amounts of training up to a budget.
+
+    The budget is the amount that all runs reached. The whole length of the longest run would
+    compress the curves of the others.
+    """
+    at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
+    return [
+        (x.amount, mean)
+        for x in at
+        if (mean := mean_over_seeds(trial.after(x) for trial in arm.finished))
+    ]
+
+
+def _plot(
+    lines: Sequence[Series], title: str, across: str, *, wide: bool = True, share: bool = True
+) -> Markup:
+    """Return a plot with these lines. `share` formats their values as percentages."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return gap(title, "Nothing was recorded.")
+    about = "Mean over seeds"
+    banded = any(line.intervals for line in lines)
+    about += "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
+    if any(low == high for line in lines for low, high in line.intervals):
+        about += " Where all seeds are equal, it has no width, because their spread is not known."
+    options = PlotOptions(
+        title=title, label=across, unit="share" if share else "", height=320 if wide else 230
+    )
+    return figure(title, about, line_plot(lines, options), class_="full" if wide else "")
+
+
+def course(
+    comparison: Comparison, metric: str, title: str, colours: Mapping[str, str] | None = None
+) -> Markup:
+    """Return the plot of a metric over the steps: the mean over the finished runs of each arm."""
+    share = metric != STALENESS
+    lines = []
+    for arm in comparison.arms:
+        sums: dict[float, list[float]] = {}
+        for trial in arm.finished:
+            for step, value in trial.series[metric]:
+                sums.setdefault(step, []).append(value)
+        means = [(step, sum(values) / len(values)) for step, values in sorted(sums.items())]
+        points = thin(smooth(means) if metric == SUCCESS else means)
+        colour = (colours or arm_colours(comparison))[arm.name]
+        lines.append(Series(name=arm.name, colour=colour, points=points))
+    return _plot(lines, title, "optimizer step", wide=metric == SUCCESS, share=share)

@@ -1,0 +1,364 @@
+"""Write the results of a study as an HTML page, as Markdown tables and as JSON.
+
+A study compares the same arms in several settings.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from unstale.analysis.report.compare import KEPT, ArmResult, Comparison, SeedMean
+from unstale.analysis.report.compare_page import (
+    UNITS,
+    Table,
+    coloured,
+    colours_of,
+    course,
+    intervals,
+    points,
+    points_with_interval,
+    provenance,
+    spread,
+    write_comparison,
+)
+from unstale.analysis.report.markup import document, figure, render
+from unstale.analysis.report.plots import PlotOptions, Series, line_plot
+from unstale.analysis.report.study import (
+    ALPHA,
+    MEASURES,
+    SOUGHT,
+    Difference,
+    Measure,
+    StudyResults,
+    StudySetting,
+    is_study_folder,
+    read_results,
+)
+from unstale.durability.run_folder import dumps, plain, write_whole
+from unstale.observe.words import NONE
+
+PAGE, TABLES, RESULTS = "study.html", "study.md", "study.json"
+HEADINGS: Mapping[Measure, str] = {
+    "steps": "At equal steps",
+    "tokens": UNITS["tokens"][0],
+    "minutes": UNITS["minutes"][0],
+}
+WORTH_A_PLOT = 3
+"""Smallest number of positions of a dial over which a plot is drawn."""
+
+
+def write_pages(folder: Path) -> Path:
+    """Write the pages of a comparison, or of a study and its settings. Return the main page."""
+    if not is_study_folder(folder):
+        return write_comparison(folder)
+    for setting in read_results(folder).settings:
+        write_comparison(folder / setting.name)
+    return write_results(folder)
+
+
+def write_results(folder: Path) -> Path:
+    """Write the page, the Markdown tables and the JSON results of a study. Return the page."""
+    study = read_results(folder)
+    for name, text in (
+        (RESULTS, dumps(_json(study), indent=2)),
+        (TABLES, render("study.md", **_values(study))),
+        (PAGE, document("study.html", study.name, **_values(study), **_plots(study))),
+    ):
+        write_whole(folder / name, text)
+    return folder / PAGE
+
+
+def _values(study: StudyResults) -> dict[str, Any]:
+    """Return the values that the page and the Markdown tables have in common."""
+    return {
+        "study": study,
+        "findings": findings(study),
+        "how": _how(study),
+        "measures": [(each, HEADINGS[each], _missing(study, each)) for each in MEASURES],
+        "differences": partial(differences, study),
+        "pooled": partial(pooled, study),
+        "remarks": _remarks(study),
+        "provenance": _provenance(study),
+    }
+
+
+def _how(study: StudyResults) -> list[str]:
+    """Return how the tables are to be read."""
+    return [
+        "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
+        "same seed. A single value has no interval, and neither have values that are all equal.",
+        f"Planned differences: {study.num_planned}. Their p-values are adjusted for this number by "
+        "Holm's method. It is valid although the arms of a setting share a reference, and it finds "
+        "at least what Bonferroni's correction finds. The intervals of planned differences hold "
+        "with 95% for all of them together (Bonferroni), because Holm's method has none.",
+        "Other differences are exploratory. Their p-values, marked alone, and their 95% intervals "
+        "are not adjusted.",
+        "If an interval contains 0, the column power has the true difference, in points, that this "
+        "number of pairs finds with a probability of 80%, and in parentheses the number of pairs "
+        f"that finds {100 * SOUGHT:g} points. Both use the measured spread and the level of the "
+        "interval.",
+        "Over all settings: the mean over all pairs of an arm, each taken as independent. Settings "
+        "with more pairs count more. It is not adjusted for the number of differences.",
+    ]
+
+
+def findings(study: StudyResults) -> list[str]:
+    """Return sentences: which planned differences were found, and what could not be found."""
+    planned = [each for each in study.differences if each.planned and each.paired]
+    found = [each for each in planned if each.significant]
+    sentences = [
+        f"{len(found)} of {study.num_planned} planned differences are significant after Holm's "
+        f"correction; {len(planned)} have at least two pairs of runs."
+    ]
+    for each in found:
+        sentences.append(
+            f"{each.setting}, {HEADINGS[each.measure].lower()}: {each.arm} less {study.reference}: "
+            f"{_difference(each)} points, {_p_equation(each)}."
+        )
+    unclear = [each for each in planned if not each.significant]
+    limits = sorted(each.detectable for each in unclear if each.detectable is not None)
+    if limits:
+        sentences.append(
+            f"{len(limits)} of the planned differences may be 0. Tests find true differences of "
+            f"{_size(limits[0])} to {_size(limits[-1])} points with a probability of 80%."
+        )
+    return sentences
+
+
+def differences(study: StudyResults, measure: Measure) -> Table:
+    """Return the table of all arms in all settings after equally much training."""
+    head = ["setting", "arm", "runs", "held-out success", f"less {study.reference}, points"]
+    head += ["p", "power"]
+    rows = []
+    for each in study.at(measure):
+        if each.success is None:
+            continue
+        rows.append(
+            (
+                each.setting,
+                each.arm,
+                _runs(each.success.n, len(each.pairs)),
+                spread(each.success),
+                _difference(each),
+                _p(each),
+                _power(each),
+            )
+        )
+    return Table(tuple(head), tuple(rows))
+
+
+def pooled(study: StudyResults, measure: Measure) -> Table:
+    """Return the table of the arms' mean differences over the pairs of several settings."""
+    head = ("arm", "settings", "pairs", f"less {study.reference}, points", "p", "power")
+    rows = []
+    for each in study.pooled(measure):
+        paired, (low, high) = each.paired, each.paired.interval(ALPHA)
+        finds = f"{_size(paired.detectable(ALPHA))}" if low <= 0 <= high else NONE
+        mean = points_with_interval(paired, ALPHA)
+        p = f"{_p_value(paired.p)} alone"
+        rows.append((each.arm, f"{len(each.settings)}", f"{paired.n}", mean, p, finds))
+    return Table(head, tuple(rows))
+
+
+def _runs(number: int, pairs: int) -> str:
+    """Return the number of runs, with that of pairs if some runs have no partner."""
+    return f"{number}" if pairs in (0, number) else f"{number} ({pairs} paired)"
+
+
+def _difference(each: Difference) -> str:
+    """Return a difference and its interval in percentage points."""
+    if each.paired is None:
+        return points(each.pairs[0]) if each.pairs else NONE
+    return points_with_interval(each.paired, each.alpha)
+
+
+def _power(each: Difference) -> str:
+    """Return the difference that the test finds, and the pairs that find the one sought."""
+    if each.detectable is None:
+        return NONE
+    return f"{_size(each.detectable)} ({each.seeds_needed:,} pairs)"
+
+
+def _size(share: float) -> str:
+    return f"{100 * share:.1f}" if share <= 1 else "over 100"
+
+
+def _p(each: Difference) -> str:
+    if each.p is None:
+        return NONE
+    p = _p_value(each.p)
+    return p if each.planned else f"{p} alone"
+
+
+def _p_equation(each: Difference) -> str:
+    p = _p(each)
+    return f"p {p}" if p.startswith("<") else f"p = {p}"
+
+
+def _p_value(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _missing(study: StudyResults, measure: Measure) -> str:
+    """Return the reason why there is no comparison at equal amounts. Empty if there is one."""
+    if any(each.success for each in study.at(measure)):
+        return ""
+    if measure == "steps":
+        return "No run has a held-out result."
+    return study.settings[0].comparison.not_comparable(measure)
+
+
+def _remarks(study: StudyResults) -> list[str]:
+    """Return reasons for caution: settings without runs, and unfinished runs."""
+    trials = [trial for each in study.settings for trial in each.comparison.trials]
+    num_finished = sum(trial.finished for trial in trials)
+    notes = []
+    if num_finished < len(trials):
+        notes.append(f"{num_finished} of {len(trials)} planned runs finished.")
+    if missing := study.num_settings - len(study.settings):
+        notes.append(f"{missing} of the study's {study.num_settings} settings have no runs yet.")
+    return notes
+
+
+def _provenance(study: StudyResults) -> list[tuple[str, str]]:
+    """Return recipe, tasks, commit, machine and versions, each with its different values."""
+    found: dict[str, dict[str, None]] = {}
+    for each in study.settings:
+        if not each.comparison.finished:
+            continue
+        for name, value in provenance(each.comparison):
+            found.setdefault(name, {})[value] = None
+    return [(name, "; ".join(values)) for name, values in found.items()]
+
+
+def _plots(study: StudyResults) -> dict[str, Any]:
+    """Return the plots of the page, and the function that makes a table of it."""
+    colours = colours_of(study.arms)
+    return {
+        "html": partial(_html, colours),
+        "html_pooled": partial(coloured, colours),
+        "trade_offs": _trade_offs(study, colours),
+        "courses": [
+            course(each.comparison, KEPT, f"Kept share, {each.name}", colours)
+            for each in study.settings
+            if each.comparison.finished
+        ],
+    }
+
+
+def _html(colours: Mapping[str, str], shown: Table) -> Markup:
+    """Return a table as HTML, with links to the settings and the colour of each arm."""
+    link = Markup('<a href="{0}/compare.html">{0}</a>')
+    earlier = ["", *(setting for setting, *_ in shown.rows)]
+    rows = [
+        ("" if setting == before else link.format(setting), *rest)
+        for before, (setting, *rest) in zip(earlier, shown.rows, strict=False)
+    ]
+    return coloured(colours, Table(shown.head, tuple(rows)), column=1)
+
+
+def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]:
+    """Return plots of success and of the kept share over a dial, such as the thresholds.
+
+    There are two for each group of settings that differ in this dial alone.
+    """
+    groups: dict[tuple[str, str], list[StudySetting]] = {}
+    for setting in study.settings:
+        if not setting.comparison.finished:
+            continue
+        for dial in setting.positions:
+            rest = "-".join(each for name, each in setting.positions.items() if name != dial)
+            groups.setdefault((dial, rest), []).append(setting)
+    return [
+        _over_dial((quantity, dial, rest), _in_order(settings, dial), colours, mean_of)
+        for (dial, rest), settings in groups.items()
+        if len(settings) >= WORTH_A_PLOT
+        for quantity, mean_of in (
+            ("Held-out success", Comparison.success),
+            ("Kept share", lambda _, arm: arm.mean(KEPT)),
+        )
+    ]
+
+
+def _in_order(settings: Sequence[StudySetting], dial: str) -> list[StudySetting]:
+    """Return settings in the order of the numbers in their positions of a dial, if all have one."""
+    numbers = [re.search(r"\d+", each.positions[dial]) for each in settings]
+    keys = [int(found.group()) for found in numbers if found]
+    if len(keys) < len(settings):
+        return list(settings)
+    order = sorted(range(len(settings)), key=keys.__getitem__)
+    return [settings[index] for index in order]
+
+
+def _over_dial(
+    names: tuple[str, str, str],
+    settings: Sequence[StudySetting],
+    colours: Mapping[str, str],
+    mean_of: Callable[[Comparison, ArmResult], SeedMean | None],
+) -> Markup:
+    """Return the plot of a share over settings that differ in one dial, with a line per arm.
+
+    `names` are those of the share, of the dial, and of the positions of the other dials.
+    """
+    quantity, dial, rest = names
+    lines: dict[str, list[tuple[float, SeedMean]]] = {}
+    for index, setting in enumerate(settings):
+        for arm in setting.comparison.arms:
+            if mean := mean_of(setting.comparison, arm):
+                lines.setdefault(arm.name, []).append((float(index), mean))
+    series = [
+        Series(
+            name=arm,
+            colour=colours[arm],
+            points=[(index, mean.mean) for index, mean in means],
+            intervals=intervals([mean for _, mean in means]),
+            dots=True,
+        )
+        for arm, means in lines.items()
+    ]
+    positions = [setting.positions[dial] for setting in settings]
+    title = f"{quantity} over {dial}, {rest}"
+    options = PlotOptions(title=title, label=dial, unit="share", scale="share", names=positions)
+    about = "Mean over seeds, with its 95% interval if they differ."
+    return figure(title, about, line_plot(series, options))
+
+
+def _json(study: StudyResults) -> Mapping[str, Any]:
+    """Return all differences, with their tests and power, for `study.json`."""
+    fields = ("setting", "arm", "measure", "planned", "success", "pairs", "alpha", "p", "interval")
+    more = ("significant", "detectable", "seeds_needed")
+    return {
+        "name": study.name,
+        "reference": study.reference,
+        "planned": study.num_planned,
+        "commands": study.commands,
+        "made": dict(_provenance(study)),
+        "settings": {each.name: each.positions for each in study.settings},
+        "differences": plain(
+            [
+                {
+                    **{name: getattr(each, name) for name in (*fields, *more)},
+                    "difference": each.paired and each.paired.mean,
+                    "sd": each.paired and each.paired.sd,
+                }
+                for each in study.differences
+            ]
+        ),
+        "pooled": {
+            measure: {
+                each.arm: {
+                    "settings": each.settings,
+                    "pairs": each.paired.n,
+                    "difference": each.paired.mean,
+                    "interval": each.paired.interval(ALPHA),
+                    "p": each.paired.p,
+                }
+                for each in study.pooled(measure)
+            }
+            for measure in MEASURES
+        },
+    }

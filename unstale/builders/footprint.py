@@ -1,0 +1,267 @@
+"""Predict the memory and disk space that a run needs, before it starts."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unstale.builders import loads_in_place, shares_deltas
+from unstale.config import ConfigError, RunConfig
+from unstale.config.routes import live_versions
+from unstale.config.techniques import needs_reference
+from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
+from unstale.engines.registry import packs_weights
+from unstale.model import linear
+from unstale.model.policy import Policy
+from unstale.weights.delta_sizes import WORD, delta_bytes, delta_rate
+
+PROCESS_BYTES = 0.7e9
+"""Bytes of a trainer or engine process without a model: Python, torch and transformers. Measured in
+benchmarks/results/footprint.md. The activations of a microbatch and cached contexts are
+not included, because they depend on the lengths of episodes.
+"""
+FLOAT32_DELTA = 1.7
+"""Bytes per weight, of at most 4, of the difference between two float32 versions. Measured at a
+learning rate of 1e-6: most weights change in every step, in their lowest bits.
+"""
+_WIDE = 4
+_GRADIENT = 4
+_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
+"""How many numbers an optimizer keeps for each weight. Optimizers that are not listed keep two,
+like AdamW.
+"""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PACKED = 1.2
+"""Bytes of a weight in the format of `engine.quantise`: one, with a share of the scales and of the
+weights that are not rounded.
+"""
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The predicted memory and disk space of a run in bytes.
+
+    `weights` is the number of weights of the model.
+    """
+
+    weights: int
+    trainer: float
+    """Memory of the trainer's process, or of each trainer rank while it writes a checkpoint, in
+    bytes."""
+    engines: float
+    """Memory of the engine processes on this machine in bytes."""
+    checkpoint: float
+    """Size of one checkpoint in bytes."""
+    disk: float
+    """Largest size of checkpoints, versions and trained policy together in bytes."""
+    kept: int
+    """Number of checkpoints on disk while the newest is being written."""
+    ranks: int = 0
+    """Number of trainer ranks. 0 if the trainer is in the process of the run."""
+    driver: float = 0.0
+    """Memory of the process of a run with trainer ranks, in bytes."""
+    elsewhere: bool = False
+    """True if the ranks may be on other machines. Their memory is then not in the sum."""
+    scorers: int = 0
+    """Number of processes of the second model of `old_logit_model`."""
+    scorer: float = 0.0
+    """Memory of each of these processes while it loads a version, in bytes."""
+
+    def __str__(self) -> str:
+        ranks = max(1, self.ranks) * self.trainer + self.scorers * self.scorer
+        memory = (0.0 if self.elsewhere else ranks) + self.driver + self.engines
+        parts = [f"trainer {self.trainer / _GB:.1f}"]
+        if self.ranks:
+            parts = [f"{self.ranks} trainer ranks of {self.trainer / _GB:.1f}"]
+        if self.scorers:
+            kind = "old-logit ranks" if self.ranks else "old-logit model"
+            parts += [f"{self.scorers} {kind} of {self.scorer / _GB:.1f}"]
+        place = ""
+        if self.elsewhere:
+            place = f", and {' and '.join(parts)} GB in the cluster"
+            parts = []
+        parts += [f"the run's process {self.driver / _GB:.1f}"] * bool(self.ranks)
+        parts += [f"engines {self.engines / _GB:.1f}"]
+        return (
+            f"expected memory {memory / _GB:.1f} GB ({', '.join(parts)}){place} and activations\n"
+            f"expected disk {self.disk / _GB:.1f} GB: {self.kept} checkpoints of "
+            f"{self.checkpoint / _GB:.2f} GB, versions and the journal"
+        )
+
+    def require_disk(self, folder: Path) -> None:
+        """Raise `ConfigError` if the disk has too little space. `folder` need not exist yet."""
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        lacking = _lacking_disk(folder, self.disk)
+        if lacking:
+            raise ConfigError(
+                f"{lacking}, but the run needs about {self.disk / _GB:.2f} GB ({self.kept} "
+                f"checkpoints of {self.checkpoint / _GB:.2f} GB, and versions). Free some space, "
+                "choose another disk with --runs, or lower checkpoint.interval"
+            )
+
+
+def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
+    """Raise `ConfigError` if the disk has too little space for the steps after `step` of a run.
+
+    The sizes of its files so far tell what a further checkpoint, version and policy take. Files
+    that are removed meanwhile are subtracted. The journal is not counted.
+    """
+    checkpoints = [_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
+    checkpoint = max(checkpoints, default=0)
+    if step == 0:  # the optimizer's moments are not in it yet
+        checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
+    versions = [_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]
+    policy = sum(path.stat().st_size for path in config.pretrained_folder.glob("*.safetensors"))
+    rest = config.max_steps - step
+    every = config.checkpoint.interval
+    written = rest if config.checkpoint.minutes else math.ceil(rest / every)
+    kept = config.checkpoint.keep + 1
+    new_checkpoints = max(0, min(written, kept - len(checkpoints)))
+    new_versions = max(0, min(rest, kept * every - len(versions)))
+    needed = new_checkpoints * checkpoint + new_versions * max(versions, default=0) + policy
+    if lacking := _lacking_disk(run, needed):
+        raise ConfigError(
+            f"{lacking}, but the rest of the run needs about {needed / _GB:.2f} GB "
+            f"({new_checkpoints} more checkpoints of {checkpoint / _GB:.2f} GB, {new_versions} "
+            f"versions, and the policy). Free some space, or lower checkpoint.interval"
+        )
+
+
+def _lacking_disk(folder: Path, needed: float) -> str:
+    """Return a text with the free space of a disk. Empty if that is enough, or not known.
+
+    Space of files that an interrupted run wrote in part is free, because a resume removes them.
+    """
+    usage = shutil.disk_usage(folder)
+    parts = [part for name in (CHECKPOINTS, VERSIONS) for part in (folder / name).glob("*.part")]
+    free = usage.free + sum(map(_size, parts))
+    is_enough = not usage.total or free >= needed
+    return "" if is_enough else f"{folder} has {free / _GB:.2f} GB free"
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)
+
+
+def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
+    """Return the memory and disk space that a run of `policy` needs, as predicted.
+
+    It is the need after the first optimizer step, when all buffers exist.
+    """
+    total = sum(weight.numel() for weight in policy.model.parameters())
+    trained = sum(weight.numel() for weight in policy.weights().values())
+    width = policy.dtype.itemsize
+    moments = _WIDE * _MOMENTS.get(config.trainer.optimizer, 2)
+    master = _WIDE if width < _WIDE else width
+    delta = _delta_bytes(config, trained, width)
+    copy = trained * width  # with adapters, copies of the model share the frozen weights
+    live = live_versions(config)
+    needs = config.old_logps.needs
+    copies = needs.resident_models * (not needs.own_process) + needs_reference(config)
+    copies += needs.trained_weights * (1 + needs.snapshots)  # in main memory, while they score
+    copies += (live + 1) * (config.audit.share > 0)
+    deltas = live * delta if needs.snapshots else 0.0
+    averages = needs.averages * _WIDE * trained
+    state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
+    trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas
+    if packs_weights(config):
+        trainer += _PACKED * total  # of the version that was sent last
+    ranks = config.cluster.trainers
+    if ranks:
+        trainer += trained * (master + moments) + copy  # what a checkpoint is written from
+    if ranks and not config.old_logps.shares_deltas:
+        trainer += copy  # of the last published version
+    if ranks > 1:
+        whole = trainer - PROCESS_BYTES
+        if policy.lora:  # adapters are whole on every rank
+            whole -= (total - trained) * width * (1 - 1 / ranks)
+        else:  # the parts in the optimizer's precision are also those of the passes
+            whole = (whole - total * width * (width < _WIDE)) / ranks
+        trainer = PROCESS_BYTES + whole + width * _gathered_weights(policy)
+    kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
+    checkpoint = trained * (master + moments) + averages + deltas + kept_copies
+    version = delta if ranks or shares_deltas(config) else copy
+    every = config.checkpoint.interval
+    most = config.max_steps if config.checkpoint.minutes else math.ceil(config.max_steps / every)
+    kept = min(config.checkpoint.keep + 1, most + 1)  # one is written before the first step
+    versions = version * min(kept * every, config.max_steps + 1)
+    return Footprint(
+        weights=total,
+        trainer=trainer,
+        engines=_engine_bytes(config, total, copy),
+        checkpoint=checkpoint,
+        disk=kept * checkpoint + versions + total * width,
+        kept=kept,
+        ranks=ranks,
+        driver=PROCESS_BYTES + total * width if ranks else 0.0,
+        elsewhere=bool(ranks and config.cluster.address),
+        **_scoring_footprint(config, policy, total=total * width, sent=copy / max(1, ranks)),
+    )
+
+
+def _scoring_footprint(
+    config: RunConfig, policy: Policy, *, total: float, sent: float
+) -> dict[str, Any]:
+    """Return `Footprint.scorers` and `Footprint.scorer`.
+
+    `total` are the bytes of the model, and `sent` those of a version that arrive at once: all, or
+    the part of one trainer rank.
+    """
+    if not config.old_logps.needs.own_process:
+        return {}
+    count = config.old_logps.scoring_ranks if config.cluster.trainers else 1
+    gathered = policy.dtype.itemsize * _gathered_weights(policy) * (count > 1)
+    return {"scorers": count, "scorer": PROCESS_BYTES + total / count + gathered + sent}
+
+
+def _gathered_weights(policy: Policy) -> float:
+    """Return how many weights a rank gathers for a pass: embedding, head, and two layers."""
+    model: Any = policy.model
+    ends = {}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        ends[id(module.weight)] = module.weight.numel()  # tied ones count once
+    total = sum(weight.numel() for weight in model.parameters())
+    outside = sum(ends.values())
+    num_layers: int = model.config.num_hidden_layers
+    return float(outside + 2 * (total - outside) / num_layers)
+
+
+def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
+    """Return the bytes of the difference between the weights of two consecutive versions."""
+    if width > WORD:
+        return FLOAT32_DELTA * weights
+    return delta_bytes(weights, delta_rate(config.trainer.lr, config.trainer.rounding))
+
+
+def _multiplied_bytes(dtype: str) -> int:
+    """Return the bytes of a weight by which an embedded engine on this machine multiplies.
+
+    On CPUs that multiply a narrow dtype slowly, the engine keeps float32 in its place.
+    """
+    is_fast = linear.MULTIPLIES_FLOAT16 if dtype == "float16" else linear.MULTIPLIES_BFLOAT16
+    widened = not is_fast and not torch.cuda.is_available()
+    return _DTYPE_BYTES["float32" if widened else dtype]
+
+
+def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
+    """Return the memory of embedded engines in bytes. Servers are not counted."""
+    engine = config.engine
+    if engine.backend != "embedded":
+        return 0.0
+    applies_deltas = shares_deltas(config) and not loads_in_place(config)
+    held: float = copy if applies_deltas else 0  # the weights that deltas are applied to
+    if packs_weights(config):
+        held = _PACKED * total
+    engines = engine.processes * (PROCESS_BYTES + total * _multiplied_bytes(engine.dtype) + held)
+    if not config.cluster.engine_hosts:
+        return engines
+    if config.cluster.address:
+        return 0.0
+    return config.cluster.engine_hosts * (PROCESS_BYTES + copy + engines)

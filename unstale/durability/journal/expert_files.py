@@ -1,0 +1,220 @@
+"""Files next to the journal that record the experts of an MoE model for sampled tokens.
+
+There is one file for each group. These routed experts take a hundred times the space of tokens, so
+they are not in the database. The files are not flushed to disk. If a crash of the machine loses
+experts, they are missing when the run resumes.
+"""
+
+import math
+import os
+import queue
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+from unstale.records import Sampled
+from unstale.routed_experts import RoutedExperts
+
+ROUTED_EXPERTS = "routes"
+"""Name of the folder with the files of routed experts, in a run folder."""
+
+_MAGIC = b"UXR1"
+_HEADER = struct.Struct("<4sqqqqIIIIII")
+"""Format of a record's header: magic number, episode, position, version, start, rows, layers,
+experts per token, bytes of an expert's number, two checksums.
+"""
+_SEAL = struct.Struct("<I")
+_DTYPES = {1: "uint8", 2: "int16"}
+
+
+class ExpertKey(NamedTuple):
+    """Identifies the piece (run of tokens) to which a record belongs."""
+
+    episode: int
+    position: int
+    version: int
+    tokens: int
+    """Checksum of the piece's tokens."""
+
+
+class ExpertFiles:
+    """Writes and reads the files of routed experts.
+
+    One thread writes, so that only `flush` and `close` wait for the disk.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        """Keep the files of the groups on which the last `keep` checkpoints were trained."""
+        self.folder = folder
+        self._keep = keep
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        """A function called in the writing thread if a file cannot be written or removed."""
+        self._consumed: deque[list[int]] = deque()
+        """The groups of each checkpoint whose files are kept, oldest checkpoint first."""
+        self._opened: set[int] = set()
+        """Groups whose files end with a whole record. Only the writing thread uses it."""
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Functions that the writing thread calls in turn. None ends the thread."""
+        self._num_done = 0
+        self._thread: Thread | None = None
+        self._is_closed = False
+
+    def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
+        """Append the routed experts of a piece, without those that earlier pieces have.
+
+        If an earlier process was killed while it wrote to the file, the damaged end of the file is
+        removed first.
+        """
+        if piece.routed_experts is not None:
+            self._submit(self._append, group, _key(episode, position, piece), piece.routed_experts)
+
+    def flush(self, stuck_s: float | None = None) -> None:
+        """Wait until everything written before is in the files.
+
+        Raises TimeoutError if nothing could be written for `stuck_s` seconds.
+        """
+        mark: Future[None] = Future()
+        self._submit(mark.set_result, None)
+        while True:
+            num_done = self._num_done
+            try:
+                return mark.result(stuck_s)
+            except TimeoutError:
+                if self._num_done == num_done:
+                    raise
+
+    def close(self, stuck_s: float | None = None) -> None:
+        """End the writing thread once everything is in the files.
+
+        Raises TimeoutError if nothing could be written for `stuck_s` seconds.
+        """
+        try:
+            if self._thread is not None and not self._is_closed:
+                self.flush(stuck_s)
+        finally:
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(stuck_s)
+
+    def consumed(self, groups: Iterable[int]) -> None:
+        """Note the groups that a new checkpoint was trained on.
+
+        Remove the files of the oldest one.
+        """
+        self._consumed.append([*groups])
+        while len(self._consumed) > self._keep:
+            self._submit(self._remove, self._consumed.popleft())
+
+    def read(self, group: int) -> dict[ExpertKey, RoutedExperts]:
+        """Return the records of a group, up to the first damaged one.
+
+        If several records are of the same piece, the last counts.
+        """
+        try:
+            data = self._path(group).read_bytes()
+        except FileNotFoundError:
+            return {}
+        return {key: routed_experts for key, routed_experts, _ in _records(data)}
+
+    @staticmethod
+    def find(
+        records: dict[ExpertKey, RoutedExperts], episode: int, position: int, piece: Sampled
+    ) -> RoutedExperts | None:
+        """Return the recorded routed experts of a piece, or None if these tokens have none."""
+        return records.get(_key(episode, position, piece))
+
+    def _path(self, group: int) -> Path:
+        return self.folder / f"group-{group:06d}.bin"
+
+    def _submit(self, act: Callable[..., None], *arguments: object) -> None:
+        if self._is_closed:
+            raise RuntimeError("the files of routed experts are closed")
+        if self._thread is None:
+            # a daemon thread, because a disk that does not answer must not keep the process alive
+            self._thread = Thread(target=self._work, name="routes", daemon=True)
+            self._thread.start()
+        self._queue.put(partial(act, *arguments))
+
+    def _work(self) -> None:
+        """Do what is in the queue, until its end. Runs in the writing thread."""
+        while (act := self._queue.get()) is not None:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - nothing else reads what the thread raises
+                self.on_error(error)
+            self._num_done += 1
+
+    def _append(self, group: int, key: ExpertKey, routed_experts: RoutedExperts) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+            path = self._path(group)
+            if group not in self._opened and path.exists():
+                _remove_damaged_end(path)
+            self._opened.add(group)
+            with path.open("ab") as file:
+                file.writelines(_record(key, routed_experts))
+        except BaseException:
+            self._opened.discard(group)  # a part of the record may be in the file
+            raise
+
+    def _remove(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._opened.discard(group)
+            self._path(group).unlink(missing_ok=True)
+
+
+def _key(episode: int, position: int, piece: Sampled) -> ExpertKey:
+    tokens = struct.pack(f"<{len(piece.tokens)}I", *piece.tokens)
+    return ExpertKey(episode, position, piece.version, zlib.crc32(tokens))
+
+
+def _record(key: ExpertKey, routed_experts: RoutedExperts) -> tuple[bytes, memoryview]:
+    """Return the bytes of a record in two parts. The second shares memory where possible."""
+    import numpy as np
+
+    data = np.ascontiguousarray(routed_experts.experts).reshape(-1).view(np.uint8).data
+    shape = (*routed_experts.experts.shape, routed_experts.experts.itemsize)
+    header = _HEADER.pack(
+        _MAGIC, *key[:3], routed_experts.start, *shape, key.tokens, zlib.crc32(data)
+    )
+    return header + _SEAL.pack(zlib.crc32(header)), data
+
+
+def _remove_damaged_end(path: Path) -> None:
+    """Truncate a file to the end of its last valid record."""
+    data = path.read_bytes()
+    size = max((end for *_, end in _records(data)), default=0)
+    if size < len(data):
+        os.truncate(path, size)
+
+
+def _records(data: bytes) -> Iterator[tuple[ExpertKey, RoutedExperts, int]]:
+    """Yield the records with correct checksums, each with the place of its end in `data`.
+
+    What follows a damaged header cannot be read.
+    """
+    import numpy as np
+
+    at = 0
+    while at + _HEADER.size + _SEAL.size <= len(data):
+        header = data[at : at + _HEADER.size]
+        (seal,) = _SEAL.unpack_from(data, at + _HEADER.size)
+        magic, episode, position, version, start, *shape, width, tokens, checksum = _HEADER.unpack(
+            header
+        )
+        if magic != _MAGIC or zlib.crc32(header) != seal:
+            return
+        at += _HEADER.size + _SEAL.size
+        end = at + math.prod(shape) * width
+        if zlib.crc32(data[at:end]) == checksum:
+            experts = np.frombuffer(data[at:end], _DTYPES[width]).reshape(shape)
+            key = ExpertKey(episode, position, version, tokens)
+            yield key, RoutedExperts(start, experts.copy()), end
+        at = end

@@ -1,0 +1,96 @@
+"""Routed experts in the JSON of a server's reply, found and decoded while other threads run.
+
+The routed experts of a long context are megabytes of base64. Python's own functions
+hold the interpreter lock while they read them, so that the event loop waits. Compiled code
+(`routed_experts.c`) does not. Without a C compiler, the experts stay in the JSON until it is read,
+and `binascii` decodes them in parts.
+"""
+
+import binascii
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from unstale.engines.http import Body
+from unstale.native import NotCompiled, compile_library
+
+SOURCE = Path(__file__).with_name("routed_experts.c")
+NAME = b'"routed_experts"'
+"""The name of the experts in replies of vLLM and SGLang, as JSON."""
+_PART = 1 << 18
+"""Characters that `binascii` decodes at once, a multiple of 4."""
+
+
+def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
+    """Return the JSON of a reply with an empty string in place of its experts, and these.
+
+    The experts are a JSON string with its quotes, a view of `body`. They stay in the JSON, and None
+    is returned, without compiled code, and if not exactly one member is called `NAME` and has a
+    string without escapes.
+    """
+    library = _library()
+    first, last = ctypes.c_int64(), ctypes.c_int64()
+    text = np.frombuffer(body, np.uint8)
+    found = library is not None and library.find_value(
+        text.ctypes.data, len(text), NAME, ctypes.byref(first), ctypes.byref(last)
+    )
+    if not found:
+        return body, None
+    view = memoryview(body)
+    start, stop = first.value, last.value + 1
+    return b"".join((view[:start], b'""', view[stop:])), view[start:stop]
+
+
+def decode_base64(text: memoryview) -> NDArray[np.uint8]:
+    """Return the bytes of a JSON string in base64. Raises ValueError if it is invalid."""
+    if bytes(text[:1]) != b'"':
+        raise ValueError("base64 must be a JSON string")
+    encoded = text[1:-1]
+    library = _library()
+    if library is not None:
+        characters = np.frombuffer(encoded, np.uint8)
+        decoded = np.empty(3 * len(characters) // 4, np.uint8)
+        count = library.decode(characters.ctypes.data, len(characters), decoded.ctypes.data)
+        if count >= 0:
+            return decoded[:count]
+    try:
+        return _decode_parts(encoded)
+    except ValueError:  # perhaps / is written as \/
+        return _decode_parts(memoryview(msgspec.json.decode(text, type=str).encode()))
+
+
+def _decode_parts(encoded: memoryview) -> NDArray[np.uint8]:
+    """Decode base64 in parts: another thread can only run between two of them."""
+    decoded = np.empty(3 * len(encoded) // 4, np.uint8)
+    end = 0
+    for start in range(0, len(encoded), _PART):
+        part = binascii.a2b_base64(encoded[start : start + _PART], strict_mode=True)
+        decoded[end : end + len(part)] = np.frombuffer(part, np.uint8)
+        end += len(part)
+    return decoded[:end]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled functions. Without a compiler, warn and return None."""
+    try:
+        library = compile_library(SOURCE)
+    except NotCompiled as error:
+        warnings.warn(
+            "the event loop waits while long routed experts are read, because "
+            f"{SOURCE.name} does not compile: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    place = ctypes.POINTER(ctypes.c_int64)
+    library.find_value.argtypes = [address, number, ctypes.c_char_p, place, place]
+    library.decode.argtypes = [address, number, address]
+    library.decode.restype = number
+    return library

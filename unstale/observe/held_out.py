@@ -1,0 +1,153 @@
+"""Held-out success, with the same words and intervals on every page and on the terminal."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from unstale.observe.statistics import wilson
+from unstale.observe.words import number, percent
+
+FAILED = "failed"
+UNBROKEN = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """An evaluation on held-out tasks after `step` steps."""
+
+    step: int
+    success: float | None
+    """Share of successful tasks. None if the evaluation failed: no episode was finished."""
+    tasks: int
+    """Number of tasks, or 0 if it is not known."""
+    failed: int = 0
+    """Number of tasks whose episodes failed. They count as no success."""
+
+    @classmethod
+    def of_event(cls, event: Mapping[str, Any]) -> Self | None:
+        """Return the evaluation of an event. None if the event has none."""
+        share, step, tasks, failed = (
+            number(event.get(name)) for name in ("success", "step", "tasks", "failed")
+        )
+        if step is None or (share is None and not tasks):
+            return None
+        return cls(int(step), share, int(tasks or 0), int(failed or 0))
+
+    @classmethod
+    def of_metrics(cls, row: Mapping[str, Any]) -> Self | None:
+        """Return the evaluation of a row of metrics. None if the row has none."""
+        names = {"success": "success_rate", "tasks": "tasks", "failed": "failed_tasks"}
+        event = {field: row.get(f"eval/{name}") for field, name in names.items()}
+        return cls.of_event({"step": row.get("step"), **event})
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return the 95% interval of the success. None if it is not known."""
+        if self.success is None or not self.tasks:
+            return None
+        return wilson(min(1.0, max(0.0, self.success)), self.tasks)
+
+    @property
+    def share(self) -> str:
+        """Return the success in percent, or "failed"."""
+        return FAILED if self.success is None else percent(self.success, 1)
+
+    @property
+    def about(self) -> str:
+        """Return the interval, and the number of failed tasks. Empty if neither is known."""
+        if self.success is None:
+            return f"all {self.tasks} tasks failed"
+        parts = []
+        if self.interval:
+            low, high = (percent(bound, 1) for bound in self.interval)
+            parts.append(f"95% interval {low}{UNBROKEN}to{UNBROKEN}{high}")
+        if self.failed:
+            parts.append(f"{self.failed} of {self.tasks} tasks failed")
+        return ", ".join(parts)
+
+    @property
+    def counts(self) -> str:
+        """Return the number of tasks and the interval, for one line. Empty if not known.
+
+        >>> HeldOut(3, 0.5, 4).counts, HeldOut(3, None, 4).counts, HeldOut(3, 0.5, 4, 1).counts
+        ('4 tasks, 15% to 85%', 'all 4 tasks', '4 tasks, 1 failed, 15% to 85%')
+        """
+        if self.success is None:
+            return f"all {self.tasks} tasks"
+        if not self.interval:
+            return ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        low, high = (percent(bound) for bound in self.interval)
+        return f"{self.tasks} tasks{failed}, {low} to {high}"
+
+    def __str__(self) -> str:
+        return f"{self.share} ({self.counts})" if self.counts else self.share
+
+    @property
+    def when(self) -> str:
+        return f"after {self.step} steps" if self.step else "before training"
+
+
+def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
+    """Return the evaluations of events by step. A resumed run may repeat one; the last counts."""
+    found = {each.step: each for event in events if (each := HeldOut.of_event(event))}
+    return [found[step] for step in sorted(found)]
+
+
+def improved(evaluations: Sequence[HeldOut]) -> bool:
+    """Return True if the last held-out success is above the first. False if one is not known."""
+    shares = [each.success for each in (*evaluations[:1], *evaluations[-1:])]
+    return bool(shares) and None not in shares and shares[-1] > shares[0]  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The success before and after training: shares with intervals, and how it was measured."""
+
+    shares: Sequence[tuple[str, str]]
+    note: str
+    better: bool = False
+
+
+def outcome(
+    evaluations: Sequence[HeldOut], rollouts: Sequence[float], asked: Any = None
+) -> Outcome | None:
+    """Return the outcome of a run by its evaluations, or else by the success of its rollouts.
+
+    `asked` is the option `eval.tasks`. None if there are too few steps.
+    """
+    if not evaluations:
+        return _of_rollouts(rollouts)
+    first, last = evaluations[0], evaluations[-1]
+    tasks = f"{last.tasks} held-out tasks" if last.tasks else "held-out tasks"
+    if last.tasks and isinstance(asked, int) and last.tasks < asked:
+        tasks += f" (fewer than eval.tasks = {asked})"
+    if first.tasks != last.tasks and first.tasks and last.tasks:
+        tasks = f"{first.tasks} and {tasks}"
+    if first is last:
+        return Outcome(
+            [(last.share, last.about)], f"success on {tasks} {last.when}, one evaluation"
+        )
+    note = f"success on {tasks}, {first.when} and {last.when}"
+    shares = [(each.share, each.about) for each in (first, last)]
+    return Outcome(shares, note, improved(evaluations))
+
+
+def _of_rollouts(rollouts: Sequence[float]) -> Outcome | None:
+    if len(rollouts) < 2:
+        return None
+    few = max(1, min(5, len(rollouts) // 2))
+    first, last = (sum(values) / few for values in (rollouts[:few], rollouts[-few:]))
+    note = f"rollout success, mean of the first and of the last {few} steps (no evaluation)"
+    return Outcome([(percent(first, 1), ""), (percent(last, 1), "")], note, last > first)
+
+
+def remarks(evaluations: Sequence[HeldOut], changes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return sentences on failed evaluations, and on resumes with other data."""
+    failed = [f"The evaluation {each.when} failed." for each in evaluations if each.success is None]
+    changed = [
+        f"After step {int(number(event.get('step')) or 0)}, {str(event.get('text'))[:1000]}. "
+        "Held-out shares before and after that differ in their tasks."
+        for event in changes
+    ]
+    return [*failed, *changed]

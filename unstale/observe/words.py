@@ -1,0 +1,265 @@
+"""Texts for numbers, and what a run waits for: in words for terminal, report and dashboard."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+NONE = "—"
+"""Text in place of a missing number."""
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number as float, and None for anything else.
+
+    >>> number(2), number("2"), number(None), number(float("nan"))
+    (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping unchanged, and an empty one in place of anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def records(value: Any, limit: int) -> list[dict[str, Any]]:
+    """Return the dicts among the first `limit` items of a list. Anything else gives none."""
+    items = value[:limit] if isinstance(value, list | tuple) else ()
+    return [item for item in items if isinstance(item, dict)]
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """Return a share as text in percent.
+
+    >>> percent(0.4336), percent(0.9964), percent(0.9964, 1), percent(None)
+    ('43%', '99.6%', '99.6%', '—')
+    >>> percent(-1e-17), percent(-0.0, 1)
+    ('0%', '0.0%')
+    """
+    if share is None:
+        return NONE
+    if digits == 0 and (0 < share < 0.01 or 0.99 < share < 1):
+        digits = 1
+    return f"{100 * share:z.{digits}f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration in seconds as text.
+
+    >>> duration(4.26), duration(372), duration(7384), duration(None)
+    ('4.3 s', '6:12', '2:03:04', '—')
+    """
+    if seconds is None:
+        return NONE
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def amount(value: float | None) -> str:
+    """Return a number as text with three significant digits and commas between thousands.
+
+    >>> amount(2310.4), amount(0.004123), amount(12.0), amount(0), amount(1.5e-6), amount(None)
+    ('2,310', '0.00412', '12', '0', '1.5e-06', '—')
+    """
+    if value is None:
+        return NONE
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value and abs(value) < 1e-4:
+        return f"{value:.2g}"
+    return f"{value:z.3g}"
+
+
+KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
+"""Thresholds that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time
+is ignored, and idle time of the engine below `KEEPS_BUSY`. From `HELD_BACK` on, tools or finished
+groups that wait for older ones are the cause. Another activity is named above `OTHER`.
+"""
+
+BOTTLENECKS = {
+    "Generation": "a faster engine (engine.processes, engine.threads, engine.dtype, or servers: "
+    "docs/engines.md) or shorter completions (engine.max_completion_tokens)",
+    "Waiting for tools": "more concurrent groups (schedule.max_staleness) or faster tools",
+    "The staleness budget": "training on finished groups before older unfinished ones "
+    "(schedule.adaptive_window or schedule.lookahead_window), or more concurrent groups "
+    "(schedule.max_staleness)",
+    "Taking turns": "generating while the trainer works (schedule.max_staleness above 0)",
+    "Training": "more compute for the trainer (more cores with trainer.threads 0, a bfloat16 "
+    "trainer.dtype) or smaller batches",
+    "Scoring old log-probabilities": "more compute for the trainer (more cores with "
+    "trainer.threads 0), or an old_logps.route that scores while the trainer waits (eager) or in "
+    "its own process (old_logit_model)",
+    "Publishing": "smaller transfers (the same dtype for engine and trainer, which enables weight "
+    "deltas, or trainer.lora_rank)",
+    "Checkpointing": "fewer checkpoints (checkpoint.interval)",
+    "Evaluation": "fewer evaluations or fewer tasks (eval.interval, eval.tasks)",
+}
+"""Possible bottlenecks of a run, each with the options that help."""
+
+_WORK = {
+    "trainer/update_s": "Training",
+    "old_logps/prepare_s": "Scoring old log-probabilities",
+    "eval/duration_s": "Evaluation",
+    "checkpoint/duration_s": "Checkpointing",
+    "publish/duration_s": "Publishing",
+}
+"""Activities of the trainer, by metric. The last three can overlap with the first two. They count
+only for the time of a step that these and the waiting leave.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The shares of the wall time in which trainer and engine wait.
+
+    `trainer` is the share in which it waits for finished groups, `engine` the share without
+    requests.
+    """
+
+    trainer: float | None
+    engine: float | None
+    work: Mapping[str, float] = field(default_factory=dict)
+    """Share of the time that the trainer spends on each activity."""
+    tools: float | None = None
+    """Share of the episodes' time that is spent waiting for tools."""
+    finished: float | None = None
+    """Share of the groups in flight that are finished but wait until older ones are trained on."""
+    synchronous: bool = False
+
+    @property
+    def bottleneck(self) -> str:
+        """Return the bottleneck, a key of `BOTTLENECKS`. Empty if there is none.
+
+        If the trainer waits and the engine is busy, generation is the bottleneck. If the engine is
+        idle too, the cause is tools, the limit on staleness or synchronous training.
+        """
+        trainer = self.trainer or 0.0
+        engine = self.engine or 0.0
+        longest = max(self.work, key=lambda name: self.work[name], default="Training")
+        if trainer < KEEPS_PACE:
+            trains = longest in ("Training", "Scoring old log-probabilities")
+            balanced = trains and engine < KEEPS_PACE
+            return "" if balanced or (self.trainer is None and not engine) else longest
+        if self.work.get("Evaluation", 0.0) >= trainer:
+            return "Evaluation"
+        if engine < KEEPS_BUSY:
+            return "Generation"
+        if self.synchronous:
+            return "Taking turns"
+        held_back = (self.finished or 0.0) >= HELD_BACK or (
+            self.tools is not None and self.tools < HELD_BACK
+        )
+        return "The staleness budget" if held_back else "Waiting for tools"
+
+    @property
+    def sentence(self) -> str:
+        """Return a sentence with the bottleneck and the figures that show it."""
+        if self.trainer is None and self.engine is None:
+            return "Too little was recorded to find the bottleneck."
+        facts = f"the trainer waited for episodes {percent(self.trainer)} of the time"
+        if self.engine is not None:
+            facts += f", the engine was idle {percent(self.engine)}"
+        if self.trainer is None:
+            facts = f"the engine was idle {percent(self.engine)} of the time"
+        match self.bottleneck:
+            case "":
+                return f"Generation and training keep pace: {facts}."
+            case "Waiting for tools" if self.tools is not None:
+                facts += f", and episodes spent {percent(self.tools)} of their time in tools"
+            case "The staleness budget" if self.finished is not None:
+                facts += f", and {percent(self.finished)} of the groups in flight were finished"
+                facts += " but waited for older ones"
+            case name if name in self.work:
+                took = f"it took {percent(self.work[name])} of the trainer's time, "
+                facts = f"{took}{self._other(name)}{facts}"
+        return f"{self.bottleneck} is the bottleneck: {facts}."
+
+    def _other(self, name: str) -> str:
+        """Return the largest other share of the trainer's time. Empty if it is not large."""
+        unknown = 1 - (self.trainer or 0.0) - sum(self.work.values())
+        others = {**self.work, name: 0.0, "what was not measured": unknown}
+        share, largest = max((share, each) for each, share in others.items())
+        return f"{largest[0].lower()}{largest[1:]} {percent(share)}, " if share > OTHER else ""
+
+    @property
+    def advice(self) -> str:
+        """Return a sentence on what would help. Empty if there is no bottleneck."""
+        remedy = BOTTLENECKS.get(self.bottleneck, "")
+        return f"What would help: {remedy}." if remedy and self.trainer is not None else ""
+
+
+def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
+    """Return the shares of waiting over consecutive rows of metrics.
+
+    The first row only gives the start time.
+
+    >>> step = {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}
+    >>> wait = waiting([{"time_s": 10.0}, step])
+    >>> wait.bottleneck, wait.trainer, round(wait.engine, 2)
+    ('Generation', 0.4, 0.1)
+    """
+    waited = elapsed = idle = measured = 0.0
+    work = dict.fromkeys(_WORK.values(), 0.0)
+    sums = dict.fromkeys(_SUMMED, 0.0)
+    for previous, row in pairwise(rows):
+        start = number(previous.get("time_s"))
+        end = number(row.get("time_s"))
+        if start is None or end is None or end <= start:
+            continue
+        wait = number(row.get("schedule/wait_for_batch_s"))
+        busy = number(row.get("engine/busy_share"))
+        left = end - start
+        if wait is not None:
+            waited += min(wait, left)
+            elapsed += left
+            left -= min(wait, left)
+            for name, activity in _WORK.items():
+                took = min(left, number(row.get(name)) or 0.0)
+                work[activity] += took
+                left -= took
+        if busy is not None:
+            idle += (1 - busy) * (end - start)
+            measured = measured + end - start
+        for name in _SUMMED:
+            sums[name] += number(row.get(name)) or 0.0
+    tools, generation, finished, in_flight = sums.values()
+    bound = number(rows[-1].get("schedule/staleness_bound")) if rows else None
+    return Waiting(
+        trainer=waited / elapsed if elapsed else None,
+        engine=min(1.0, max(0.0, idle / measured)) if measured else None,
+        work={name: took / elapsed for name, took in work.items() if took} if elapsed else {},
+        tools=tools / (tools + generation) if generation else None,
+        finished=finished / in_flight if in_flight else None,
+        synchronous=bound == 0,
+    )
+
+
+_SUMMED = (
+    "rollout/tool_wait_s",
+    "rollout/generation_wait_s",
+    "schedule/groups_waiting",
+    "schedule/groups_in_flight",
+)
+
+WAITING_METRICS = (
+    "time_s",
+    "schedule/wait_for_batch_s",
+    "engine/busy_share",
+    "schedule/staleness_bound",
+    *_WORK,
+    *_SUMMED,
+)
+"""Metrics that `waiting` reads."""

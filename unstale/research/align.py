@@ -1,0 +1,406 @@
+"""The command `align`: does distillation from a teacher point to success?
+
+Prefixes are cut out of a run's saved episodes. The environment is played again up to a prefix, as
+in a resumed run, and the student plays on from it.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import fmean, stdev
+from typing import Any, NoReturn
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from unstale.builders import build_rollout, build_sampler, ends_freely, load_policy
+from unstale.cli.evaluate import run_until_complete, running_generator
+from unstale.cli.process import limit_threads
+from unstale.cli.trained import policy_folder
+from unstale.config import ConfigError, RunConfig
+from unstale.durability.console import Console
+from unstale.durability.journal import Journal, JournalReader
+from unstale.envs import Taskset
+from unstale.observe.live import LiveDisplay
+from unstale.records import EpisodeRecord, Failure, Piece, Sampled, Task, Trajectory
+from unstale.research.alignment import (
+    cosine,
+    forward_kl_direction,
+    reverse_kl_direction,
+    success_direction,
+)
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
+from unstale.rollout.seeds import derive_seed
+
+CLASSES = {True: "correct", False: "incorrect"}
+"""The names of saved episodes by their success."""
+WARNED_SHARE = 0.02
+"""Share of failed rollouts above which a warning is printed: the figures leave them out."""
+FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignOptions:
+    """The options of the command."""
+
+    prefixes: int = 32
+    rollouts: int = 8
+    top: int = 4
+    student: str = ""
+    """A model folder. Empty is the policy of the run."""
+
+    def __post_init__(self) -> None:
+        if self.prefixes < 2 or self.rollouts < 2 or self.rollouts % 2 or self.top < 1:
+            raise ConfigError(
+                "--prefixes must be >= 2, --rollouts even and >= 2 and --top >= 1, got "
+                f"{self.prefixes}, {self.rollouts} and {self.top}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of a saved episode, up to a token that the policy sampled."""
+
+    task: Task
+    env_seed: int
+    episode: int
+    pieces: tuple[Piece, ...]
+    success: bool
+    """True if the saved episode succeeded."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces for token in piece.tokens)
+
+    def extended(self, token: int) -> tuple[Piece, ...]:
+        """Return the pieces of the prefix with one more sampled token."""
+        return (*self.pieces, Sampled((token,), (0.0,), version=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The next tokens of a prefix that are tried, with both policies' log-probabilities `[K]`."""
+
+    tokens: tuple[int, ...]
+    student_logp: Tensor
+    teacher_logp: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean, its standard error (NaN for fewer than two values) and the number of values."""
+
+    value: float
+    error: float
+    number: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean":
+        """Return the mean of the values that are not NaN."""
+        known = [each for each in values if not math.isnan(each)]
+        error = stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+        return cls(fmean(known) if known else math.nan, error, len(known))
+
+    def __str__(self) -> str:
+        return f"{self.value:z.3f} ± {self.error:.3f} ({self.number})"
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """The figures of the command, separately for correct and incorrect saved episodes."""
+
+    figures: Mapping[str, Mapping[str, Mean]]
+    """By class and name. `forward` and `reverse` are the cosines of the direction of success with
+    those of both distillation losses. `agreement` is the cosine of two directions of success, each
+    from half of the rollouts. `student_share` and `teacher_share` are the probabilities of all
+    candidates together.
+    """
+    indifferent: Mapping[str, int]
+    """Number of prefixes by class at which all candidates have the same success rate."""
+    episodes: int
+    failed: int
+    """Number of rollouts whose environment failed. They do not count."""
+    sampled_tokens: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> Table:
+        """Return the figures for the terminal."""
+        table = Table("figure", *CLASSES.values())
+        for name in FIGURES:
+            table.add_row(name, *(str(self.figures[each][name]) for each in CLASSES.values()))
+        counts = (str(self.indifferent[each]) for each in CLASSES.values())
+        table.add_row("prefixes without a direction", *counts)
+        return table
+
+    def cost(self) -> str:
+        """Return what the figures took, in words."""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return (
+            f"{self.episodes} episodes{failed}, {self.sampled_tokens} sampled tokens, "
+            f"{self.seconds:.0f} s"
+        )
+
+
+def align(
+    run: Path,
+    teacher: str,
+    config: RunConfig,
+    options: AlignOptions,
+    *,
+    console: Console | None = None,
+) -> Alignment:
+    """Measure whether distillation from a teacher would raise the success of a student.
+
+    Prefixes are of finished episodes in the journal of `run`, half of them successes if there are
+    enough. At each, the `top` likeliest next tokens of both policies are tried, with `rollouts`
+    episodes of the student for each. Raises `ConfigError` before any episode if models or episodes
+    do not fit, and if an environment cannot be played again up to a prefix; `RunFailed` if a
+    component fails.
+    """
+    console = console or Console(soft_wrap=True)
+    began = time.monotonic()
+    limit_threads()
+    config = replace(
+        config.with_policy(options.student or policy_folder(run)),
+        # A repeated episode would begin anew, without the prefix.
+        rollout=replace(config.rollout, retries=0),
+    )
+    with Journal.read(run) as journal:
+        prefixes = choose_prefixes(journal, options.prefixes, Random(f"align/{config.seed}"))
+    teaching = load_policy(config.with_policy(teacher), trained=False)
+    teaching.check_length(config.engine.max_context)
+    temperature = config.engine.temperature
+    taught = [teaching.next_logps(each.tokens, temperature=temperature) for each in prefixes]
+    vocabulary = teaching.tokenizer.get_vocab()
+    del teaching
+    policy, taskset, generator = build_sampler(config)
+    policy.check_length(config.engine.max_context)
+    if ends_freely(taskset):
+        raise ConfigError(
+            f"align cannot use {config.task.env}: an external agent cannot be started again in the "
+            "middle of an episode"
+        )
+    if policy.tokenizer.get_vocab() != vocabulary:
+        raise ConfigError(
+            f"the tokenizers of {teacher} and {config.model} differ: distillation needs the same "
+            "tokens"
+        )
+    size = len(policy.tokenizer)
+    candidates = [
+        choose_candidates(
+            policy.next_logps(prefix.tokens, temperature=temperature)[:size],
+            of_teacher[:size],
+            options.top,
+        )
+        for prefix, of_teacher in zip(prefixes, taught, strict=True)
+    ]
+    total = options.rollouts * sum(len(each.tokens) for each in candidates)
+    console.print(f"{len(prefixes)} prefixes, {total} episodes to play from there", highlight=False)
+
+    async def play_all() -> list[list[list[Trajectory | Failure]]]:
+        async with running_generator(config, policy, generator) as running:
+            rollout = _rollout(config, taskset, running)
+            with LiveDisplay(config, console=console) as display:
+                async with rollout.resources:
+                    return await _play(rollout, prefixes, candidates, options, config, display)
+
+    played = run_until_complete(play_all())
+    found = _figures(prefixes, candidates, played, seconds=time.monotonic() - began)
+    if found.failed > WARNED_SHARE * found.episodes:
+        console.print(
+            f"[yellow]warning:[/] {found.failed / found.episodes:.0%} of the rollouts failed. The "
+            "figures leave them out, so they may be wrong if failures depend on the tokens",
+            highlight=False,
+        )
+    return found
+
+
+def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
+    """Return prefixes of different finished episodes, each up to a random sampled token.
+
+    Half of them are of successes, or fewer if there are not enough. Episodes with branches are left
+    out. Raises `ConfigError` if the journal has no episode of use.
+    """
+    seeds = {row.number: row.seed for row in journal.groups()}
+    kept: dict[bool, list[tuple[Trajectory, int]]] = {True: [], False: []}
+    seen = {True: 0, False: 0}
+    for stored in journal.trajectories():
+        item = stored.trajectory
+        if item.branches or not item.num_sampled:
+            continue
+        sample, place = kept[item.success], seen[item.success]
+        seen[item.success] += 1
+        if place < number:  # a sample of unknown size without replacement
+            sample.append((item, seeds[stored.group]))
+        elif (place := random.randrange(place + 1)) < number:
+            sample[place] = (item, seeds[stored.group])
+    if not any(seen.values()):
+        raise ConfigError(f"{journal.path} has no finished episode to take prefixes from")
+    correct = min(len(kept[True]), max(number // 2, number - len(kept[False])))
+    chosen = {True: correct, False: number - correct}
+    return [
+        _cut(item, seed, random)
+        for success, sample in kept.items()
+        for item, seed in random.sample(sample, min(chosen[success], len(sample)))
+    ]
+
+
+def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
+    """Return an episode up to one of its sampled tokens, which is left out."""
+    left = random.randrange(item.num_sampled)
+    pieces: list[Piece] = []
+    for piece in item.pieces:
+        if isinstance(piece, Sampled):
+            if left < len(piece.tokens):
+                if left:
+                    logps = piece.behavior_logp[:left]
+                    pieces.append(replace(piece, tokens=piece.tokens[:left], behavior_logp=logps))
+                break
+            left -= len(piece.tokens)
+        pieces.append(piece)
+    env_seed = derive_seed(seed, item.task.key)
+    return Prefix(item.task, env_seed, item.episode, tuple(pieces), item.success)
+
+
+def choose_candidates(student_logp: Tensor, teacher_logp: Tensor, top: int) -> Candidates:
+    """Return the likeliest tokens of both policies, from log-probabilities `[V]` of all tokens.
+
+    Tokens that are impossible for one of them are left out.
+    """
+    possible = (student_logp.isfinite() & teacher_logp.isfinite()).nonzero().squeeze(1)
+    found: dict[int, None] = {}
+    for logp in (student_logp[possible], teacher_logp[possible]):
+        best = logp.topk(min(top, len(logp))).indices
+        found |= dict.fromkeys(possible[best].tolist())
+    tokens = tuple(found)
+    index = torch.tensor(tokens, dtype=torch.long)
+    return Candidates(tokens, student_logp[index].double(), teacher_logp[index].double())
+
+
+def _rollout(config: RunConfig, taskset: Taskset, generator: Generator) -> Rollout:
+    def refuse(episode: int, failure: Failure) -> NoReturn:
+        raise ConfigError(
+            f"{failure.task.key} cannot be played again up to a saved prefix ({failure.stage}: "
+            f"{failure.error}). The environment must answer the same replies equally, and the "
+            "options of the task must be those of the run"
+        )
+
+    make = build_rollout(config, taskset)
+    return make(generator, taskset, config.rollout, on_restart=refuse)
+
+
+async def _play(  # noqa: PLR0913 - two of them are options
+    rollout: Rollout,
+    prefixes: Sequence[Prefix],
+    candidates: Sequence[Candidates],
+    options: AlignOptions,
+    config: RunConfig,
+    display: LiveDisplay,
+) -> list[list[list[Trajectory | Failure]]]:
+    """Return the episodes of each prefix and candidate.
+
+    At most as many are open at once as in a training run.
+    """
+    schedule = config.schedule
+    num_tickets = (schedule.max_staleness + 1) * schedule.groups_per_step
+    free = asyncio.Semaphore(num_tickets * schedule.group_size)
+    num_done, total = 0, options.rollouts * sum(len(each.tokens) for each in candidates)
+
+    async def play(prefix: Prefix, token: int, index: int) -> Trajectory | Failure:
+        nonlocal num_done
+        record = EpisodeRecord(rollout.next_episode(), prefix.extended(token), None)
+        noise = derive_seed(config.seed, "align", prefix.episode, token, index)
+        async with free:
+            outcome = await rollout.episode(
+                prefix.task, env_seed=prefix.env_seed, noise_seed=noise, record=record
+            )
+        num_done += 1
+        display.phase("episodes from the prefixes", done=num_done, total=total)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        running = [
+            [
+                [group.create_task(play(prefix, token, index)) for index in range(options.rollouts)]
+                for token in each.tokens
+            ]
+            for prefix, each in zip(prefixes, candidates, strict=True)
+        ]
+    return [[[task.result() for task in row] for row in rows] for rows in running]
+
+
+def _figures(
+    prefixes: Sequence[Prefix],
+    candidates: Sequence[Candidates],
+    played: Sequence[Sequence[Sequence[Trajectory | Failure]]],
+    *,
+    seconds: float,
+) -> Alignment:
+    rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in CLASSES.values()}
+    sampled = 0
+    for prefix, each, outcomes in zip(prefixes, candidates, played, strict=True):
+        rows[CLASSES[prefix.success]].append(_of_prefix(each, outcomes))
+        before = sum(len(piece.tokens) for piece in prefix.pieces if isinstance(piece, Sampled))
+        ended = [one for row in outcomes for one in row if isinstance(one, Trajectory)]
+        sampled += sum(one.num_sampled - before - 1 for one in ended)
+    ends = list(_flat(played))
+    return Alignment(
+        figures={
+            kind: {name: Mean.of([row[name] for row in found]) for name in FIGURES}
+            for kind, found in rows.items()
+        },
+        indifferent={
+            kind: sum(row["indifferent"] == 1 for row in found) for kind, found in rows.items()
+        },
+        episodes=len(ends),
+        failed=sum(isinstance(one, Failure) for one in ends),
+        sampled_tokens=sampled,
+        seconds=seconds,
+    )
+
+
+def _flat(
+    played: Sequence[Sequence[Sequence[Trajectory | Failure]]],
+) -> Iterator[Trajectory | Failure]:
+    for rows in played:
+        for row in rows:
+            yield from row
+
+
+def _of_prefix(
+    each: Candidates, outcomes: Sequence[Sequence[Trajectory | Failure]]
+) -> Mapping[str, float]:
+    """Return the figures of one prefix. The cosines are NaN without a success rate of a token."""
+    whole, first, second = (
+        torch.tensor([_rate(row[part]) for row in outcomes], dtype=torch.float64)
+        for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+    )
+    success = success_direction(each.student_logp, whole)
+    distilled = (
+        forward_kl_direction(each.student_logp, each.teacher_logp),
+        reverse_kl_direction(each.student_logp, each.teacher_logp),
+    )
+    halves = (success_direction(each.student_logp, half) for half in (first, second))
+    return {
+        "forward": float(cosine(success, distilled[0])),
+        "reverse": float(cosine(success, distilled[1])),
+        "agreement": float(cosine(*halves)),
+        "student_share": float(each.student_logp.exp().sum()),
+        "teacher_share": float(each.teacher_logp.exp().sum()),
+        "indifferent": float(whole.unique().numel() == 1),
+    }
+
+
+def _rate(outcomes: Sequence[Trajectory | Failure]) -> float:
+    """Return the share of successes among finished episodes. NaN if there are none."""
+    ended = [one.success for one in outcomes if isinstance(one, Trajectory)]
+    return fmean(ended) if ended else math.nan

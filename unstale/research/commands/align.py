@@ -1,0 +1,71 @@
+"""The command `align`: measure whether distillation from a teacher would pay."""
+
+import argparse
+from pathlib import Path
+
+from unstale.cli.preflight import quick_imports
+from unstale.cli.recipe_options import file_values, print_json
+from unstale.cli.verbs import (
+    CONFIG_OF_RUN,
+    COUNT,
+    JSON,
+    argument,
+    command,
+    console_of,
+    open_journal,
+)
+from unstale.config.options import override
+from unstale.durability.console import Console
+
+
+def _align(chosen: argparse.Namespace) -> int:
+    from unstale.cli.resume import load_config
+
+    values = file_values(chosen)
+    config = override(load_config(chosen.run, named=values), values)
+    with open_journal(chosen.run):
+        pass  # an unreadable journal ends the command before the models are loaded
+    with quick_imports():
+        from unstale.research.align import AlignOptions, align
+
+    options = AlignOptions(
+        prefixes=chosen.prefixes,
+        rollouts=chosen.rollouts,
+        top=chosen.top,
+        student=chosen.student,
+    )
+    result = align(chosen.run, chosen.teacher, config, options, console=console_of(chosen))
+    if chosen.json:
+        print_json(result.as_json())
+    else:
+        Console().print(result.table())
+        Console(soft_wrap=True).print(result.cost(), highlight=False)
+    return 0
+
+
+add = command(
+    "align",
+    "measure whether distillation from a teacher would raise a student's success",
+    argument("run", type=Path, help="a run folder with episodes to take prefixes from"),
+    argument("teacher", help="the model folder of the teacher"),
+    CONFIG_OF_RUN,
+    argument("--student", default="", metavar="FOLDER", help="default: the policy of the run"),
+    argument(
+        "--prefixes", type=COUNT, default=32, metavar="N", help="positions to look at; default: 32"
+    ),
+    argument(
+        "--rollouts",
+        type=COUNT,
+        default=8,
+        metavar="N",
+        help="episodes for each next token, an even number; default: 8",
+    ),
+    argument(
+        "--top",
+        type=COUNT,
+        default=4,
+        metavar="N",
+        help="likeliest next tokens of each policy to try; default: 4",
+    ),
+    JSON,
+)(_align)

@@ -1,0 +1,1 @@
+"""Environments for experiments: service desks beyond retail, and those of other libraries."""

@@ -1,0 +1,1 @@
+"""Recipes with environments or techniques of this annex."""

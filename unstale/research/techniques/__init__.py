@@ -1,0 +1,1 @@
+"""Published techniques, one file each. `unstale.techniques` says what a technique is."""

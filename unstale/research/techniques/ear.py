@@ -1,0 +1,92 @@
+"""`ear`: larger advantages for replies of low entropy.
+
+The advantages of a sequence are multiplied by 1 + (H_group - H) / H_group. H is the mean entropy of
+the policy over the sequence's sampled tokens, and H_group the mean of H over its group. The change
+is limited to +-`limit`, so that no advantage changes its sign. From the entropy-based advantage
+reshaping of ETTRL (arXiv 2508.11356).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from unstale.config.checks import Range, Section
+from unstale.config.techniques import Entry
+from unstale.records import group_of
+from unstale.research.techniques.sequences import mean_of
+from unstale.techniques import Shaped, Signals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.records import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarConfig(Section):
+    """Larger advantages for replies of low entropy (ETTRL)."""
+
+    limit: Annotated[float, Range(0, 0.99)] = 0.5
+    """Largest change of an advantage, as a share of it. It is below 1, to keep the sign."""
+
+
+class Ear:
+    """A shaper that multiplies the advantages of a sequence."""
+
+    def __init__(self, options: EarConfig) -> None:
+        self._options = options
+
+    def shape(self, batch: Batch, signals: Signals) -> Shaped:
+        mean = mean_of(signals.entropy, batch)
+        factor = relative_factor(mean, group_of(batch), limit=self._options.limit)
+        factor = factor.to(batch.advantage.dtype)[batch.sequence]
+        return Shaped(batch.advantage * factor, batch.trained)
+
+
+def relative_factor(entropy: Tensor, group: Tensor, *, limit: float) -> Tensor:
+    """Return 1 + (mean - entropy) / mean for each sequence, `[n]`, with the mean of its group.
+
+    The change from 1 is limited to +-`limit`. It is 0 in a group of entropy 0.
+    """
+    import torch
+
+    total = entropy.new_zeros(int(group.max()) + 1).index_add(0, group, entropy)
+    mean = (total / torch.bincount(group))[group]
+    change = torch.where(mean > 0, (mean - entropy) / mean, 0.0)
+    return 1 + change.clamp(-limit, limit)
+
+
+def _describe(options: EarConfig) -> str:
+    return (
+        "advantages times 1 + (mean entropy of the group - entropy of the sequence) / mean, at "
+        f"most {1 + options.limit:g} and at least {1 - options.limit:g}; one more forward pass per "
+        "batch, with entropies"
+    )
+
+
+_MEASURED = """
+Random entropies and advantages, 24 groups of 8: the share of sum |A| of the replies with low
+entropy rises by more than 0.1. A choice of two answers, of which one is confident, with 30% of the
+rewards wrong, 60 steps, 200 runs: the right answer has 0.954 with `ear` and 0.973 without where the
+right one is confident, 0.981 and 0.973 where the wrong one is (standard error 0.001). So the claim
+that it helps a confident right answer did not show. It has not been measured on the desks.
+"""
+
+ENTRY = Entry(
+    name="ear",
+    slot="shaper",
+    rows=(43,),
+    makes=Ear,
+    options=EarConfig,
+    changes=frozenset({"advantage"}),
+    describe=_describe,
+    by_group=lambda options: True,
+    use="Rewards are noisy, as those of a vote are, and confident replies are right more often. It "
+    "lowers the entropy.",
+    measured=_MEASURED,
+    exactness="The advantages of a group no longer have the mean 0: the gradient of a task is not "
+    "that of its expected reward. D and S do not change. The default of `limit` is our own choice.",
+    requires=frozenset({"siblings", "entropy"}),
+    evidence="notes",
+)

@@ -1,0 +1,131 @@
+"""`proxy`: figures of the trained reward beside a corrected score of the same episodes.
+
+The trained reward is often a stand-in for what counts, such as a judge's grade for success. The
+figures are the means of both, and two shares of the pairs of siblings with different rewards: those
+with scores in the reverse order, and those with equal scores. Such pairs teach the wrong thing, or
+only the reward. The trained reward has the terms of techniques (`flaw`, `tool_bonus`). The mean
+that `truncated.rule` = reward gives to cut-off episodes is not in it. From GDRO (group-level direct
+reward optimization of diffusion models), which reports reward and corrected score together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+
+from unstale.config.checks import ConfigError, Section
+from unstale.config.techniques import Entry
+from unstale.records import ENDED_BY_ENVIRONMENT, ROUNDED, Group, Trajectory
+from unstale.research.techniques.facts import Seen
+from unstale.techniques import CreditContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyConfig(Section):
+    """Figures of the trained reward beside a corrected score of the same episodes."""
+
+    score: str = "success"
+    """The corrected score: name of a fact or reward that the environment gives. With `success`, it
+    is 1 or 0, and 0 for an episode that a limit ended.
+    """
+
+    def check_combination(self) -> None:
+        if not self.score:
+            raise ConfigError("proxy.score must name a fact or a reward, such as success")
+
+
+class Proxy:
+    """A diagnostic of the groups of a batch."""
+
+    def __init__(self, options: ProxyConfig) -> None:
+        self._name = options.score
+        self._seen = Seen()
+
+    def measure(
+        self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
+    ) -> Mapping[str, float]:
+        """Return the figures of the episodes that have the score. A mean of nothing is NaN.
+
+        Raises `ConfigError` if the environment ended episodes of a whole batch, and none so far has
+        the score.
+        """
+        ended = [
+            each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT
+        ]
+        has_score = any(self._score(each) is not None for each in ended)
+        counts = bool(ended) and context.whole
+        seen = self._seen.update(has_score, counts=counts, progress=context.progress)
+        if counts and not seen:
+            names = sorted({name for each in ended for name in (*each.facts, *each.rewards)})
+            raise ConfigError(
+                f"proxy.score is {self._name}, and no episode has such a fact or reward; they have "
+                f"{', '.join(names) or 'none'}. Set proxy.score to one of them"
+            )
+        rows = [self._rows(*both) for both in zip(groups, graded, strict=True)]
+        known = [row for each in rows for row in each]
+        pairs = [order for each in rows for order in _orders(each)]
+        return {
+            "proxy/reward_mean": _mean([reward for reward, _ in known]),
+            "proxy/score_mean": _mean([score for _, score in known]),
+            "proxy/reversed_share": _mean([order < 0 for order in pairs]),
+            "proxy/equal_score_share": _mean([order == 0 for order in pairs]),
+        }
+
+    def _rows(self, group: Group, graded: Group) -> list[tuple[float, float]]:
+        """Return reward and score of the episodes of a group that have the score."""
+        return [
+            (trained.reward, score)
+            for each, trained in zip(group.finished, graded.finished, strict=True)
+            if (score := self._score(each)) is not None
+        ]
+
+    def _score(self, episode: Trajectory) -> float | None:
+        score = episode.facts.get(self._name, episode.rewards.get(self._name))
+        if self._name != "success":
+            return score
+        if score is None:
+            return None if episode.stop in ENDED_BY_ENVIRONMENT else 0.0
+        return float(score >= 1 - ROUNDED)
+
+
+def _orders(rows: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the difference of the scores of each pair, in the order of its rewards."""
+    return [
+        (ours - theirs) * (1 if reward > other else -1)
+        for (reward, ours), (other, theirs) in combinations(rows, 2)
+        if reward != other
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _describe(options: ProxyConfig) -> str:
+    return f"measures the reward beside the score `{options.score}`; it changes nothing"
+
+
+_MEASURED = """
+A softmax over 10 arms whose rewards are their scores, except that one arm of score 0 has the reward
+2; groups of 8, 24 seeds, 60 steps. The reward rises from 0.53 to 1.98 and the score falls from 0.47
+to 0.01; the reversed share rises from 6% to 100%. It has not been measured on the desks, whose
+reward is the success itself.
+"""
+
+ENTRY = Entry(
+    name="proxy",
+    slot="diagnostic",
+    rows=(52,),
+    makes=Proxy,
+    options=ProxyConfig,
+    changes=frozenset(),
+    describe=_describe,
+    use="The reward is a judge's grade, a sum with bonuses, or anything else than the success.",
+    measured=_MEASURED,
+    exactness="It changes nothing. The source is about images; the two shares of pairs are our own "
+    "reading.",
+    evidence="abstract",
+)

@@ -1,0 +1,234 @@
+"""A small value model: it reads the results of past groups and forecasts the success of a task.
+
+A task has a vector x of its words. For a new task, the model attends over the past groups:
+
+    weight of group h   n_h exp(s sum_d m_d x_d x_hd)   n_h episodes, m_d and s are learned
+    weight of the mean  exp(c)                          of all past groups; c is learned
+    logit z             a logit(r) + b                  r: weighted mean of success rates
+    forecast            sigmoid(g z + (1 - g) z0)       z0: logit of the mean of all past groups
+
+s, m, c, a and b are trained on the past groups, each forecast from the others. The loss is that of
+V0: 0.75 times the cross entropy, plus 0.25 times the ranking loss -log sigmoid(z - z') over pairs
+of groups with different results. g is the trust in the model: between 0 and 1, and most likely for
+the results of the past groups, each forecast before the model was trained on it. So patterns that
+are in the past groups by chance are not believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unstale.research.techniques.forecast import DIMENSIONS, Array, logit, sigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RANKING = 0.25
+"""Share of the ranking loss in the whole loss, as in V0."""
+DECAY = (0.9, 0.99)
+"""The decays of Adam's averages. The second is small, because few steps are taken."""
+PENALTY = 1.0
+"""The loss added for each squared logarithm of m_d, as the cross entropy of so many episodes."""
+MARGIN = 1e-3
+"""Rates are kept this far from 0 and 1."""
+TRUSTS = np.linspace(0.0, 1.0, 21)
+"""The values of g."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The results of h groups of episodes."""
+
+    vectors: Array
+    """The words of their tasks, `[h, d]`."""
+    solved: Array
+    """Their successes, `[h]`."""
+    sizes: Array
+    """Their numbers of episodes, `[h]`. None is 0."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def mean(self) -> float:
+        """The success rate of all episodes."""
+        return float(self.solved.sum() / self.sizes.sum())
+
+
+class LearnedForecast:
+    """Forecasts by a `ValueModel`, which are trusted as far as earlier ones were right."""
+
+    def __init__(self, *, width: float, lr: float, steps: int, history: int) -> None:
+        """Create a forecast that takes `steps` optimizer steps after each batch.
+
+        Its trust depends on the last `history` groups. `width` and `lr` are those of `ValueModel`.
+        """
+        self._model = ValueModel(DIMENSIONS, width=width, lr=lr)
+        self._steps = steps
+        self._before: deque[tuple[float, ...]] = deque(maxlen=history)
+        """One row per group: z and the mean of all earlier groups, both from before the model was
+        trained on it, then its successes and episodes.
+        """
+
+    @property
+    def trust(self) -> float:
+        """The trust g, from 0 to 1."""
+        return fit_trust(*np.array(self._before, dtype=np.float64).reshape(-1, 4).T)
+
+    def forecast(self, vectors: Array, past: Results) -> Array:
+        """Return the success rate of n tasks with some words `[n, d]`, from past groups: `[n]`."""
+        return trusted(self._model.logits(vectors, past), past.mean, self.trust)
+
+    def learn(self, new: Results, before: Results, past: Results) -> None:
+        """Learn from the groups of a batch.
+
+        `before` are those on which forecasts were based so far, `past` those to train on.
+        """
+        if len(before) and len(new):
+            logits = self._model.logits(new.vectors, before)
+            means = np.full(len(new), before.mean)
+            rows = zip(logits, means, new.solved, new.sizes, strict=True)
+            self._before += [tuple(map(float, row)) for row in rows]
+        if len(past) > 1:
+            self._model.train(past, steps=self._steps)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"model": self._model.state(), "before": [list(each) for each in self._before]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._model.restore(state["model"])
+        rows = [tuple(map(float, each)) for each in state["before"]]
+        self._before = deque(rows, maxlen=self._before.maxlen)
+
+
+class ValueModel:
+    """Attention over past groups, with learned weights of words, and a learned calibration."""
+
+    def __init__(self, dimensions: int, *, width: float, lr: float) -> None:
+        """Create a model whose weights are those of `weighted_rates` with this width.
+
+        `lr` is the learning rate of Adam.
+        """
+        import torch
+
+        self._lr = lr
+        self._weights: dict[str, Tensor] = {
+            "words": torch.zeros(dimensions, dtype=torch.float64),
+            "scale": torch.tensor(math.log(1 / width), dtype=torch.float64),
+            "mean": torch.tensor(1 / width, dtype=torch.float64),
+            "slope": torch.ones((), dtype=torch.float64),
+            "shift": torch.zeros((), dtype=torch.float64),
+        }
+        self._moments = {
+            name: (torch.zeros_like(value), torch.zeros_like(value))
+            for name, value in self._weights.items()
+        }
+        self._steps = 0
+
+    def logits(self, vectors: Array, past: Results) -> Array:
+        """Return z of n tasks with some words `[n, d]`, `[n]`, from past groups."""
+        import torch
+
+        with torch.no_grad():
+            found = self._logits(torch.from_numpy(vectors), past, own=False)
+        return np.asarray(found.numpy())
+
+    def train(self, past: Results, *, steps: int) -> None:
+        """Take some optimizer steps on at least two groups, each forecast from the others."""
+        import torch
+
+        x, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
+        for _ in range(steps):
+            for value in self._weights.values():
+                value.requires_grad_()
+            loss = value_loss(self._logits(x, past, own=True), solved, sizes)
+            loss = loss + PENALTY * self._weights["words"].square().sum() / sizes.sum()
+            self._step(torch.autograd.grad(loss, list(self._weights.values())))
+
+    def _logits(self, vectors: Tensor, past: Results, *, own: bool) -> Tensor:
+        """Return z of n tasks, `[n]`. With `own`, they are the tasks of the past groups, and each
+        group is forecast from the others.
+        """
+        import torch
+
+        groups, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
+        weights = self._weights
+        similar = (vectors * weights["words"].exp()) @ groups.T
+        scores = weights["scale"].exp() * similar + sizes.log()
+        mean = (solved.sum() / sizes.sum()).expand(len(vectors))
+        if own:
+            scores = scores.masked_fill(torch.eye(len(vectors), dtype=torch.bool), -math.inf)
+            mean = (solved.sum() - solved) / (sizes.sum() - sizes)
+        scores = torch.cat([scores, weights["mean"].expand(len(vectors), 1)], 1)
+        attention = scores.softmax(1)
+        rate = attention[:, :-1] @ (solved / sizes) + attention[:, -1] * mean
+        return weights["slope"] * rate.clamp(MARGIN, 1 - MARGIN).logit() + weights["shift"]
+
+    def _step(self, gradients: Sequence[Tensor]) -> None:
+        """Take a step of Adam."""
+        self._steps += 1
+        first_decay, second_decay = DECAY
+        for name, gradient in zip(self._weights, gradients, strict=True):
+            first, second = self._moments[name]
+            first = first_decay * first + (1 - first_decay) * gradient
+            second = second_decay * second + (1 - second_decay) * gradient.square()
+            self._moments[name] = first, second
+            mean = first / (1 - first_decay**self._steps)
+            spread = (second / (1 - second_decay**self._steps)).sqrt()
+            moved = self._weights[name].detach() - self._lr * mean / (spread + 1e-8)
+            self._weights[name] = moved
+
+    def state(self) -> Mapping[str, Any]:
+        return {
+            "weights": {name: value.detach() for name, value in self._weights.items()},
+            "first": {name: first for name, (first, _) in self._moments.items()},
+            "second": {name: second for name, (_, second) in self._moments.items()},
+            "steps": self._steps,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._weights = dict(state["weights"])
+        self._moments = {
+            name: (state["first"][name], state["second"][name]) for name in self._weights
+        }
+        self._steps = int(state["steps"])
+
+
+def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
+    """Return the loss of V0 of h groups whose forecasts have some logits, all `[h]`."""
+    from torch.nn.functional import logsigmoid
+
+    entropy = -(solved * logsigmoid(logits) + (sizes - solved) * logsigmoid(-logits))
+    entropy = entropy.sum() / sizes.sum()
+    rates = solved / sizes
+    better = rates[:, None] > rates[None, :]
+    if not better.any():
+        return (1 - RANKING) * entropy
+    ranking = -logsigmoid(logits[:, None] - logits[None, :])[better].mean()
+    return (1 - RANKING) * entropy + RANKING * ranking
+
+
+def trusted(logits: Array, mean: float, trust: float) -> Array:
+    """Return the forecasts: sigmoid(trust z + (1 - trust) z0), with z0 = logit(`mean`)."""
+    base = logit(np.array(mean))
+    return sigmoid(base + trust * (logits - base))
+
+
+def fit_trust(logits: Array, means: Array, solved: Array, sizes: Array) -> float:
+    """Return the trust g with the most likely results of h groups.
+
+    `logits` `[h]` are z of each group before the model was trained on it, and `means` `[h]` the
+    mean success rates at that time. It is 0 without groups.
+    """
+    if not len(logits):
+        return 0.0
+    base = logit(means)
+    rates = sigmoid(base + TRUSTS[:, None] * (logits - base)).clip(MARGIN, 1 - MARGIN)
+    likelihood = (solved * np.log(rates) + (sizes - solved) * np.log1p(-rates)).sum(1)
+    return float(TRUSTS[int(likelihood.argmax())])

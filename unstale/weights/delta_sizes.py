@@ -1,0 +1,98 @@
+"""The size of the difference (delta) between two versions, and the time to encode and apply it.
+
+A delta has the positions of the weights that an optimizer step changed, and the XOR of their old
+and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under AdamW on one
+core, rounded to nearest: see benchmarks/results/routes-planner.md.
+"""
+
+import math
+from bisect import bisect
+from typing import NamedTuple
+
+WORD = 2
+"""Bytes of a weight, an activation, a key or a value in bfloat16."""
+
+_MEASURED_WORDS = 20_193_600
+
+
+class DeltaMeasurement(NamedTuple):
+    """The measurement at one learning rate. Each value is the middle of the measured range."""
+
+    rate: float
+    """Learning rate of the measurement."""
+    changed: float
+    """Share of the bfloat16 weights that one optimizer step changes."""
+    encode_s: float
+    apply_s: float
+
+
+TABLE = (
+    DeltaMeasurement(1e-6, 0.012, 0.05, 0.01),
+    DeltaMeasurement(3e-6, 0.033, 0.06, 0.01),
+    DeltaMeasurement(1e-5, 0.104, 0.09, 0.02),
+    DeltaMeasurement(1e-4, 0.502, 0.26, 0.07),
+)
+
+
+STOCHASTIC_RATE = 3.4e-5
+"""Learning rate at which deltas with rounding to nearest are as large as those with stochastic
+rounding at any lower one: 0.21 bytes a weight (docs/rounding.md). Two versions draw their roundings
+apart, so a third of the weights differ however small the update is.
+"""
+
+
+def delta_rate(rate: float, rounding: str) -> float:
+    """Return the learning rate to which the other functions apply, for a `trainer.rounding`."""
+    return max(rate, STOCHASTIC_RATE) if rounding == "stochastic" else rate
+
+
+def delta_bytes(words: float, rate: float) -> float:
+    """Return the bytes of the delta between two consecutive versions of `words` weights.
+
+    The positions of changed weights take the entropy of the distances between them, as in the
+    compressed format. Each XOR takes 3.3 bits, and more after larger steps. The formula is within
+    3% of the measured sizes. Keeping five versions takes four deltas. This is their size as a share
+    of a copy of the model, for each learning rate of the table:
+
+    >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]
+    [0.033, 0.08, 0.212, 0.79]
+    """
+    share = changed_share(rate)
+    if share == 1:
+        return WORD * words
+    entropy = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    return min(WORD * words, words * (entropy + share * (3.3 + 2 * share)) / 8)
+
+
+def changed_share(rate: float) -> float:
+    """Return the share of bfloat16 weights that a step at this learning rate changes.
+
+    Below the lowest measured learning rate it is taken as proportional to the rate.
+
+    >>> [round(changed_share(rate), 4) for rate in (1e-7, 1e-6, 2e-6, 1.0)]
+    [0.0012, 0.012, 0.0227, 1.0]
+    """
+    if rate <= TABLE[0].rate:
+        return TABLE[0].changed * rate / TABLE[0].rate
+    return min(1.0, _interpolate(rate, "changed"))
+
+
+def encode_s(words: float, rate: float) -> float:
+    """Return the seconds that one core takes to encode a delta."""
+    return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "encode_s")
+
+
+def apply_s(words: float, rate: float) -> float:
+    """Return the seconds that one core takes to apply a delta."""
+    return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "apply_s")
+
+
+def _interpolate(rate: float, column: str) -> float:
+    """Interpolate a column of the table, linearly in the logarithms of rate and value.
+
+    Above the highest measured rate, the last line is extended.
+    """
+    place = min(max(bisect([row.rate for row in TABLE], rate), 1), len(TABLE) - 1)
+    low, high = TABLE[place - 1 : place + 1]
+    part = math.log(rate / low.rate) / math.log(high.rate / low.rate)
+    return float(getattr(low, column) ** (1 - part) * getattr(high, column) ** part)
