@@ -637,9 +637,14 @@ def test_hidden_states_are_read_before_the_advantages_only_if_a_technique_needs_
 
 def test_a_part_of_a_batch_is_named_as_one(tmp_path: Path) -> None:
     """With `trainer.stream`, techniques see the first groups of a batch, and then all of it."""
+
+    async def every_other_slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        for _ in range(40 * (tokens[1] % 2)):
+            await asyncio.sleep(0)
+
     config = configure(steps=2)
     config = replace(config, trainer=replace(config.trainer, stream=True))
-    machine = toy_machine(config, Numbers(count()))
+    machine = toy_machine(config, Numbers(count()), delay=every_other_slow)
     log, seen = RunLog(tmp_path), list[tuple[int, bool]]()
     parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
     credit = parts.techniques.credit

@@ -398,7 +398,7 @@ RETURN = "return Turn((), rewards=rewards)"
 
 
 def test_a_result_that_is_no_turn_names_class_and_line() -> None:
-    caller = guard.EnvCaller(ReturnsNothing(), "x", lambda seconds: None)
+    caller = hooks.EnvCaller(ReturnsNothing(), "x", lambda caller, seconds: None)
 
     async def main() -> None:
         await caller.turn(caller.env.step, Message("assistant", ""))

@@ -61,7 +61,6 @@ other, in the order of their calls.
 MAX_IDENTITIES = 100_000
 """Number of tasks whose identity is kept. Far fewer are in flight."""
 _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
-_RUN_OTHERS = ("unstale.research.adapters.", "unstale.envs.external")
 _idle: list[OwnThread] = []
 """Threads that wait for the next hook."""
 _unfinished: set[Future[Any]] = set()
@@ -76,7 +75,8 @@ def is_own(value: object) -> bool:
     Adapters run code of libraries, and external agents have a user's list of tasks.
     """
     module = type(value).__module__
-    if not module.startswith("unstale.") or module.startswith(_RUN_OTHERS):
+    runs_others = ".adapters." in module or module == "unstale.envs.external"
+    if runs_others or not module.startswith("unstale."):
         return False
     inner = getattr(value, "inner", None)
     return all(map(is_own, [*getattr(value, "parts", ()), *([inner] if inner else [])]))
