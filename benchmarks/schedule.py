@@ -18,7 +18,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import count
@@ -102,10 +102,9 @@ class CountingTasks:
         self._due, self._reached_s = 0, 0.0
         self._reached = asyncio.Event()
 
-    def tasks(self) -> Iterator[GroupRequest]:
-        return (
-            GroupRequest(number, Task(self.name, "train", number), 0, number) for number in count()
-        )
+    async def tasks(self) -> AsyncIterator[GroupRequest]:
+        for number in count():
+            yield GroupRequest(number, Task(self.name, "train", number), 0, number)
 
     def env(self, task: Task, seed: int) -> FixedTurns:
         return FixedTurns(self, 3 + task.index // self._groups % 5)
@@ -279,7 +278,10 @@ class ScriptedRun:
         async with asyncio.TaskGroup() as tasks:
             with self.parts.journal:
                 resident, began = _resident(), time.process_time()
+                self.scripted.gate.clear()  # all begin before the first ends
                 producer = tasks.create_task(produce(self.parts))
+                await self.scripted.until_held(self.live)
+                self.scripted.gate.set()
                 await self.tasks.wait_for_turns(self.live)
                 excluded = time.process_time()
                 figures["bytes"] = (_resident() - resident) / self.live

@@ -18,6 +18,8 @@ import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+from unstale import stop_signals
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,6 +36,8 @@ install_import_hook(
     ],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+stop_signals.HANG_S = 0.0  # Python's only timer of this kind is pytest's `faulthandler_timeout`
 
 # Background jobs of a shell ignore SIGINT, and so would the processes that tests start and
 # interrupt.

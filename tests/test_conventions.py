@@ -48,7 +48,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/guard.py",
         "envs/guard.py",
         "envs/guard.py",
-        "envs/guard.py",
+        "envs/hooks.py",
         "envs/registry.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",

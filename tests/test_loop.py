@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count, cycle, islice
+from itertools import count, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.drawn import taken
 from tests.support.waits import LIMIT_S
 from unstale import loop
 from unstale.builders import LocalComponents, build
@@ -45,13 +46,14 @@ from unstale.durability.run_folder import RunLog
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
+from unstale.envs.hooks import Identities
 from unstale.loop import RunComponents
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch, Group, PendingPiece, Task
+from unstale.records import Batch, Group, GroupRequest, PendingPiece, Task
 from unstale.rollout.generator import Generator
 from unstale.rollout.selection import training_requests
 from unstale.rollout.timeouts import first_error
@@ -340,13 +342,16 @@ def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None
 def test_a_task_that_comes_again_has_another_seed(tmp_path: Path) -> None:
     """Also in a run that is resumed between its visits."""
     tasks = Numbers(cycle([3, 4]))
-    requests = list(islice(training_requests(tasks, 7, ResumeState(), skipped=()), 6))
+
+    def draw(tasks: Any, life: ResumeState, number: int) -> list[GroupRequest]:
+        stream = training_requests(tasks, 7, life, identify=Identities(tasks), skipped=())
+        return asyncio.run(taken(stream, number))
+
+    requests = draw(tasks, ResumeState(), 6)
     assert [request.seed for request in requests[:2]] == [7, 7]
     assert len({(request.task, request.seed) for request in requests}) == 6
-    resumed = training_requests(
-        Numbers(cycle([3, 4])), 7, ResumeState(place=3, admitted=3), skipped=()
-    )
-    assert list(islice(resumed, 3)) == requests[3:]
+    resumed = draw(Numbers(cycle([3, 4])), ResumeState(place=3, admitted=3), 3)
+    assert resumed == requests[3:]
 
 
 def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
@@ -636,9 +641,14 @@ def test_hidden_states_are_read_before_the_advantages_only_if_a_technique_needs_
 
 def test_a_part_of_a_batch_is_named_as_one(tmp_path: Path) -> None:
     """With `trainer.stream`, techniques see the first groups of a batch, and then all of it."""
+
+    async def every_other_slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        for _ in range(40 * (tokens[1] % 2)):
+            await asyncio.sleep(0)
+
     config = configure(steps=2)
     config = replace(config, trainer=replace(config.trainer, stream=True))
-    machine = toy_machine(config, Numbers(count()))
+    machine = toy_machine(config, Numbers(count()), delay=every_other_slow)
     log, seen = RunLog(tmp_path), list[tuple[int, bool]]()
     parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
     credit = parts.techniques.credit

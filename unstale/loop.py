@@ -15,7 +15,7 @@ run, but a failed episode does not.
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,7 +116,7 @@ class RunComponents:
     """The step from which the run starts: 0, or the step of the loaded checkpoint."""
     resumed_requests: Sequence[GroupRequest]
     """Groups that were started before a resume and not trained on, in the order of their start."""
-    requests: Iterator[GroupRequest]
+    requests: AsyncIterator[GroupRequest]
     """Requests for the next groups of episodes, one for each training task."""
     engine: GenerationControl
     rollout: GroupRollout
@@ -181,7 +181,7 @@ async def produce(run: RunComponents) -> None:
         for request in run.resumed_requests:
             await run.queue.readmit(request.number, partial(roll, run, request), in_flight)
         await run.queue.wait_for_ticket()
-        for request in run.requests:
+        async for request in run.requests:
             await run.queue.admit(partial(roll, run, request), in_flight)
             await run.queue.wait_for_ticket()
         run.queue.close(

@@ -6,6 +6,7 @@ it runs, and that it ends. Without such a process, as in a notebook, they go now
 
 import asyncio
 import builtins
+import faulthandler
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from unstale.frames import show_frame
 
@@ -34,6 +36,11 @@ class SecondSignal(KeyboardInterrupt):
     """
 
 
+HANG_S = 15.0
+"""Seconds without a sign of life after which a process that nothing supervises names its code. With
+0 it never does. Python has only one such timer, which another program may need.
+"""
+_hangs: IO[bytes] | None = None
 _supervisor: tuple[int, int] | None = None
 """This process, and the pipe to the one that supervises it. Forked processes send nothing."""
 
@@ -67,6 +74,32 @@ def _send(message: dict[str, Any] | None = None) -> None:
 def beat(*, last: bool = False) -> None:
     """Send a sign of life. From now on one is expected every few seconds, unless it is the last."""
     _send({"rests": True} if last else None)
+    if last:
+        faulthandler.cancel_dump_traceback_later()
+    elif _hangs:
+        faulthandler.dump_traceback_later(HANG_S, file=_hangs)
+
+
+@contextmanager
+def noted_hangs(path: Path) -> Iterator[None]:
+    """Write into a file where all threads stand, if there is no `beat` for `HANG_S` seconds.
+
+    Code that holds Python's global lock causes this, as a regular expression does that backtracks
+    without end. A thread of C writes the file. Without a hang there is no file. A process that is
+    supervised writes none, because the supervisor names the code.
+    """
+    global _hangs
+    if _supervisor or _hangs or not HANG_S:
+        yield
+        return
+    with path.open("ab", buffering=0) as _hangs:
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            _hangs = None
+            if not path.stat().st_size:
+                path.unlink()
 
 
 def begin_run(folder: str, note: str, limit_s: float) -> None:

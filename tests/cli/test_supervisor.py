@@ -16,10 +16,11 @@ from typing import IO
 import pytest
 
 from tests.support.forked import Forked
-from tests.support.waits import LIMIT_S
+from tests.support.waits import LIMIT_S, wait_until
 from unstale import stop_signals
 from unstale.durability.run_folder import RunLog, read_jsonl
 from unstale.envs.guard import Watchdog
+from unstale.frames import lines_of_dump
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -166,6 +167,47 @@ def test_a_reward_that_leaves_python_ends_the_run_with_its_line(tmp_path: Path) 
     assert process.returncode == 1
     assert "os._exit(0) was called: leaving.py, line 8, in leaves: os._exit(0)" in errors
     assert last_event(tmp_path / "runs")[1] == "failed"
+
+
+HANGS = f"""
+import re, sys, threading
+from pathlib import Path
+from unstale import stop_signals
+from unstale.durability import virtual_clock
+from unstale.envs import guard
+
+stop_signals.HANG_S, guard._TICK_S = 0.6, 0.1
+
+def reward():
+    {ENDLESS}
+
+async def main():
+    if sys.argv[2] == "hangs":
+        await guard.call(reward)
+
+with stop_signals.noted_hangs(Path(sys.argv[1])):
+    virtual_clock.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["hangs", "works"])
+def test_without_a_supervisor_a_hang_is_written_into_a_file(kind: str, tmp_path: Path) -> None:
+    program, found = tmp_path / "script.py", tmp_path / "hang.txt"
+    program.write_text(HANGS)
+    with subprocess.Popen(
+        [sys.executable, str(program), str(found), kind],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:
+        if kind == "works":
+            assert process.wait(LIMIT_S) == 0 and not found.exists()
+            return
+        try:
+            wait_until(lambda: found.exists() and "in reward" in found.read_text(), "the lines")
+            assert process.poll() is None, "the process of the user is not ended"
+        finally:
+            process.kill()
+    lines = lines_of_dump(found.read_text())
+    assert any(re.search(r"script.py, line 11, in reward: re.match", line) for line in lines), lines
 
 
 def test_the_watch_begins_before_the_first_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

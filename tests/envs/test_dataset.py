@@ -18,7 +18,8 @@ from unstale.cli import session
 from unstale.cli.saved_episodes import describe_evaluation
 from unstale.config import ConfigError, make_task
 from unstale.envs import EnvError, Message, NumberedTasks, Taskset, task_identity
-from unstale.envs.guard import describe, with_place
+from unstale.envs.guard import describe
+from unstale.envs.hooks import with_place
 from unstale.envs.registry import build_taskset
 from unstale.envs.rows import list_rows, load_rows
 from unstale.testing import check_env
@@ -451,5 +452,5 @@ def test_a_failure_names_the_file_and_the_line_of_the_task(tmp_path: Path) -> No
     tasks = taskset(path)
     for task in (*tasks.held_out(3), *islice(tasks.train(7), 3)):
         number = ROWS.index(tasks.data_of(task)) + 2  # type: ignore[attr-defined]
-        assert with_place("no", tasks, task) == f"no ({path}, line {number})"
-    assert with_place("no", NumberedTasks(), task) == "no"  # type: ignore[arg-type]
+        assert asyncio.run(with_place("no", tasks, task)) == f"no ({path}, line {number})"
+    assert asyncio.run(with_place("no", NumberedTasks(), task)) == "no"  # type: ignore[arg-type]

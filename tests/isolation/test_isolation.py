@@ -75,7 +75,10 @@ class Isolated:
             workers=workers,
             worker_memory_gb=memory_gb,
         )
-        tasks = isolate(build_taskset(config), config, start)
+        with pytest.MonkeyPatch.context() as patch:  # the limits of workers are not those of runs
+            for name in ("HELD_S", "IGNORED_S", "_TICK_S"):
+                patch.setattr(hostile.guard, name, getattr(hostile.guard, name))
+            tasks = isolate(build_taskset(config), config, start)
         assert isinstance(tasks, IsolatedTasks)
         self.tasks = tasks
         self.retries = retries
@@ -110,10 +113,8 @@ class Isolated:
 
 @pytest.fixture(autouse=True, scope="module")
 def impatient() -> Iterator[None]:
-    """Shorten the seconds after which workers are ended, and those of the watchdog in workers."""
+    """Shorten the seconds after which workers are ended."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HELD_S", "IGNORED_S", "_TICK_S"):
-            patch.setattr(hostile.guard, name, getattr(hostile.guard, name))
         patch.setattr(process, "SILENT_S", 8.0)
         patch.setattr(process, "TICK_S", 0.2)
         patch.setattr(process, "MAX_THREADS", 30)

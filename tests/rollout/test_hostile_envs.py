@@ -8,6 +8,7 @@ that cannot be used is refused with one line before the run starts.
 import asyncio
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,20 +36,32 @@ from tests.support.hostile_envs import (
     Sleeps,
     SwallowsCancellation,
 )
+from tests.support.waits import wait_until
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
 from unstale.config import ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from unstale.durability import virtual_clock
+from unstale.durability.resume import ResumeState
 from unstale.durability.run_folder import read_jsonl
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
-from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, registry, tool_schema
+from unstale.envs import (
+    EnvError,
+    Message,
+    NumberedTasks,
+    Turn,
+    guard,
+    hooks,
+    registry,
+    tool_schema,
+)
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout import episode, timeouts
 from unstale.rollout.episode import Rollout
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
+from unstale.rollout.selection import training_requests
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -274,6 +287,21 @@ def test_blocking_code_is_reported_once_by_name() -> None:
     assert blocked == ["the environment of toy", "the reward function slow of toy"]
 
 
+def test_code_that_waits_for_a_processor_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that gets no processor on a busy machine looks as if its code slept."""
+
+    class Slow(Env):
+        async def step(self, reply: Message) -> Turn:
+            time.sleep(1.2)  # noqa: ASYNC251 - it blocks the event loop
+            return await super().step(reply)
+
+    interrupted, _ = play(Slow, timeout_s=60)
+    assert isinstance(interrupted, Failure) and "blocked the event loop" in interrupted.error
+    monkeypatch.setattr(guard, "queued_s", lambda thread: time.monotonic())
+    outcome, blocked = play(Slow, timeout_s=60)
+    assert isinstance(outcome, Trajectory) and not blocked
+
+
 @pytest.mark.parametrize("virtual", [False, True])
 def test_plain_methods_run_in_one_thread_of_their_own(virtual: bool) -> None:
     threads: list[threading.Thread] = []
@@ -370,7 +398,7 @@ RETURN = "return Turn((), rewards=rewards)"
 
 
 def test_a_result_that_is_no_turn_names_class_and_line() -> None:
-    caller = guard.EnvCaller(ReturnsNothing(), "x", lambda seconds: None)
+    caller = hooks.EnvCaller(ReturnsNothing(), "x", lambda caller, seconds: None)
 
     async def main() -> None:
         await caller.turn(caller.env.step, Message("assistant", ""))
@@ -637,6 +665,11 @@ class SlowSnapshot(Env):
     snapshot = resume = hang
 
 
+class HangsInEnv(Env):
+    def __init__(self) -> None:
+        hang()
+
+
 class ReturnsSlow(Env):
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -648,16 +681,27 @@ class ReturnsSlow(Env):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (HasSlowProperty, "an attribute of the environment of toy/train/1"),
-        (SlowSnapshot, "snapshot() of the environment"),
+        (HangsInEnv, "env() of toy"),
+        (HasSlowProperty, "env() of toy"),
+        (SlowSnapshot, "snapshot() of the environment of toy/train/1"),
         (partial(ReturnsSlow, SlowTurn), "the result of step() of the environment of toy/train/1"),
         (partial(ReturnsSlow, SlowRepr), "the result of step() of the environment of toy/train/1"),
     ],
 )
-def test_properties_and_results_that_hang_are_interrupted_and_named(make: Any, name: str) -> None:
-    failed, _ = play(make, timeout_s=60)
-    assert isinstance(failed, Failure)
-    assert f"{name}: it blocked the event loop for more than 0.6 s" in failed.error
+@pytest.mark.parametrize("virtual", [False, True])
+def test_hooks_that_hang_are_named_and_leave_the_event_loop_free(
+    make: Any, name: str, virtual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_hung", [])
+    monkeypatch.setattr(hooks, "THREAD_S", 0.6)
+    failed, blocked = play(make, virtual=virtual)
+    assert isinstance(failed, Failure) and not blocked
+    place = r"tests/rollout/test_hostile_envs\.py, line \d+"
+    found = rf"TimeoutError: no answer within 0\.4 s \({re.escape(name)}: {place}, in hang: time"
+    if virtual:  # no other episode can run meanwhile
+        found = rf"{re.escape(name)}: it blocked the event loop for more than 0\.6 s in .*{place}"
+    assert re.search(found, failed.error), failed.error
+    assert guard.num_hung() == 1
 
 
 LEAKS_A_THREAD = """
@@ -705,16 +749,57 @@ def test_slow_hooks_of_a_task_set_are_left_and_named(monkeypatch: pytest.MonkeyP
     rollout = Rollout(generator, HooksHang(), RolloutConfig())
 
     async def combine() -> None:
-        rollout.combine(Turn((), done=True, rewards={"right": 1.0}))
+        with episode.stage("step 1", 0.05):
+            await rollout.combine(Turn((), done=True, rewards={"right": 1.0}))
 
     async def leave() -> None:
         async with rollout.resources:
             pass
 
-    with pytest.raises(EnvError, match=r"^combine\(\) of hangs: it blocked the event loop .* in "):
+    with pytest.raises(episode.EpisodeFailed, match=r"^step 1$") as failed:
         virtual_clock.run(combine())
+    assert "0.05 s (combine() of hangs: tests/" in guard.describe(
+        failed.value.__cause__ or failed.value
+    )
     with pytest.raises(EnvError, match=r"^__aexit__\(\) of hangs: did not return within 0.05 s"):
         virtual_clock.run(leave())
+
+
+@pytest.mark.parametrize("hook", ["train", "identity"])
+def test_a_task_set_that_hangs_while_tasks_are_drawn_ends_the_run_by_name(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop runs meanwhile."""
+    monkeypatch.setattr(hooks, "THREAD_S", 0.3)
+    ticks = 0
+
+    async def main() -> None:
+        nonlocal ticks
+        tasks: Any = Listed(**{hook: hang})
+        requests = training_requests(
+            tasks, 0, ResumeState(), identify=hooks.Identities(tasks), skipped=()
+        )
+        drawn = asyncio.ensure_future(anext(requests))
+        while not drawn.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        await drawn
+
+    place = r"tests/rollout/test_hostile_envs\.py, line \d+, in hang: time"
+    with pytest.raises(EnvError, match=rf"^no result within 0.3 s \({hook}\(\) of listed: {place}"):
+        virtual_clock.run(main())
+    assert ticks > 5
+
+
+def test_hooks_of_many_episodes_leave_few_threads() -> None:
+    async def main() -> None:
+        tasks: Any = Tasks()
+        made = [hooks.make_env(tasks, TASK, 0, lambda *_: None) for _ in range(100)]
+        assert len(await asyncio.gather(*made)) == 100
+
+    before = threading.active_count()
+    virtual_clock.run(main())
+    wait_until(lambda: threading.active_count() <= before + hooks.MAX_IDLE, "the end of threads")
 
 
 def test_threads_of_functions_that_never_return_end_the_run(

@@ -1,13 +1,15 @@
 """Test the choice of tasks and of group sizes, and that a resumed run chooses the same."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.drawn import taken
 from tests.test_loop import Numbers, Repeated
 from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConfig
 from unstale.durability.resume import ResumeState
@@ -55,7 +57,7 @@ def make(
 
 
 def first(number: int, selection: Selection) -> list[GroupRequest]:
-    return list(islice(selection.requests(), number))
+    return asyncio.run(taken(selection.requests(), number))
 
 
 def ended(*rewards: float | None) -> list[Trajectory | Failure]:
@@ -109,16 +111,20 @@ def test_a_sampler_chooses_among_some_tasks_that_are_not_in_flight() -> None:
     config = replace(CONFIG, selection=SelectionConfig(pool=50, candidates=8))
     sampler = AnyTask()
     selection = make(config, sampler=sampler, skipped=["numbers/train/7"])
-    stream = selection.requests()
-    requests = list(islice(stream, 40))
+
+    async def draw() -> tuple[list[GroupRequest], list[GroupRequest]]:
+        stream = selection.requests()
+        drawn = await taken(stream, 40)
+        selection.ended([Group(drawn[0].task, (), (), drawn[0].number)])
+        return drawn, await taken(stream, 10)
+
+    requests, after = asyncio.run(draw())
     keys = [request.task.key for request in requests]
     assert len(set(keys)) == 40 and "numbers/train/7" not in keys
-    assert all(len(set(tasks)) == 8 for tasks, _ in sampler.seen)
+    assert all(len(set(tasks)) == 8 for tasks, _ in sampler.seen[:40])
     assert [step for _, step in sampler.seen[:5]] == [1, 1, 2, 2, 3]
-    one = requests[0]
-    selection.ended([Group(one.task, (), (), one.number)])
     usable = {f"numbers/train/{i}" for i in range(50) if i != 7}
-    later = [each.task.key for each in islice(stream, 10)]
+    later = [each.task.key for each in after]
     assert sorted(later) == sorted(usable - set(keys[1:])), "its task is not in flight any more"
     few = AnyTask()
     busy = first(9, make(sampler=few))  # more groups than tasks: all are in flight

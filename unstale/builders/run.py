@@ -25,10 +25,6 @@ from unstale.engines.pool import Recovery, supervise
 from unstale.envs import (
     Taskset,
 )
-from unstale.envs.guard import (
-    each_within_limit,
-    identity_within_limit,
-)
 from unstale.envs.registry import held_out_tasks
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
@@ -123,7 +119,7 @@ def build(
         config=config,
         progress=life.progress,
         resumed_requests=life.requests,
-        requests=each_within_limit(selection.requests(), f"train() of {taskset.name}"),
+        requests=selection.requests(),
         engine=engine,
         rollout=rollout,
         evaluation=_evaluation(config, taskset, make_rollout, recorder, life),
@@ -133,7 +129,7 @@ def build(
             techniques=parts.techniques,
             selection=selection,
             estimate=build_advantage(config.advantage),
-            identify=partial(identity_within_limit, taskset),
+            identify=selection.identify,
             lag=parts.trainer.lag,
             resize=journal.resize,
             hidden_states=parts.hidden_states,

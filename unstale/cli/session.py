@@ -41,6 +41,7 @@ from unstale.durability.resume import init_run, load_resume_state, restore
 from unstale.durability.run_folder import (
     ERROR,
     EVENTS,
+    HANG,
     REPORT,
     TOKENIZER,
     BrokenFile,
@@ -60,7 +61,7 @@ from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.rollout.timeouts import first_error
-from unstale.stop_signals import begin_run, stop_signals
+from unstale.stop_signals import begin_run, noted_hangs, stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -334,7 +335,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 
     limit_s = max(THREAD_S, 2 * session.config.rollout.timeout_s)
     begin_run(str(session.log.path.resolve()), command, limit_s)
-    with stop_signals(f"; {command}", on_end):
+    with stop_signals(f"; {command}", on_end), noted_hangs(session.log.path / HANG):
         return _run_and_record(session, console)
 
 

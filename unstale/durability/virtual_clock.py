@@ -53,6 +53,8 @@ class VirtualLoop(RunLoop):
     3600.0
     """
 
+    waits_for_threads = True
+
     def __init__(self) -> None:
         self._now = 0.0
         self._thread = UnjoinedThreads(1, thread_name_prefix="virtual")

@@ -235,6 +235,20 @@ class Closable(Protocol):
         ...
 
 
+@runtime_checkable
+class HasWorker(Protocol):
+    """An environment that runs in a worker process. `rollout.timeout_s` excludes its start."""
+
+    def worker_start(self) -> Awaitable[None] | None:
+        """Assign a worker. Return an awaitable of its start, or None if it has started.
+
+        Raises `EnvError` if none can be started, and the awaitable does if the start fails.
+        """
+
+    def close(self) -> Awaitable[None]:
+        """Release the worker."""
+
+
 class Taskset(Protocol):
     """A set of training and held-out tasks, which creates the environment of each task.
 

@@ -1,8 +1,8 @@
 """Calls of user code, with a watch for code that blocks the event loop.
 
-Plain functions run in threads. A coroutine that blocks would stop all episodes. `Watched` measures
-how long each part of a coroutine blocks the event loop. `Watchdog` interrupts a part that takes too
-long.
+Plain functions run in threads, and so do the hooks of task sets and environments (`call_hook`). A
+coroutine that blocks would stop all episodes. `Watched` measures how long each part of a coroutine
+blocks the event loop. `Watchdog` interrupts a part that takes too long.
 """
 
 import asyncio
@@ -15,16 +15,14 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import SimpleQueue
-from reprlib import repr as short_repr
-from types import CodeType, FrameType
-from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstale.envs import EnvError, Taskset, Turn, implements, task_identity
+from unstale.envs import EnvError
 from unstale.frames import INSTALLED, PYTHON, is_hidden, one_line, show_frame, show_line, user_frame
-from unstale.records import Task
 from unstale.stop_signals import beat, end_process
 from unstale.threads import in_thread
 
@@ -79,6 +77,10 @@ class Overdue(EnvError):
     """Error: a function in a thread exceeded its time."""
 
 
+class NoThread(RuntimeError):
+    """Error: the system starts no thread for a watchdog. It is no error of the user's code."""
+
+
 class RunBlocked(RuntimeError):
     """Error: user code has blocked the event loop `MAX_INTERRUPTIONS` times."""
 
@@ -100,6 +102,9 @@ class Occupancy:
     """A record of which user code runs on the event loop. Only one event loop runs episodes."""
 
     current: Running | None = None
+    queued_before: float | None = None
+    """Seconds for which the event loop's thread had waited for a processor before the current code.
+    """
     canceller: str = ""
     """Name of the user code that cancelled its task, and perhaps all other tasks."""
     num_interrupted: int = 0
@@ -129,12 +134,28 @@ class Occupancy:
         finally:
             self.current = before and before._replace(since=time.monotonic())
 
+    def own_s(self, seconds: float) -> float:
+        """Return for how many of the last `seconds` the event loop did not wait for a processor."""
+        if seconds <= BLOCKED_S or self.queued_before is None:
+            return seconds
+        return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
+
     def require_few_interruptions(self) -> None:
         """Raise `RunBlocked` if user code was interrupted too often. All episodes stood still."""
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
             text = f"code blocked all episodes {count} times. The last: {self.last_interrupted}"
             raise RunBlocked(text) from None  # a traceback would call `__str__` of the user's error
+
+
+def queued_s(thread: int) -> float:
+    """Return how many seconds a thread has waited for a processor, 0 where Linux does not say it.
+
+    Code does not block the event loop in this time: the machine has other work.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
+    return 0.0
 
 
 OCCUPANCY = Occupancy()
@@ -158,45 +179,6 @@ def time_limit(
         raise EnvError(f"{name}: {error}") from None
     finally:
         OCCUPANCY.current = before and before._replace(since=time.monotonic())
-
-
-def each_within_limit(values: Iterator[T], name: str, max_s: float | None = None) -> Iterator[T]:
-    """Yield the values of a user's iterator called `name`. Each must come within `max_s`.
-
-    Raises `EnvError` with the name for an error of the iterator.
-    """
-    while True:
-        try:
-            with time_limit(name, max_s):
-                value = next(values)
-        except StopIteration:
-            return
-        except EnvError:
-            raise
-        except Exception as error:
-            raise EnvError(f"{name}: {describe(error)}") from error
-        yield value
-
-
-def identity_within_limit(taskset: Taskset, task: Task) -> str:
-    """Return `task_identity` of a task, which a method of the task set may compute."""
-    with _on_event_loop(f"identity() of {taskset.name}"):
-        return task_identity(taskset, task)
-
-
-def with_place(text: str, taskset: Taskset, task: Task) -> str:
-    """Return a message about a task with the file and the line from which it is, if it is."""
-    with suppress(Exception), time_limit(f"place_of() of {taskset.name}"):
-        # task sets that read files have it
-        if place := taskset.place_of(task):  # type: ignore[attr-defined]
-            return f"{text} ({place})"
-    return text
-
-
-def has(env: Any, protocol: Callable[..., T], name: str) -> TypeGuard[T]:
-    """Return `implements(env, protocol)`. Its attributes may be properties, which are user code."""
-    with time_limit(f"an attribute of {name}"):
-        return implements(env, protocol)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -237,7 +219,7 @@ class Watched(Generic[T]):
                 value = None
                 held = OCCUPANCY.current
                 OCCUPANCY.current = None
-                seconds = time.monotonic() - (held.since if held else since)
+                seconds = OCCUPANCY.own_s(time.monotonic() - (held.since if held else since))
                 if seconds > BLOCKED_S:
                     self._on_blocked(seconds)
             try:
@@ -274,6 +256,10 @@ class OwnThread(Executor):
         self._calls: SimpleQueue[Callable[[], None] | None] | None = None
         self._num_submitted = 0
         self._num_finished = 0
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
 
     @property
     def busy(self) -> bool:
@@ -443,46 +429,6 @@ async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -
         raise DescribedError(f"{name}: {describe(error)}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class EnvCaller:
-    """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
-
-    All methods that are not coroutines run in the same thread, because a library may require it.
-    """
-
-    env: Any
-    name: str
-    on_blocked: Callable[[float], None]
-    thread: OwnThread = field(default_factory=OwnThread)
-
-    def __call__(self, method: Callable[..., Any], *arguments: Any) -> Watched[Any]:
-        work = call(method, *arguments, thread=self.thread)
-        return Watched(work, self.name, self.on_blocked)
-
-    async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
-        """Call `begin` or `step` of the environment.
-
-        Raises `EnvError` if the result is no `Turn`. One of a subclass becomes a plain one, because
-        its fields may be properties.
-        """
-        turn = await self(method, *arguments)
-        if type(turn) is Turn:
-            return turn
-        with time_limit(f"the result of {method.__name__}() of {self.name}"):
-            if not isinstance(turn, Turn):
-                name, got = f"{type(self.env).__name__}.{method.__name__}()", short_repr(turn)
-                raise EnvError(f"{name} must return a Turn, got {got}{_defined_at(method)}")
-            return Turn(*(getattr(turn, each.name) for each in fields(Turn)))
-
-
-def _defined_at(function: Any) -> str:
-    """Return the line at which a function begins, in brackets. "" if it has no source."""
-    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
-    if not isinstance(code, CodeType):
-        return ""
-    return f" ({show_line(code.co_filename, code.co_firstlineno, code.co_name)})"
-
-
 def describe(error: BaseException) -> str:
     """Return the type and the text of an error, in one line of limited length.
 
@@ -592,11 +538,6 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
-def _on_event_loop(name: str) -> AbstractContextManager[None]:
-    """Return `time_limit`, or a context without effect in a thread without an event loop."""
-    return time_limit(name) if asyncio._get_running_loop() else nullcontext()
-
-
 class Watchdog:
     """A thread that watches the event loop for user code that blocks it.
 
@@ -615,17 +556,22 @@ class Watchdog:
 
     def __enter__(self) -> None:
         self._watched = threading.get_ident()
+        self._number = threading.get_native_id()
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._previous = signal.signal(signal.SIGURG, self._interrupt)
         OCCUPANCY.canceller = ""
         OCCUPANCY.num_interrupted = 0
         beat()  # before any code of others, which may hold the lock that this thread needs
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise NoThread(str(error)) from None
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        OCCUPANCY.queued_before = None
         beat(last=True)
         if self._is_main:
             signal.signal(signal.SIGURG, self._previous)
@@ -633,19 +579,23 @@ class Watchdog:
     def _watch(self) -> None:
         seen: Running | None = None
         ticks = 0
+        queued = first = queued_s(self._number)
         while not self._ended.wait(_TICK_S):
             beat()
             if sys.getrecursionlimit() > MAX_RECURSION:
                 sys.setrecursionlimit(MAX_RECURSION)
             current = OCCUPANCY.current
+            before, queued = queued, queued_s(self._number)
             if current is None or current is not seen:
-                seen = current
+                seen, first = current, queued
+                OCCUPANCY.queued_before = before
                 ticks = 0
                 self._num_raised = 0
                 continue
             ticks += 1  # a pause of the whole process counts as one interval
-            if ticks * _TICK_S >= current.max_s:
-                self._act(current, ticks * _TICK_S)
+            seconds = ticks * _TICK_S - (queued - first)
+            if seconds >= current.max_s:
+                self._act(current, seconds)
 
     def _act(self, running: Running, seconds: float) -> None:
         message = (

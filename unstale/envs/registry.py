@@ -20,7 +20,7 @@ from unstale.config import ConfigError, TaskConfig, install
 from unstale.config.given import Given
 from unstale.config.tasks import find_spec, libraries, task_class
 from unstale.envs import EnvError, ListedTasks, Taskset, members
-from unstale.envs.guard import Watchdog, describe, time_limit
+from unstale.envs.guard import NoThread, Watchdog, describe, time_limit
 from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 
@@ -131,7 +131,7 @@ def user_code(problem: str) -> Iterator[None]:
     """Turn any error of user code into `ConfigError`, with its place, within a context."""
     try:
         yield
-    except (ConfigError, KeyboardInterrupt):
+    except (ConfigError, KeyboardInterrupt, NoThread):
         raise
     except BaseException as error:
         raise ConfigError(f"{problem}: {describe(error)}") from error

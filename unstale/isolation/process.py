@@ -419,7 +419,8 @@ class LockstepWorker(Worker):
         self._is_idle = True
 
     async def ready(self) -> None:
-        self._read_until(self._ready.done)
+        with OCCUPANCY.waiting(START_S + SILENT_S):
+            self._read_until(self._ready.done)
         await self._ready
 
     def _send(self, row: Row) -> None:

@@ -13,6 +13,7 @@ import threading
 import traceback
 from asyncio import TimerHandle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from unstale.config import make_task
@@ -22,23 +23,21 @@ from unstale.envs import (
     EnvError,
     HasSimulatedDelays,
     Resumable,
+    RewardCombiner,
     Taskset,
-    Turn,
     combine_rewards,
     implements,
 )
 from unstale.envs.guard import (
     OCCUPANCY,
-    EnvCaller,
     UnjoinedThreads,
     Watchdog,
-    Watched,
     describe,
-    has,
     time_limit,
     user_line,
     watch_tasks,
 )
+from unstale.envs.hooks import EnvCaller, call_hook, is_own, make_env
 from unstale.envs.registry import build_taskset
 from unstale.isolation.wire import (
     MAX_ERROR,
@@ -230,7 +229,7 @@ class Episode:
         self.blocked_s = 0.0
         self.caller = EnvCaller(None, f"the environment of {task.key}", self.on_blocked)
 
-    def on_blocked(self, seconds: float) -> None:
+    def on_blocked(self, caller: EnvCaller, seconds: float) -> None:
         self.blocked_s = max(self.blocked_s, seconds)
 
 
@@ -263,7 +262,15 @@ class Server:
         previous = episode.call
         call = Call(self._answer(episode, previous, row), loop=self._loop)
         episode.call = self._calls[number] = call
-        call.add_done_callback(lambda _: self._calls.pop(number))
+        call.add_done_callback(partial(self._ended, episode, number))
+
+    def _ended(self, episode: Episode, number: int, call: asyncio.Task[None]) -> None:
+        """Remove a call that has ended. Answer one that was cancelled before it began."""
+        del self._calls[number]
+        if call.cancelled():
+            answer: Row = {"op": "answer", "call": number, "blocked_s": 0.0, "busy": False}
+            error = _describe(asyncio.CancelledError(), episode)
+            self._send({**answer, "code": _code_name(episode.caller.env), "error": error})
 
     async def _answer(self, episode: Episode, previous: Call | None, row: Row) -> None:
         """Carry out a call and send its result, also if the environment raises an error."""
@@ -296,35 +303,36 @@ class Server:
         caller = episode.caller
         env = caller.env
         if method == "resume":
-            if not has(env, Resumable, caller.name):
+            if Resumable not in caller.kinds:
                 raise EnvError("it has no method resume, with which its record was made")
             await caller(env.resume, row["state"])
             return {}
-        if has(env, HasSimulatedDelays, caller.name):
-            env.replaying = row.get("replaying", False)
+        if HasSimulatedDelays in caller.kinds:
+            await caller.hook("replaying", setattr, env, "replaying", row.get("replaying", False))
         arguments = row.get("arguments", ())
         if method == "step":
             arguments = (read_message(row["reply"]),)
         turn = await caller.turn(getattr(env, method), *arguments)
-        with time_limit(f"combine() of {row['task'][0]}"):
-            turn = combine_rewards(self._taskset, turn)
-        with time_limit(f"snapshot() of {caller.name}"):
-            return _turn_answer(turn, env)
+        if turn.rewards and implements(self._taskset, RewardCombiner):
+            name = f"combine() of {row['task'][0]}"
+            on_loop = is_own(self._taskset)
+            turn = await call_hook(name, combine_rewards, self._taskset, turn, on_loop=on_loop)
+        answer: Row = {"turn": turn_row(turn)}
+        if Resumable in caller.kinds and not turn.done:
+            answer["snapshot"] = await caller.hook("snapshot()", lambda: env.snapshot())
+            check_length("snapshot()", [answer["snapshot"] or ""])
+        return answer
 
     async def _make(self, episode: Episode) -> None:
-        async def make() -> Any:
-            return self._taskset.env(episode.task, episode.seed)
-
-        env = await Watched(make(), episode.caller.name, episode.on_blocked)
-        name = f"{_code_name(env)} of {episode.task.key}"
-        episode.caller = EnvCaller(env, name, episode.on_blocked)
+        task, seed = episode.task, episode.seed
+        episode.caller = await make_env(self._taskset, task, seed, episode.on_blocked)
 
     async def _close(self, episode: Episode, key: int) -> Row:
         """Remove an episode that has ended from the worker."""
         caller = episode.caller
         del self._episodes[key]
         try:
-            if has(caller.env, Closable, caller.name):
+            if Closable in caller.kinds:
                 await caller(caller.env.close)
         finally:
             caller.thread.close()
@@ -335,14 +343,6 @@ def _code_name(env: Any) -> str:
     with time_limit("an attribute of the environment"):
         name = str(getattr(env, "code_name", "the environment"))[:_MAX_NAME]
     return name if name.isprintable() else ascii(name)
-
-
-def _turn_answer(turn: Turn, env: Any) -> Row:
-    answer: Row = {"turn": turn_row(turn)}
-    if implements(env, Resumable) and not turn.done:
-        answer["snapshot"] = env.snapshot()
-        check_length("snapshot()", [answer["snapshot"] or ""])
-    return answer
 
 
 def _describe(error: BaseException, episode: Episode) -> str:

@@ -17,7 +17,7 @@ from contextlib import (
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from unstale.config import RolloutConfig
 from unstale.engines import Stopwatch
@@ -26,8 +26,10 @@ from unstale.envs import (
     EnvError,
     HasSimulatedDelays,
     HasTaskTools,
+    HasWorker,
     Message,
     Resumable,
+    RewardCombiner,
     Taskset,
     Turn,
     combine_rewards,
@@ -38,17 +40,13 @@ from unstale.envs.guard import (
     CANCEL_INTERVAL_S,
     MAX_HUNG,
     OCCUPANCY,
-    EnvCaller,
     Watched,
     abandon,
     describe,
     describe_apart,
-    has,
-    identity_within_limit,
     num_hung,
-    time_limit,
-    with_place,
 )
+from unstale.envs.hooks import EnvCaller, Identities, call_hook, is_own, make_env, with_place
 from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     CUT_REPLIES,
@@ -99,20 +97,6 @@ ENTER_S = 120.0
 """Seconds in which `__aenter__` of a task set must return. It may start servers."""
 EXIT_S = 30.0
 """Seconds in which `__aexit__` of a task set must return. It may end servers."""
-
-
-@runtime_checkable
-class HasWorker(Protocol):
-    """An environment that runs in a worker process. `rollout.timeout_s` excludes its start."""
-
-    def worker_start(self) -> Awaitable[None] | None:
-        """Assign a worker. Return an awaitable of its start, or None if it has started.
-
-        Raises `EnvError` if none can be started, and the awaitable does if the start fails.
-        """
-
-    def close(self) -> Awaitable[None]:
-        """Release the worker."""
 
 
 class EpisodeFailed(Exception):
@@ -196,6 +180,9 @@ class Rollout:
             "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
         )
         self._taskset_name = getattr(taskset, "name", type(taskset).__name__)
+        self._identities = Identities(taskset)
+        self._has_tools = implements(taskset, HasTaskTools)
+        self._combines = implements(taskset, RewardCombiner)
         self.resources: AbstractAsyncContextManager[Any] = (
             _Opened(taskset, self._taskset_name)
             if isinstance(taskset, AbstractAsyncContextManager)
@@ -217,7 +204,7 @@ class Rollout:
         failed episodes of the last groups, in the order of their start.
         """
         self._num_episodes = episodes
-        self.quarantined = {identity_within_limit(self.taskset, task) for task in quarantined}
+        self.quarantined = {self._identities(task) for task in quarantined}
         self._failures.restore(failed_shares)
 
     def next_episode(self) -> int:
@@ -270,7 +257,7 @@ class Rollout:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
         outcome = await self._sibling(request, index, env_seed, open_writer)
         if isinstance(outcome, Failure):
-            self.quarantined.add(identity_within_limit(self.taskset, request.task))
+            self.quarantined.add(await self._identities.find(request.task))
         return outcome
 
     def _sibling(
@@ -394,7 +381,7 @@ class Rollout:
         """Return the text of an error. In a deterministic run a thread would take virtual time."""
         cause = (isinstance(error, EpisodeFailed) and error.__cause__) or error
         text = describe(cause) if self._deterministic else await describe_apart(cause)
-        return with_place(text, self.taskset, task)
+        return await with_place(text, self.taskset, task)
 
     async def attempt(
         self,
@@ -411,10 +398,9 @@ class Rollout:
         """
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
-                chat = self.chat(task)
-                env = self.make_env(task, env_seed)
-                caller = opened.caller = self.caller(env, task)
-                if has(env, HasWorker, caller.name) and (start := env.worker_start()):
+                chat = await self.chat(task)
+                caller = opened.caller = await self.make_env(task, env_seed)
+                if HasWorker in caller.kinds and (start := caller.env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
             begins = not turn_rewards  # else the context after a restored snapshot may be full
@@ -448,52 +434,52 @@ class Rollout:
             facts={**turn.facts, **budget_use.facts(), **cut},
         )
 
-    def caller(self, env: Any, task: Task) -> EnvCaller:
-        """Return the object through which an environment is called.
+    async def make_env(self, task: Task, seed: int) -> EnvCaller:
+        """Return the object through which a new environment of a task is called.
 
         The caller must close its thread.
         """
-        with time_limit(f"an attribute of the environment of {task.key}"):
-            code = getattr(env, "code_name", "the environment")
 
-        def on_blocked(seconds: float) -> None:
-            name = f"{getattr(env, 'code_name', code)} of {task.env}"
+        def on_blocked(caller: EnvCaller, seconds: float) -> None:
+            code = getattr(caller.env, "code_name", "") if is_own(caller.env) else ""
+            name = f"{code or caller.code_name} of {task.env}"
             if seconds > 2 * self._longest_blocked.get(name, 0):
                 self._longest_blocked[name] = seconds
                 self._on_blocked(name, seconds)
 
-        return EnvCaller(env, f"{code} of {task.key}", on_blocked)
+        return await make_env(self.taskset, task, seed, on_blocked)
 
-    def chat(self, task: Task) -> Chat:
+    async def chat(self, task: Task) -> Chat:
         """Return the chat format with the tools of a task."""
-        if implements(self.taskset, HasTaskTools):
-            with time_limit(f"tools_of() of {self._taskset_name}"):
-                return self.generator.chat.with_tools(self.taskset.tools_of(task))
-        return self.generator.chat
+        if not self._has_tools:
+            return self.generator.chat
+        taskset: Any = self.taskset
+        return self.generator.chat.with_tools(await self._hook("tools_of", taskset.tools_of, task))
 
-    def make_env(self, task: Task, seed: int) -> Any:
-        """Return the environment of a task. Raises `EnvError` if `env` of the task set blocks."""
-        with time_limit(f"env() of {self._taskset_name}"):
-            return self.taskset.env(task, seed)
+    async def combine(self, turn: Turn) -> Turn:
+        """Combine the rewards of a turn, if the task set has a method for this."""
+        if not (turn.rewards and self._combines):
+            return turn
+        return await self._hook("combine", combine_rewards, self.taskset, turn)
 
-    def combine(self, turn: Turn) -> Turn:
-        """Combine the rewards of a turn. Raises `EnvError` if `combine` of the task set blocks."""
-        with time_limit(f"combine() of {self._taskset_name}"):
-            return combine_rewards(self.taskset, turn)
+    async def _hook(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a hook of the task set. The caller limits its time."""
+        name = f"{method}() of {self._taskset_name}"
+        return await call_hook(name, function, *arguments, on_loop=is_own(self.taskset))
 
     async def _begin(
         self, transcript: Transcript, caller: EnvCaller, chat: Chat
     ) -> tuple[Turn, list[float]]:
-        resumable = caller.env if has(caller.env, Resumable, caller.name) else None
-        if resumable:
-            restored = await transcript.restore_snapshot(resumable)
+        is_resumable = Resumable in caller.kinds
+        if is_resumable:
+            restored = await transcript.restore_snapshot(caller)
             if restored is not None:
                 return restored
         turn = await self.wait_times.on("tool_wait", caller.turn(caller.env.begin))
         self._check_size(turn)
         transcript.add_context(ContextPiece(chat.encode_prompt(turn.messages)))
-        if resumable:
-            transcript.save_snapshot(resumable, turn, ())
+        if is_resumable:
+            await transcript.save_snapshot(caller, turn, ())
         return turn, []
 
     async def _take_turns(  # noqa: PLR0913 - two of them are limits
@@ -513,8 +499,6 @@ class Rollout:
         """
         turn, turn_rewards = begun
         env = caller.env
-        resumable = env if has(env, Resumable, caller.name) else None
-        simulated = env if has(env, HasSimulatedDelays, caller.name) else None
         ended = True
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
@@ -525,15 +509,14 @@ class Rollout:
             if stop := budget_use.stop(len(transcript.tokens)):
                 return turn, stop
             reply, ended = await self._generate(transcript, budget_use)
-            if simulated:
-                with time_limit(f"an attribute of {caller.name}"):
-                    simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
+                if HasSimulatedDelays in caller.kinds:
+                    await caller.hook("replaying", setattr, env, "replaying", transcript.replaying)
                 message = await self._parse(chat, reply)
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 facts = turn.facts
-                turn = self.combine(await self.wait_times.on("tool_wait", step))
+                turn = await self.combine(await self.wait_times.on("tool_wait", step))
                 if facts:
                     turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
@@ -545,8 +528,8 @@ class Rollout:
                     )
                     self._check_size(turn, len(text))
                     transcript.add_context(ContextPiece(text))
-                    if resumable:
-                        transcript.save_snapshot(resumable, turn, turn_rewards)
+                    if Resumable in caller.kinds:
+                        await transcript.save_snapshot(caller, turn, turn_rewards)
         return turn, "done" if ended else "cut_reply"
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
@@ -681,7 +664,7 @@ class _OpenEnvironment:
         if caller is None:
             return
         try:
-            if has(caller.env, Closable, caller.name):
+            if Closable in caller.kinds:
                 with stage("close", CLOSE_S):
                     await caller(caller.env.close)
         except EpisodeFailed:

@@ -11,17 +11,16 @@ as without the resume. Another run does if no step was trained after the checkpo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.techniques import chosen
-from unstale.envs import Taskset, task_text
-from unstale.envs.guard import identity_within_limit
+from unstale.envs import Taskset, task_identity, task_text
+from unstale.envs.hooks import Identities, tasks_of
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
 from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
@@ -39,9 +38,14 @@ about 0.1 s.
 """
 
 
-def training_requests(
-    taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
-) -> Iterator[GroupRequest]:
+async def training_requests(
+    taskset: Taskset,
+    seed: int,
+    life: ResumeState,
+    *,
+    identify: Identities,
+    skipped: Collection[str],
+) -> AsyncIterator[GroupRequest]:
     """Yield one request for a group of episodes for each training task.
 
     Tasks whose identity is in `skipped` get no request. A resumed run continues after its last
@@ -51,13 +55,15 @@ def training_requests(
     number = life.admitted
     num_skipped = 0
     visits: Counter[Task] = Counter()
-    for place, task in enumerate(taskset.train(seed)):
+    place = -1
+    async for task in tasks_of(taskset, seed):
+        place += 1
         visit = visits[task]
         visits[task] += 1
         if place < life.place:
             continue
         num_skipped += 1
-        if identity_within_limit(taskset, task) not in skipped:
+        if await identify.find(task) not in skipped:
             group_seed = derive_seed(seed, "visit", visit) if visit else seed
             yield GroupRequest(number, task, group_seed, place)
             number += 1
@@ -66,14 +72,17 @@ def training_requests(
             return
 
 
-def make_pool(taskset: Taskset, seed: int, size: int) -> dict[str, tuple[int, Task]]:
+def make_pool(
+    taskset: Taskset, seed: int, size: int, identify: Callable[[Task], str] | None = None
+) -> dict[str, tuple[int, Task]]:
     """Return the first tasks of a task set with their places, by identity.
 
     Raises `ConfigError` if a task comes twice.
     """
+    identify = identify or Identities(taskset)
     pool: dict[str, tuple[int, Task]] = {}
     for place, task in enumerate(islice(taskset.train(seed), size)):
-        pool.setdefault(identity_within_limit(taskset, task), (place, task))
+        pool.setdefault(identify(task), (place, task))
     if len(pool) < size:
         raise ConfigError(
             f"selection.pool must be at most {len(pool)}, the number of different tasks among the "
@@ -91,7 +100,7 @@ def require_repeats(config: RunConfig, taskset: Taskset) -> None:
     seen: set[str] = set()
     planned = config.max_steps * config.schedule.groups_per_step
     for task in islice(taskset.train(config.seed), min(planned, MAX_COMPARED)):
-        if (name := identity_within_limit(taskset, task)) in seen:
+        if (name := task_identity(taskset, task)) in seen:
             return
         seen.add(name)
     raise ConfigError(
@@ -117,7 +126,7 @@ def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[s
 class Selection:
     """The choice of training tasks, and of the number of their episodes.
 
-    All methods are called on the event loop and never wait.
+    All methods are called on the event loop. Only `requests` waits, for the task set.
     """
 
     def __init__(
@@ -138,26 +147,31 @@ class Selection:
         self._life = life
         self._techniques = techniques
         self._skipped = skipped
-        self._identify = partial(identity_within_limit, taskset)
+        self.identify = Identities(taskset)
         self._pool: dict[str, tuple[int, Task]] = {}
         self._visits: Counter[str] = Counter()
         if config.selection.pool:
-            self._pool = make_pool(taskset, config.seed, config.selection.pool)
+            self._pool = make_pool(taskset, config.seed, config.selection.pool, self.identify)
             for task, count in life.visits.items():
-                self._visits[self._identify(task)] += count
+                self._visits[self.identify(task)] += count
             if isinstance(techniques.sampler, TextReader):
                 techniques.sampler.read(read_texts(taskset, self._pool))
         self._names = list(self._pool)
-        self._live = {each.number: self._identify(each.task) for each in life.requests}
+        self._live = {each.number: self.identify(each.task) for each in life.requests}
         """The identities of the tasks in flight, by the number of their group."""
 
-    def requests(self) -> Iterator[GroupRequest]:
+    async def requests(self) -> AsyncIterator[GroupRequest]:
         """Yield the requests for the next groups of episodes. They end if no task can be used."""
         config = self._config
         if not self._pool:
-            for request in training_requests(
-                self._taskset, config.seed, self._life, skipped=self._skipped
-            ):
+            requests = training_requests(
+                self._taskset,
+                config.seed,
+                self._life,
+                identify=self.identify,
+                skipped=self._skipped,
+            )
+            async for request in requests:
                 yield self._sized(request)
             return
         number = self._life.admitted
@@ -208,9 +222,9 @@ class Selection:
         """Return a request with the number of its episodes, and their limits."""
         allocator = self._techniques.allocator
         if allocator is not None:
-            size = allocator.first(self._identify(request.task)) or self._config.schedule.group_size
+            size = allocator.first(self.identify(request.task)) or self._config.schedule.group_size
         limiter = self._techniques.limiter
-        task = self._identify(request.task)
+        task = self.identify(request.task)
         limit = limiter.turn_limit(request.number, task) if limiter else None
         budgeter = self._techniques.budgeter
         budget = budgeter.episode_budget() if budgeter else NO_BUDGET
@@ -228,7 +242,7 @@ class Selection:
         if allocator is None or not rewards:
             return 0
         first = request.sizes[0] if request.sizes else len(results)
-        task = self._identify(request.task)
+        task = self.identify(request.task)
         return allocator.more(GroupSoFar(task, rewards, len(results), first))
 
     def ended(self, groups: Sequence[Group]) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
-from unstale.envs import Resumable, Turn
-from unstale.envs.guard import time_limit
+from unstale.envs import Turn
+from unstale.envs.hooks import EnvCaller
 from unstale.records import (
     ContextPiece,
     EpisodeRecord,
@@ -153,8 +153,8 @@ class Transcript:
         """The pieces (runs of tokens) so far, and those of the record still to be replayed."""
         return [*self.pieces, *self._recorded]
 
-    async def restore_snapshot(self, env: Resumable) -> tuple[Turn, list[float]] | None:
-        """Restore `env` from its recorded snapshot, and replay the pieces before the snapshot.
+    async def restore_snapshot(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
+        """Restore a `Resumable` from its snapshot, and replay the pieces before the snapshot.
 
         Return the turn before the snapshot, without its messages, and the rewards of the replies
         until then. Return None if there is no snapshot.
@@ -164,20 +164,21 @@ class Transcript:
         num_pieces, state = self._snapshot
         turn_rewards, env_state, *last = json.loads(state)
         rewards, facts = last or ({}, {})  # journals before 0.2 lack them
-        await env.resume(env_state)
+        await caller(caller.env.resume, env_state)
         for _ in range(num_pieces):
             self._replay()
         return Turn((), rewards=rewards, facts=facts), [*turn_rewards]
 
-    def save_snapshot(self, env: Resumable, turn: Turn, turn_rewards: Sequence[float]) -> None:
-        """Record the environment's state as a snapshot, unless pieces are still to be replayed.
+    async def save_snapshot(
+        self, caller: EnvCaller, turn: Turn, turn_rewards: Sequence[float]
+    ) -> None:
+        """Record the state of a `Resumable` as a snapshot, unless pieces are still to be replayed.
 
         `turn` is the environment's last answer.
         """
         if self._recorded:
             return
-        with time_limit("snapshot() of the environment"):
-            env_state = env.snapshot()
+        env_state = await caller.hook("snapshot()", lambda: caller.env.snapshot())
         if env_state is not None:
             last = (dict(turn.rewards), dict(turn.facts))
             state = json.dumps([list(turn_rewards), env_state, *last])

@@ -6,7 +6,7 @@ limit cuts off counts as a success, and each group has something to learn from.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from random import Random
@@ -189,7 +189,7 @@ class SimulatedLimits:
         self._ended: dict[int, list[tuple[int, bool]]] = defaultdict(list)
         """For each episode of a group: its turns, and True if it was cut off."""
 
-    def requests(self) -> Iterator[GroupRequest]:
+    async def requests(self) -> AsyncIterator[GroupRequest]:
         for number in count():
             limits, segments = self._limits, self._segments
             yield GroupRequest(

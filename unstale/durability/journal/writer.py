@@ -337,6 +337,7 @@ class Journal:
         mine = self._barriers
         async with self._barrier_lock:
             if self._barriers_passed < mine:
+                await asyncio.sleep(0)  # for callers that are ready to run
                 covered = self._barriers
                 await asyncio.get_running_loop().run_in_executor(self._barrier_thread, self.flush)
                 self._barriers_passed = covered

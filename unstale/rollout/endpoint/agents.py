@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
-from unstale.envs import EnvError, Turn, implements
+from unstale.envs import EnvError, HasWorker, Turn, implements
 from unstale.envs.external import ExternalEnv
 from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
-from unstale.rollout.episode import EpisodeFailed, HasWorker, Rollout, stage
+from unstale.rollout.episode import EpisodeFailed, Rollout, stage
 from unstale.rollout.segments import BudgetUse
 from unstale.rollout.transcript import NotReplayed, Transcript
 
@@ -51,8 +51,8 @@ class AgentRollout(Rollout):
         technique is refused.
         """
         with stage("begin", self.config.timeout_s):
-            env = cast(ExternalEnv, self.make_env(task, env_seed))
-        caller = self.caller(env, task)
+            caller = await self.make_env(task, env_seed)
+        env = cast(ExternalEnv, caller.env)
         failed = None
         turn = Turn(())
         async with env.slot, self._worker_of(env), asyncio.TaskGroup() as calls:
@@ -62,7 +62,7 @@ class AgentRollout(Rollout):
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
                         turn = await caller.turn(env.drive, address, self.endpoint.token)
-                        turn = self.combine(turn)
+                        turn = await self.combine(turn)
             except EpisodeFailed as error:
                 failed = error
         try:

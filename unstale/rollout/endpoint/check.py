@@ -18,6 +18,8 @@ from unstale.rollout.generator import Generator
 
 _REPLY_START = "<|im_start|>assistant\n"
 _UNLIMITED = 1 << 30
+_KEPT = ("asyncio_", "hook")
+"""Beginnings of the names of threads that are kept for later calls."""
 _END_S = 1.0
 """Longest time in seconds until threads, tasks and connections of an episode have ended."""
 
@@ -113,7 +115,7 @@ async def _count_held(
     until = asyncio.get_running_loop().time() + _END_S
     while True:
         await asyncio.sleep(0.2)
-        threads = [each for each in threading.enumerate() if not each.name.startswith("asyncio_")]
+        threads = [each for each in threading.enumerate() if not each.name.startswith(_KEPT)]
         counts = {
             "threads": len(threads),
             "tasks": len(asyncio.all_tasks()),

@@ -1,0 +1,300 @@
+"""Hooks of task sets and environments: plain functions of others, which may be slow.
+
+They run in threads, so that the event loop and all other episodes continue. Hooks of this package
+run on the event loop: they take microseconds, and to change threads takes about 100.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import islice
+from reprlib import repr as short_repr
+from types import CodeType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from unstale.envs import (
+    Closable,
+    EnvError,
+    HasSimulatedDelays,
+    HasWorker,
+    Resumable,
+    Taskset,
+    Turn,
+    implements,
+    task_identity,
+)
+from unstale.envs.guard import (
+    OCCUPANCY,
+    THREAD_S,
+    DescribedError,
+    Line,
+    OwnThread,
+    Watched,
+    call,
+    describe,
+    time_limit,
+    user_line,
+)
+from unstale.frames import show_frame, show_line
+from unstale.records import Task
+
+T = TypeVar("T")
+
+MAX_IDLE = 8
+"""Number of threads that are kept for later hooks. To start a thread takes longer than a hook."""
+QUICK_S = 0.002
+"""Seconds for which the event loop itself waits for a hook, unless it already awaits another one.
+
+Most hooks end within microseconds. To await them would take five times as much processor time, and
+episodes that start together would continue one after the other, each with its own disk writes.
+"""
+SLOW_S = 0.5
+"""Seconds after which a hook no longer waits for the hook before it. Quick hooks run one after the
+other, in the order of their calls.
+"""
+MAX_IDENTITIES = 100_000
+"""Number of tasks whose identity is kept. Far fewer are in flight."""
+_KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
+_idle: list[OwnThread] = []
+"""Threads that wait for the next hook."""
+_unfinished: set[Future[Any]] = set()
+"""Hooks that are awaited."""
+os.register_at_fork(after_in_child=_idle.clear)
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def is_own(value: object) -> bool:
+    """Return True for a task set or an environment of this package, whose hooks are quick.
+
+    Adapters run code of libraries, and external agents have a user's list of tasks.
+    """
+    module = type(value).__module__
+    runs_others = ".adapters." in module or module == "unstale.envs.external"
+    if runs_others or not module.startswith("unstale."):
+        return False
+    inner = getattr(value, "inner", None)
+    return all(map(is_own, [*getattr(value, "parts", ()), *([inner] if inner else [])]))
+
+
+async def call_hook(
+    name: str,
+    function: Callable[..., T],
+    *arguments: Any,
+    on_loop: bool,
+    thread: OwnThread | None = None,
+) -> T:
+    """Call a plain function of a task set or an environment, and return its result.
+
+    It runs in `thread`, or in one that other hooks use before and after it. Only with `on_loop`,
+    for quick code of this package, it runs on the event loop. If the caller is cancelled, the error
+    has the name and the line at which the function stands. With a virtual clock, the event loop
+    waits for the thread and no virtual time passes.
+    """
+    if on_loop:
+        with time_limit(name):
+            return function(*arguments)
+    is_virtual = _is_virtual()
+    slot = None if thread or is_virtual else await _free_slot()
+    own = thread or (_idle.pop() if _idle else OwnThread("hook"))
+    running = own.submit(copy_context().run, function, *arguments)
+    try:
+        if is_virtual:
+            with time_limit(name), OCCUPANCY.waiting(THREAD_S, own.frame):
+                return running.result()
+        if not _unfinished:
+            with suppress(TimeoutError):
+                running.exception(QUICK_S)
+        if running.done():
+            return running.result()
+        _unfinished.add(running)
+        return await asyncio.wrap_future(running)
+    except asyncio.CancelledError:
+        line = show_frame(own.frame())
+        raise asyncio.CancelledError(Line(f"{name}: {line}" if line else name)) from None
+    finally:
+        _unfinished.discard(running)
+        if slot:
+            slot.release()
+        if thread is None and (own.busy or len(_idle) >= MAX_IDLE):
+            own.close()
+        elif thread is None:
+            _idle.append(own)
+
+
+def _is_virtual() -> bool:
+    return getattr(asyncio.get_running_loop(), "waits_for_threads", False)
+
+
+async def _free_slot() -> asyncio.Semaphore | None:
+    """Wait until no other hook runs, and return what must be released. None after `SLOW_S`."""
+    slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
+    if not slot.locked():
+        await slot.acquire()
+        return slot
+    with suppress(TimeoutError):
+        await asyncio.wait_for(slot.acquire(), SLOW_S)
+        return slot
+    return None
+
+
+async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a hook of a task set as `call_hook` does.
+
+    Raises `DescribedError` with its name and line after `THREAD_S` seconds.
+    """
+    name = f"{method} of {taskset.name}"
+    try:
+        # a timer on a virtual clock would change the order of other timers
+        async with asyncio.timeout(None if _is_virtual() else THREAD_S) as limit:
+            return await call_hook(name, function, *arguments, on_loop=is_own(taskset))
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        text = f"no result within {THREAD_S:g} s{user_line(error)}"
+    raise DescribedError(text)
+
+
+async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
+    """Yield the training tasks of a task set. The event loop does not wait for them.
+
+    Raises `EnvError` for an error of the task set, or if the next task takes too long.
+    """
+    tasks: Iterator[Task] | None = None
+
+    def take() -> Sequence[Task]:
+        nonlocal tasks
+        if tasks is None:
+            tasks = iter(taskset.train(seed))
+        return tuple(islice(tasks, 1))
+
+    if is_own(taskset):
+        for task in taskset.train(seed):
+            yield task
+        return
+    while True:
+        try:
+            taken = await hook_of(taskset, "train()", take)
+        except EnvError:
+            raise
+        except Exception as error:
+            raise EnvError(f"train() of {taskset.name}: {describe(error)}") from error
+        if not taken:
+            return
+        yield taken[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvCaller:
+    """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
+
+    All methods that are not coroutines run in the same thread, because a library may require it.
+    """
+
+    env: Any
+    name: str
+    on_blocked: Callable[["EnvCaller", float], None]
+    """A function that is called with this object and the seconds of each long part of a coroutine.
+    """
+    thread: OwnThread = field(default_factory=OwnThread)
+    code_name: str = "the environment"
+    kinds: tuple[Any, ...] = ()
+    """The protocols that the environment implements."""
+
+    def __call__(self, method: Callable[..., Any], *arguments: Any) -> Watched[Any]:
+        work = call(method, *arguments, thread=self.thread)
+        return Watched(work, self.name, partial(self.on_blocked, self))
+
+    async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
+        """Call `begin` or `step` of the environment.
+
+        Raises `EnvError` if the result is no `Turn`. One of a subclass becomes a plain one, because
+        its fields may be properties.
+        """
+        turn = await self(method, *arguments)
+        if type(turn) is Turn:
+            return turn
+        return await self.hook(f"the result of {method.__name__}()", _plain_turn, turn, method)
+
+    async def hook(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Call plain code of the environment as `call_hook` does."""
+        thread = self.thread if self.thread.is_started else None
+        name = f"{name} of {self.name}"
+        on_loop = is_own(self.env)
+        return await call_hook(name, function, *arguments, on_loop=on_loop, thread=thread)
+
+
+def _plain_turn(turn: Any, method: Any) -> Turn:
+    if not isinstance(turn, Turn):
+        name, got = f"{type(method.__self__).__name__}.{method.__name__}()", short_repr(turn)
+        raise EnvError(f"{name} must return a Turn, got {got}{_defined_at(method)}")
+    return Turn(*(getattr(turn, each.name) for each in fields(Turn)))
+
+
+def _defined_at(function: Any) -> str:
+    """Return the line at which a function begins, in brackets. "" if it has no source."""
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f" ({show_line(code.co_filename, code.co_firstlineno, code.co_name)})"
+
+
+async def make_env(
+    taskset: Taskset, task: Task, seed: int, on_blocked: Callable[[EnvCaller, float], None]
+) -> EnvCaller:
+    """Return the caller of a new environment, which must close its thread."""
+
+    def make() -> tuple[Any, str, tuple[Any, ...]]:
+        env = taskset.env(task, seed)
+        code = str(getattr(env, "code_name", "the environment"))
+        return env, code, tuple(kind for kind in _KINDS if implements(env, kind))
+
+    name = f"env() of {taskset.name}"
+    env, code, kinds = await call_hook(name, make, on_loop=is_own(taskset))
+    return EnvCaller(env, f"{code} of {task.key}", on_blocked, code_name=code, kinds=kinds)
+
+
+class Identities:
+    """The identities of tasks, which a method of the task set may compute.
+
+    The event loop does not wait for that method if `find` has returned the identity before.
+    """
+
+    def __init__(self, taskset: Taskset) -> None:
+        self._taskset = taskset
+        self._is_own = is_own(taskset)
+        self._known: dict[Task, str] = {}
+
+    async def find(self, task: Task) -> str:
+        """Return the identity of a task. Raises `EnvError` if it takes too long."""
+        if self._is_own or task in self._known:
+            return self(task)
+        name = await hook_of(self._taskset, "identity()", task_identity, self._taskset, task)
+        return self._kept(task, name)
+
+    def __call__(self, task: Task) -> str:
+        if (name := self._known.get(task)) is None:
+            is_running = asyncio._get_running_loop() is not None
+            limit = time_limit(f"identity() of {self._taskset.name}")
+            with limit if is_running else nullcontext():
+                name = task_identity(self._taskset, task)
+        return name if self._is_own else self._kept(task, name)
+
+    def _kept(self, task: Task, name: str) -> str:
+        self._known[task] = name
+        if len(self._known) > MAX_IDENTITIES:
+            del self._known[next(iter(self._known))]
+        return name
+
+
+async def with_place(text: str, taskset: Taskset, task: Task) -> str:
+    """Return a message about a task with the file and the line from which it is, if it is."""
+    place = ""
+    with suppress(Exception):  # only task sets that read files have it
+        place = await hook_of(taskset, "place_of()", lambda: taskset.place_of(task))  # type: ignore[attr-defined]
+    return f"{text} ({place})" if place else text
