@@ -80,10 +80,11 @@ class ContextPiece:
 class Sampled:
     """A run of tokens that one version of the weights sampled.
 
-    `behavior_logp` has the log-probability of each token in the distribution that it was sampled
-    from. If a weight update interrupts a reply, the reply has one such piece for each version.
-    `clean` is False if the engine kept its KV cache over a weight update. Then no single version
-    sampled the tokens. `routed_experts` are those that an MoE model chose, if recorded.
+    `version` is that of the weights that the engine had loaded. `behavior_logp` has the
+    log-probability of each token in the distribution that it was sampled from. If a weight update
+    interrupts a reply, the reply has one such piece for each version. `clean` is False if the
+    engine kept its KV cache over a weight update. Then no single version sampled the tokens.
+    `routed_experts` are those that an MoE model chose, if recorded.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3

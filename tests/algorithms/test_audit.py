@@ -1,4 +1,4 @@
-"""Test the audit (algorithm.md, section 5).
+"""Test the audit.
 
 Fitted leaks have the theoretical value for each approximation, also with correlated factors and
 noise. Undefined statistics are None. The auditor reports zero error for the exact route and the

@@ -1,4 +1,4 @@
-"""Test the discrepancy of engine and trainer (algorithm.md, section 6, item 1).
+"""Test the discrepancy of engine and trainer.
 
 With equal float32 weights, both give the tokens of multi-turn episodes the same log-probability:
 |log D| < 1e-4, also across an interruption, each token under its own version. A bfloat16 engine
@@ -96,7 +96,7 @@ def seen() -> Seen:
     return look("float32")
 
 
-def test_the_episodes_are_what_the_promise_speaks_of(seen: Seen) -> None:
+def test_the_episodes_have_three_turns_and_tokens_of_two_versions(seen: Seen) -> None:
     assert max(seen.turns) >= 3 and frozenset({0, 1}) in seen.versions
     assert seen.exact[seen.batch.sampled].all() and seen.batch.sampled.sum() > 100
 
@@ -106,7 +106,7 @@ def test_two_float32_programs_agree_on_every_token_at_its_own_version(seen: Seen
     assert log_d.abs().max().item() < 1e-4
 
 
-def test_the_other_version_would_not_do(seen: Seen) -> None:
+def test_version_1_gives_tokens_of_version_0_other_log_probabilities(seen: Seen) -> None:
     """Check that the first test can fail: version 1 gives other values for tokens of version 0."""
     policy = Policy.load(SHIPPED_POLICY)
     nudge(policy, seed=1, size=0.03)

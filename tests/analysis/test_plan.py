@@ -132,7 +132,7 @@ def test_a_token_costs_what_is_worked_out_by_hand() -> None:
         ("layers=2,hidden=8,ffn=8,heads=2,kv_heads=2,experts=4", "need active"),
     ],
 )
-def test_a_model_that_cannot_be_says_what_is_wrong(text: str, told: str) -> None:
+def test_an_impossible_model_is_refused_with_the_cause(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         Model.parse(text)
 
@@ -199,7 +199,7 @@ def test_routes_cost_what_was_measured(name: str) -> None:
     assert (route.needs.resident_models, route.exact) == (int(models), exact == "100%")
 
 
-def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
+def test_snapshot_old_is_charged_passes_up_to_the_last_token_of_each_version() -> None:
     exact = route_cost("snapshot_old")
     assert [exact.forward_passes(versions) for versions in (0.5, 1, 2, 3)] == [1, 1, 1.5, 2]
     assert (
@@ -436,7 +436,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
     assert plan.simulated["snapshot_old"].result == plan.simulated["eager"].result
 
 
-def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> None:
+def test_a_synchronous_plan_trains_and_samples_on_every_device(plan: Suggestion) -> None:
     """A step takes at least the time that all devices need for the tokens of 16 episodes."""
     assert plan.synchronous
     place, costs = plan.synchronous.candidate.placement, plan.synchronous.candidate.costs
@@ -453,7 +453,7 @@ def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> Non
     )
 
 
-def test_a_rate_is_of_groups_and_has_a_spread(plan: Suggestion) -> None:
+def test_the_rate_skips_the_filling_and_has_a_standard_error_over_rounds(plan: Suggestion) -> None:
     """Steps of 1, 1, 3, 1, 2, 1 s after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt
     2)."""
     steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
@@ -479,7 +479,7 @@ def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
         suggest(asked(windows=(5,), lags=(1,)))
 
 
-def test_generation_that_stands_to_be_scored_is_counted(plan: Suggestion) -> None:
+def test_interrupt_sync_adds_scoring_if_generation_is_the_bottleneck(plan: Suggestion) -> None:
     """When generation is the bottleneck, scoring and the optimizer step add to it, and `load_s` has
     neither."""
     best = plan.best.candidate
@@ -588,7 +588,7 @@ def test_the_command_of_a_plan_for_cores_divides_them() -> None:
         suggest(asked(model=PRESETS["4B"], device=core, devices=2))
 
 
-def test_what_cannot_be_done_says_what_would() -> None:
+def test_a_plan_that_does_not_fit_names_the_gpus_that_would() -> None:
     """16 bytes x 30.5 G parameters are 488 GB, the movable model 61 GB. A device has 72 GB."""
     with pytest.raises(
         ConfigError, match=r"not fit 4 H100 .* Training takes 550 GB .* Use --gpus (\d+)"
@@ -667,7 +667,7 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_is_read_as_a_core() -> None:
+def test_the_speed_of_a_core_is_derived_from_a_recorded_run() -> None:
     """10 us per trained token are 3 forward passes of it by 5 threads; 2 us per reply in a decoding
     step are one, by 3 threads."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")

@@ -42,7 +42,7 @@ def test_core_trains_and_evaluates_without_annexes(core: Path) -> None:
     assert json.loads(done[EVAL]["out"])["result"]["attempts"] == 1
 
 
-def test_names_of_missing_annexes_are_refused_with_the_package(core: Path) -> None:
+def test_the_error_for_a_name_of_a_missing_annex_names_the_annex(core: Path) -> None:
     unknown = [
         "dashboard runs",
         "lint airline",
@@ -55,7 +55,7 @@ def test_names_of_missing_annexes_are_refused_with_the_package(core: Path) -> No
         assert row["err"].endswith(f"{absent}\n"), command
 
 
-def test_every_package_of_the_table_has_modules() -> None:
+def test_every_folder_in_the_table_of_annexes_has_modules() -> None:
     """A wrong name in the table would hide what an annex adds."""
     for package, places in ANNEXES.items():
         found = modules(package).values()

@@ -137,7 +137,7 @@ def test_an_environment_that_ends_its_process_fails_alone(
     cluster.remove_node(node)
 
 
-def test_what_cannot_run_on_nodes_is_one_message(cluster: Any) -> None:
+def test_external_agents_deterministic_runs_and_missing_machines_are_refused(cluster: Any) -> None:
     config = TaskConfig(env="tests.support.isolated_envs:agents", isolate="ray")
     with pytest.raises(ConfigError, match=r"task.isolate = ray cannot run an ExternalAgent"):
         isolate(agents(), config, remote_workers(ClusterConfig(address=cluster.address)))

@@ -685,7 +685,7 @@ def test_a_reply_goes_on_with_its_own_noise_whoever_runs_beside_it(
 
 
 def test_bfloat16_is_near_but_not_the_same(tmp_path: Path) -> None:
-    """The discrepancy D of algorithm.md exists and has the size of bfloat16's rounding."""
+    """The discrepancy D exists and has the size of bfloat16's rounding."""
     model, batcher = _live(tmp_path, dtype="bfloat16")
     prompts = {number: _text(12 + number, seed=number) for number in range(8)}
     found = _run(batcher, *(_ask(number, prompt, 12) for number, prompt in prompts.items()))

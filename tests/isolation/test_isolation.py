@@ -199,7 +199,7 @@ def test_a_bad_environment_fails_alone_with_one_line_that_names_it(
         assert len(ended) == 1 and message in ended[0]
 
 
-def test_a_worker_with_what_never_ends_is_replaced(
+def test_a_worker_with_a_call_or_threads_that_never_end_is_replaced(
     outcomes: dict[type, tuple[Failure | Trajectory, list[str]]],
 ) -> None:
     for kind in (hostile.SwallowsCancellation, hostile.PlainAndEndless, hostile.NeverCloses):
@@ -390,7 +390,7 @@ GOOD_TURN = turn_row(Turn((Message("user", "hi"),), reward=0.5, facts={"calls": 
         {"facts": {"calls": float("nan")}},
     ],
 )
-def test_a_turn_of_another_form_is_refused(change: dict[str, Any]) -> None:
+def test_a_turn_with_a_field_of_a_wrong_type_is_refused(change: dict[str, Any]) -> None:
     assert turn_row(read_turn(GOOD_TURN)) == GOOD_TURN
     with pytest.raises(ValueError):
         read_turn({**GOOD_TURN, **change})

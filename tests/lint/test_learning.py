@@ -232,7 +232,7 @@ def test_many_configurations_without_a_finding_learn() -> None:
     assert require_learning(islice(configurations(), 500)) >= 200
 
 
-def test_the_scripted_run_tells_what_cannot_learn() -> None:
+def test_configurations_that_cannot_learn_get_a_finding_and_keep_their_weights() -> None:
     """Otherwise the property would hold for any linter."""
     for values in (
         {"schedule.group_size": 1},

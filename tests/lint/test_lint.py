@@ -74,7 +74,7 @@ PROXIES = {
 
 
 @pytest.mark.parametrize("route", PROXIES)
-def test_the_right_policy_stands_in_each_ratio(route: str) -> None:
+def test_the_page_names_the_policies_in_d_and_s_of_each_route(route: str) -> None:
     proxy, meaning_of_d, meaning_of_s = PROXIES[route]
     verdict = check(configured(f"--old_logps.route {route}"))
     d, s = verdict.factors
@@ -92,7 +92,7 @@ EXACT = ("snapshot_old", "old_logit_model", "interrupt_sync", "eager")
 
 
 @pytest.mark.parametrize("route", list(routes()))
-def test_exactness_and_costs_are_told(route: str) -> None:
+def test_the_page_says_if_a_route_is_exact_and_what_it_costs(route: str) -> None:
     facts = check(configured(f"--old_logps.route {route}")).facts
     assert facts["exact"].startswith("yes") == (route in EXACT)
     free = route in ("rollout", "interp_prox_loglinear", "interp_prox_linear")
@@ -247,7 +247,7 @@ def test_a_config_json_may_have_a_text_config_without_options(
         ] * (text[0] == "{")
 
 
-def test_an_estimator_of_the_user_may_compare_single_episodes(
+def test_group_size_1_is_refused_only_if_the_estimator_gives_0_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Refused is only one that gives 0 to each. It may need rewards of the user's environment."""
@@ -297,11 +297,11 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("knobs", ALLOWED)
-def test_what_means_something_is_allowed(knobs: str) -> None:
+def test_combinations_close_to_refused_ones_are_accepted(knobs: str) -> None:
     assert not check(configured(knobs)).refusals
 
 
-def test_the_memory_of_full_copies_is_counted_in_versions() -> None:
+def test_full_copies_are_refused_if_memory_holds_too_few_versions() -> None:
     folder = Path(session.__file__).parents[1] / "recipes" / "base_policy"
     copy_gb = num_weights(folder) * 4 / 1e9
     assert num_weights(folder) == sum(
@@ -315,7 +315,7 @@ def test_the_memory_of_full_copies_is_counted_in_versions() -> None:
 
 
 @pytest.mark.parametrize(("stored", "is_lost"), [("bfloat16", True), ("float32", False)])
-def test_updates_are_lost_if_most_weights_are_stored_in_the_format(
+def test_lost_updates_are_warned_of_only_if_most_weights_are_bfloat16(
     tmp_path: Path, stored: str, is_lost: bool
 ) -> None:
     other = torch.float32 if stored == "bfloat16" else torch.bfloat16
@@ -454,7 +454,7 @@ def test_a_small_policy_at_a_desk_that_it_did_not_practise_is_a_warning(
 
 
 @pytest.mark.parametrize("centre", ["shrink", "prior"])
-def test_the_baseline_of_v05_is_nothing_to_warn_of(centre: str) -> None:
+def test_allocate_with_v05_risk_and_its_baseline_gives_no_warning(centre: str) -> None:
     names = "--techniques 'allocate baseline' --allocate.gain v05_risk --selection.pool 9"
     verdict = check(configured(f"{names} --baseline.centre {centre}"))
     assert not [each for each in verdict.warnings if "allocate" in each.wrong]
@@ -601,7 +601,7 @@ def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
         ),
     ],
 )
-def test_every_option_that_nothing_reads_is_refused(knobs: str, says: str) -> None:
+def test_an_option_that_nothing_reads_is_refused(knobs: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         configured(knobs)
     option = options()[knobs.split()[-2].removeprefix("--")]
@@ -641,7 +641,7 @@ def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
         ("--old_logps.route current_recompute --old_logps.baseline true", "nothing"),
     ],
 )
-def test_what_remains_unbounded_is_told(knobs: str, loose: str) -> None:
+def test_the_page_names_the_ratios_that_nothing_bounds(knobs: str, loose: str) -> None:
     assert check(configured(knobs)).facts["unbounded"].startswith(loose)
 
 
@@ -655,7 +655,7 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
     assert shown(configured("--trainer.lr 10")).endswith("accepted, with warnings\n")
 
 
-def test_a_policy_that_is_not_here_is_named() -> None:
+def test_a_missing_model_is_named_with_what_train_will_do() -> None:
     assert "policy" not in check(configured()).facts
     missing = check(configured("--model models/nope")).facts["policy"]
     assert missing.startswith("models/nope is no model folder here")
@@ -681,7 +681,7 @@ def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_baseline_lifts_only_what_is_1_by_construction() -> None:
+def test_old_logps_baseline_does_not_lift_the_refusal_of_keep_cache() -> None:
     kept = configured("--old_logps.baseline true --engine.keep_cache true")
     assert len(check(kept).refusals) == 1
 

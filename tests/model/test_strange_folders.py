@@ -101,7 +101,9 @@ def test_a_configuration_cannot_name_other_weights(folder: Path) -> None:
         {"text_config": [1]},
     ],
 )
-def test_wrong_configurations_end_in_one_line(folder: Path, change: dict[str, Any]) -> None:
+def test_an_error_of_a_wrong_configuration_is_one_line(
+    folder: Path, change: dict[str, Any]
+) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     try:
@@ -111,7 +113,7 @@ def test_wrong_configurations_end_in_one_line(folder: Path, change: dict[str, An
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, '{"a":' * 5000, "[]", "null", "{", "\udcff"])
-def test_files_that_are_no_configuration_end_in_one_line(folder: Path, text: str) -> None:
+def test_an_error_of_a_file_without_configuration_is_one_line(folder: Path, text: str) -> None:
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         path = folder / name
         kept = path.read_bytes() if path.exists() else None

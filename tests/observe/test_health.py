@@ -82,7 +82,7 @@ def test_there_is_a_test_of_every_check() -> None:
 @pytest.mark.parametrize(
     "name", ["no_advantage", "constant_rewards", "faint_gradient", "entropy_collapse"]
 )
-def test_two_batches_in_a_row_may_be_chance(name: str) -> None:
+def test_a_sign_in_two_steps_in_a_row_is_no_finding(name: str) -> None:
     sign = SIGNS[name][0]
     assert not examine(rows({}, {}, {}, sign, sign, {}, sign, sign)).findings
 

@@ -1,4 +1,4 @@
-"""Compare the old-logit routes with independent calculations (algorithm.md, sections 2, 3, 6).
+"""Compare the old-logit routes with independent calculations.
 
 At lag 0 before any step, exact routes have S = 1 and `rollout` has S = pi / mu. For exact tokens, D
 and S are those of the version that sampled them. `snapshot_old` equals independent full copies and

@@ -17,7 +17,7 @@ from unstale.research.techniques.preserve_clip import PreserveClip, PreserveClip
 NONE = RunConfig(recipe="mine")
 
 
-def test_the_largest_squares_are_dropped_until_the_mean_is_under_the_limit() -> None:
+def test_m2po_drops_the_largest_squares_until_the_mean_is_under_the_limit() -> None:
     def kept(limit: float) -> str:
         found = under_limit(torch.tensor([4.0, 0.01, 0.09, 1.0]), limit)
         return "".join(str(int(each)) for each in found)
@@ -50,7 +50,7 @@ def test_m2po_masks_tokens_that_move_away(options: dict, expected: str) -> None:
     assert torch.equal(out.advantage, batch.advantage) and not out.keep[0]
 
 
-def test_m2po_refuses_old_logps_that_its_route_does_not_have() -> None:
+def test_m2po_of_staleness_is_refused_with_an_interpolating_route() -> None:
     route = {"techniques": "m2po", "old_logps.route": "interp_prox_linear"}
     assert override(NONE, route).technique_options
     with pytest.raises(ConfigError, match=r"m2po.of = staleness needs .*Set m2po.of whole"):
@@ -131,7 +131,7 @@ def test_with_old_data_preserve_clip_stops_fewer_tokens_and_learns_more() -> Non
     assert kept.success.mean() > clipped.success.mean() + 0.04
 
 
-def test_the_clip_of_a_confident_sequence_is_narrower() -> None:
+def test_echo_narrows_the_clip_of_a_confident_sequence() -> None:
     """At confidence 1, its width is the mean of the narrowest and the widest."""
     options = EchoConfig(narrowest=0.5, widest=2.5, kappa=2.0)
     loss, slope = losses(Echo(options), [1.5, 1.41, 0.65, 0.75], [1, 1, -1, -1])
@@ -166,7 +166,7 @@ def test_echo_multiplies_advantages_by_entropy_and_confidence() -> None:
     assert out.tolist() == pytest.approx([one] * 3 + [-2 * other] * 3)
 
 
-def test_echo_refuses_what_it_does_not_fit() -> None:
+def test_echo_refuses_other_objectives_and_narrowest_above_widest() -> None:
     with pytest.raises(ConfigError, match=r"echo needs objective.loss_type = ppo_clip, got cispo"):
         override(NONE, {"techniques": "echo", "objective.loss_type": "cispo"})
     with pytest.raises(ConfigError, match=r"echo.narrowest must be <= echo.widest, got 2"):

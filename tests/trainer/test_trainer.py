@@ -1,7 +1,7 @@
 """Test the trainer.
 
 The gradient does not depend on the cut into micro-batches, for every denominator and for several
-optimizer steps a batch. The loss follows algorithm.md, section 4. Nothing is padded. Non-finite
+optimizer steps a batch. The loss is that of `unstale.trainer.loss`. Nothing is padded. Non-finite
 numbers stop the run before a step and are named. Schedules and optimizers follow their definitions.
 bfloat16 training keeps float32 weights. A restored trainer continues exactly.
 """

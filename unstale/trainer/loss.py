@@ -4,8 +4,9 @@
                               + kl_coef * norm * (pi / mu) * KL(pi || reference)
                               - entropy_coef * norm * entropy
 
-`factor` is the correction of D, `norm` one over the divisor of the loss. `unstale.trainer.rules`
-has the surrogate and the cap, docs/algorithm.md the formulas.
+`factor` is the correction of D, `norm` one over the divisor of the loss. The surrogate of one token
+is the function of `unstale.algorithms.objectives` with the name of `objective.loss_type`, called by
+`ObjectiveConfig.surrogate`. `unstale.trainer.rules` adds the cap.
 """
 
 from torch import Tensor

@@ -1,1 +1,4 @@
-"""The HTML reports: of a run, and of a comparison of runs."""
+"""The report of a comparison, and the words of all reports.
+
+The report of a run is a frozen page of the dashboard (`unstale.analysis.dashboard.frozen`).
+"""

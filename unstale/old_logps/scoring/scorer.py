@@ -1,7 +1,8 @@
 """The contract of scorers: they compute log-probabilities at the weights of a given version.
 
 Routes and the audit use a `Scorer` and never a model. So it does not matter where the weights are.
-`local_scorer.LocalScorer` is for a model of this process. Each trainer rank has one, too, for its
+`local_scorer.LocalScorer` is for a model of this process, with old weights from a `VersionStore`
+(`unstale/weights/store.py`). Each trainer rank has one, too, for its
 part of the model (`cluster/ranks_worker.py`).
 """
 
