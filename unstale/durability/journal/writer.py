@@ -337,10 +337,15 @@ class Journal:
         mine = self._barriers
         async with self._barrier_lock:
             if self._barriers_passed < mine:
-                await asyncio.sleep(0)  # for callers that are ready to run
-                covered = self._barriers
-                await asyncio.get_running_loop().run_in_executor(self._barrier_thread, self.flush)
-                self._barriers_passed = covered
+                loop = asyncio.get_running_loop()
+                passed = await loop.run_in_executor(self._barrier_thread, self._flush_barriers)
+                self._barriers_passed = passed
+
+    def _flush_barriers(self) -> int:
+        """Return the number of barriers that it passed: also those since the thread was called."""
+        covered = self._barriers
+        self.flush()
+        return covered
 
     def flush(self) -> None:
         """Block the calling thread until everything written before is committed."""
