@@ -271,16 +271,18 @@ class OwnThread(Executor):
 
         Return a future, which cannot be cancelled.
         """
-        outcome = _Outcome()
-        outcome.set_running_or_notify_cancel()
+        future = _Outcome()
+        future.set_running_or_notify_cancel()
+        held = [future]
 
         def work() -> None:
-            with outcome:
+            with held[0]:
                 try:
                     result = function(*arguments, **options)
                 finally:
                     self._num_finished += 1
-                outcome.set_result(result)
+                held[0].set_result(result)
+            held.clear()  # else an error's frames and the future would hold each other
 
         if self._calls is None:
             self._calls = SimpleQueue()
@@ -290,7 +292,7 @@ class OwnThread(Executor):
             self._thread.start()
         self._num_submitted += 1
         self._calls.put(work)
-        return outcome
+        return future
 
     def frame(self) -> FrameType | None:
         """Return the frame that runs in the thread now."""

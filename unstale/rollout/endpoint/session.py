@@ -218,6 +218,8 @@ class AgentSession:
             # The thread may still change the conversation.
             self.closed = self.closed or error.code == "too_slow"
             raise
+        finally:
+            del asking  # its error holds this frame, and so would hold the request
 
     def _ask_all(self, request: CompletionRequest) -> list[Continuation]:
         """Find or begin a branch for each answer of a request, and encode its context."""
