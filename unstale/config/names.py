@@ -204,7 +204,10 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def value_hint(option: str, value: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the value that another trainer calls `value`, or alike.
+    """Return the end of an error message about an unknown value of an option.
+
+    It has our name for what another trainer calls `value`. Otherwise it has the known values of
+    similar spelling, or all known values.
 
     >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
     '; it is action_tokens here'

@@ -111,9 +111,8 @@ class OldLogpsConfig(VariantSection):
     group: ClassVar[str] = "unstale.routes"
 
     route: Annotated[str, OneOf(lambda: OldLogpsConfig.own_options())] = "snapshot_old"
-    """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
-    `old_logit_model`, `interrupt_sync`, and `eager` with the fallback `snapshot_old` (the default)
-    or `interrupt_sync`.
+    """Method by which old log-probabilities are computed. Exact are `snapshot_old` (the default),
+    `old_logit_model`, `interrupt_sync`, and `eager` unless its fallback is `ewma_prox`.
     """
     baseline: bool = False
     """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""

@@ -60,8 +60,7 @@ class TrainerConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 4096
     """Largest number of tokens in one forward and backward pass."""
     share_prompts: bool = True
-    """Compute a prefix that several sequences share only once per pass. The gradient is the same.
-    """
+    """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass. This needs less memory and more time."""
     compile: bool = False

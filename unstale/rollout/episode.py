@@ -211,10 +211,10 @@ class Rollout:
     def restore(
         self, episodes: int, quarantined: Iterable[Task], failed_shares: Iterable[float] = ()
     ) -> None:
-        """Restore episode count, failed tasks and latest failures of a resumed run.
+        """Restore the number of episodes and the failures of a resumed run.
 
-        `quarantined` are the tasks whose last attempt failed, and `failed_shares` the shares of
-        failed episodes of the last groups, in the order of their start.
+        `quarantined` are the tasks that failed too often and are not used again. `failed_shares`
+        are the shares of failed episodes in the last groups, in the order of their start.
         """
         self._num_episodes = episodes
         self.quarantined = {identity_within_limit(self.taskset, task) for task in quarantined}

@@ -30,7 +30,7 @@ class Shelf:
         self._sizes: dict[int, int] = {}
 
     def put(self, version: int, delta: Delta) -> None:
-        """Store the delta of a version. It replaces an earlier one."""
+        """Store the delta of `version`. A delta already stored for this version is replaced."""
         self._sizes[version] = delta.nbytes
         if self._folder:
             self._held[version] = self._write(version, delta)

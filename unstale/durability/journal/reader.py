@@ -432,7 +432,10 @@ class JournalReader:
 
     @property
     def num_token_values(self) -> int:
-        """Number of tokens whose values are kept. A token counts once for each of its steps."""
+        """Number of trained tokens whose values (log D, log S, ...) the journal keeps.
+
+        A token counts once for each step that trained on it.
+        """
         if "trained_tokens" not in self._tables:
             return 0
         ((count,),) = self.rows("SELECT coalesce(sum(num_tokens), 0) FROM trained_tokens")

@@ -288,12 +288,13 @@ class Journal:
             self._routed_experts.consumed(consumed)
 
     def rewind(self, checkpoint: int, *, everything: bool, kept: int = -1) -> None:
-        """Make an earlier checkpoint the current one. Groups trained on after it are free again.
+        """Make an earlier checkpoint the current one.
 
-        The metrics and token values of later steps are removed, because they will be logged again.
-        `kept` is the id of an event that stays until `write` replaces it: the metrics of the
-        checkpoint's own step. With `everything`, all other newer rows are removed, because a
-        deterministic run computes them again.
+        Groups that were trained on after this checkpoint can be trained on again. The metrics and
+        token values of later steps are removed, because they will be logged again. `kept` is the id
+        of an event that stays until `write` replaces it: the metrics of the checkpoint's own step.
+        With `everything` (deterministic runs), all other rows written after the checkpoint are
+        removed too, because the run computes them again.
         """
         events = f"DELETE FROM events WHERE after >= ? AND id != {kept:d}"
         if not everything:
