@@ -81,7 +81,8 @@ def _problem(config: TaskConfig) -> str:
 def import_user_code(name: str, problem: str) -> Any:
     """Import and return what `module:attribute` names.
 
-    If the option was given as a Python object (`Given`), return that object. Raises `ConfigError` that begins with `problem`, for any error in the module.
+    If the option was given as a Python object (`Given`), return that object. Raises `ConfigError`
+    that begins with `problem`, for any error in the module.
     """
     if isinstance(name, Given):
         return name.value
