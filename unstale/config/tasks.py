@@ -31,7 +31,7 @@ ISOLATION = {
     "process": ("workers", "worker_memory_gb"),
     "ray": ("workers", "worker_memory_gb"),
 }
-"""The values of `task.isolate`, each with the options that only it uses."""
+"""The values of `task.isolate`, each with the options that no other value uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def task_class(env: str) -> type[TaskConfig]:
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
     """Return the options of an environment, with new values for some.
 
-    Raises `ConfigError` if an option is set that only another environment has.
+    Raises `ConfigError` for an option that only another environment has.
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}
