@@ -58,7 +58,7 @@ def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
 
 @dataclass(frozen=True, slots=True)
 class RankedComponents(Components):
-    """Components whose trainer is divided among ranks. `policy` is the driver's copy of the model."""
+    """Components whose trainer is divided among ranks. `policy` is the driver's copy."""
 
     policy: Policy
     taskset: Taskset

@@ -66,7 +66,7 @@ ROLES: tuple[str, ...] = get_args(Message.__annotations__["role"])
 
 
 class EnvError(Exception):
-    """Error of an environment. The episode is retried, and counts as failed if retries fail, too."""
+    """Error of an environment. The episode is retried, and then counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class ListedTasks:
         ]
 
     def identity(self, task: Task) -> str:
-        """Return the name of a task's entry in the list, which is equal each time the list repeats."""
+        """Return the name of a task's entry in the list. Repetitions have the same name."""
         number = task.index % _TASKS_PER_SEED % len(self.data[task.split])
         return f"{task.env}/{task.split}/{number}"
 

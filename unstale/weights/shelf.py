@@ -16,8 +16,8 @@ class Shelf:
 
     A delta is the difference of the weights from the previous version. The temporary folder is
     inside `folder`. If the process is killed, a later one removes it. Files are in safetensors
-    format and are never incomplete. In memory a delta is held once, as the bytes of such a file:
-    checkpoints write them without a copy.
+    format and are never incomplete. In memory, a delta is the bytes of such a file, which
+    checkpoints write without a copy.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
