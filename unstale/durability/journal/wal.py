@@ -150,7 +150,7 @@ class _Frames:
         return changed is not None
 
     def read(self, block: bytes, page_bytes: int) -> None:
-        """Add the complete frames of a block of bytes. An incomplete frame at the end is left out."""
+        """Add the complete frames of a block of bytes, without an incomplete frame at the end."""
         width = page_bytes // 4 + _FRAME_WORDS
         count = len(block) // (4 * width)
         raw = np.frombuffer(block, np.uint32, count * width).reshape(count, width)
