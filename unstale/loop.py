@@ -59,7 +59,7 @@ LARGE_BATCH_TOKENS = 1 << 16
 
 
 class TechniqueHooks(Protocol):
-    """The calls by which techniques and the advantage estimator take part in a step.
+    """The methods through which the training loop calls techniques and the advantage estimator.
 
     `unstale.rollout.hooks.RunHooks` implements them.
     """
@@ -84,7 +84,7 @@ class TechniqueHooks(Protocol):
     def read_states(self, groups: Sequence[Group]) -> None:
         """Compute the hidden states of a batch's episodes, before their advantages.
 
-        It runs in the trainer's thread.
+        Runs in the trainer's thread.
         """
         ...
 
@@ -99,11 +99,11 @@ class TechniqueHooks(Protocol):
         ...
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
-        """Return batches of stored groups that join the fresh groups of a step."""
+        """Return batches of stored groups, which the step trains on besides fresh groups."""
         ...
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """Let techniques with state learn from the groups that a step has trained on."""
+        """Update the state of techniques with the groups that a step has trained on."""
         ...
 
 
@@ -243,9 +243,9 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
 
 def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int) -> None:
-    """Take the groups that a step has trained on out of the run, and start the next version.
+    """Mark a step's groups as trained on, and start the next version of the weights.
 
-    It is called once for each step, after the last optimizer step and before anything is published.
+    Called once for each step, after the last optimizer step and before anything is published.
     Nothing reaches the disk here: journal, techniques and trainer note the step in memory, and the
     next checkpoint writes all of it. Its row in the journal is the only commit: the groups count as
     trained on, and the state of the techniques includes them, only with the weights that learned
@@ -267,7 +267,7 @@ def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int)
 async def build_batch(
     run: RunComponents, groups: Sequence[Group], step: int, *, whole: bool = True
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of a step's groups and of those replayed, and its metrics.
+    """Return the batch of a step's fresh and replayed groups, and the metrics of this batch.
 
     With `whole` false, `groups` are only the first ones of the step.
     Raises `StalenessError` if a token is older than the bound.
@@ -289,7 +289,8 @@ async def build_batch(
 async def join(
     run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], step: int
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of some trajectories and of the groups replayed, and its staleness metrics.
+    """Return the batch of trajectories and replayed groups, and the staleness metrics of this
+    batch.
 
     A large batch is built in the trainer's thread, so that episodes continue meanwhile. In a
     deterministic run a call in a thread takes virtual time, which would change the run.
@@ -314,10 +315,10 @@ async def join(
 async def wait_for_batch(
     run: RunComponents, step: int, publication: "Publication"
 ) -> tuple[Sequence[Group], Mapping[str, object]]:
-    """Wait for the groups of the next batch. Return them, and metrics of the schedule.
+    """Wait for the groups of the next batch. Return the groups, and metrics of the schedule.
 
-    With `trainer.stream`, the gradients of the first ones are added while the last ones are still
-    being generated.
+    With `trainer.stream`, the gradients of the first groups are added while the last groups are
+    still being generated.
     """
     if run.config.schedule.max_staleness == 0:
         await publication.finished()  # frees the tickets that this step's groups need
@@ -353,7 +354,7 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
     """Wait until the route can compute the old log-probabilities of a batch.
 
     A route that puts past versions into the trained model waits until all engines have loaded the
-    new one, because they may read the weights of that model.
+    new version, because engines may read the weights of that model.
     """
     needs = run.old_logps.needs
     scores_kept_weights = needs.snapshots and not needs.trained_weights
@@ -362,7 +363,8 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
 
 
 async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
-    """Wait for the `missing` groups of the next batch, or for some of them. Return them.
+    """Wait for the `missing` groups of the next batch. With `trainer.stream`, wait for some of
+    them.
 
     Some old-logit routes compute log-probabilities of finished tokens during the wait.
     """
@@ -418,7 +420,7 @@ def measure_sampling(run: RunComponents) -> Mapping[str, float]:
 def episodes_of(groups: Sequence[Group]) -> frozenset[int]:
     """Return the numbers of all finished episodes of some groups.
 
-    It includes those that are in no batch, because an estimator or a filter left them out.
+    The result includes episodes that an estimator or a filter left out of the batch.
     """
     return frozenset().union(*(group.episodes for group in groups))
 
@@ -497,7 +499,7 @@ class Publication:
     async def _evaluate(self) -> dict[str, float]:
         """Return the metrics of the evaluation.
 
-        Empty if none is due, or if the run ends with an error meanwhile.
+        Empty if no evaluation is due, or if the run ends with an error meanwhile.
         """
         if self._evaluation is None:
             return {}

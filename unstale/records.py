@@ -1,4 +1,4 @@
-"""Records of episodes and batches: the data that the parts of a run hand to each other.
+"""Records of episodes and batches: the data that the components of a run exchange.
 
     ContextPiece, Sampled -> Trajectory -> Group -> ScoredTrajectory -> Batch
 
@@ -49,12 +49,12 @@ NO_VERSION = -1
 """Version number of tokens that no engine sampled, such as a prompt."""
 
 Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format"]
-"""The reason why an episode ended: the environment ended it, or a limit was reached. `cut_reply` is
-an episode that the environment ended after a reply that a limit of tokens had cut.
+"""Reason for the end of an episode: the environment, or a limit of turns, tokens or calls.
+`cut_reply` means that the environment ended the episode after a reply that a token limit had cut.
 """
 ENDED_BY_ENVIRONMENT: frozenset[Stop] = frozenset({"done", "cut_reply"})
 CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
-"""Reasons of episodes that a limit ended, or whose last reply a limit cut."""
+"""End reasons of episodes that a limit ended, or whose last reply a limit cut."""
 CUT_REPLIES = "cut_replies"
 """Name of the fact that counts the replies of an episode that a limit of tokens cut. Episodes
 without such replies do not have it.
@@ -80,11 +80,19 @@ class ContextPiece:
 class Sampled:
     """A run of tokens that one version of the weights sampled.
 
+<<<<<<< HEAD
     `version` is that of the weights that the engine had loaded. `behavior_logp` has the
     log-probability of each token in the distribution that it was sampled from. If a weight update
     interrupts a reply, the reply has one such piece for each version. `clean` is False if the
     engine kept its KV cache over a weight update. Then no single version sampled the tokens.
     `routed_experts` are those that an MoE model chose, if recorded.
+=======
+    `behavior_logp` has the log-probability, in nats, of each token in the distribution from which
+    the engine sampled. If a weight update interrupts a reply, the reply has one such piece for each
+    version. `clean` is False if the engine kept its KV cache over a weight update. Then no single
+    version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
+    token, if recorded.
+>>>>>>> words51
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -152,7 +160,7 @@ ROUNDED = 1e-9
 def nearest_rank(count: int, share: float) -> int:
     """Return the index of a percentile among `count` sorted values.
 
-    At least this share of the values are not above it.
+    At least this share of the values is at most the percentile.
 
     >>> nearest_rank(4, 0.5), nearest_rank(64, 0.99), nearest_rank(100, 0.07), nearest_rank(1, 0.0)
     (1, 63, 6, 0)
@@ -193,7 +201,7 @@ class Trajectory:
     """The number of the episode in its run. Episodes are counted in the order of their start."""
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Figures from the environment for metrics, such as the number of tool errors. They do not
+    """Numbers from the environment for metrics, such as the count of tool errors. Facts do not
     affect the reward.
     """
     branches: tuple["Trajectory", ...] = ()
@@ -213,7 +221,7 @@ class Trajectory:
     def with_rewards(
         self, rewards: Mapping[str, float], facts: Mapping[str, float]
     ) -> "Trajectory":
-        """Return the trajectory with other rewards and further facts. Its branches get both."""
+        """Return a copy with other rewards and further facts, also in the branches."""
         main, *branches = (
             replace(each, rewards=rewards, facts={**each.facts, **facts})
             for each in self.conversations
@@ -221,10 +229,10 @@ class Trajectory:
         return replace(main, branches=tuple(branches))
 
     def led(self) -> "Trajectory":
-        """Return the trajectory with a conversation first that has sampled tokens.
+        """Return a trajectory whose main conversation has sampled tokens.
 
-        If the main conversation has none, its first branch takes its place and keeps the other
-        branches.
+        If the main conversation has no sampled token, the first branch becomes the main
+        conversation and keeps the other branches.
         """
         if self.sampled or not self.branches:
             return self
@@ -254,7 +262,7 @@ class Trajectory:
 
     @property
     def num_sampled_in_all(self) -> int:
-        """The number of tokens that the policy sampled in the episode, with those of branches."""
+        """Number of tokens that the policy sampled in the episode, including branches."""
         return sum(conversation.num_sampled for conversation in self.conversations)
 
     @property
@@ -313,14 +321,14 @@ def count_turns(pieces: Sequence[Piece]) -> int:
 class TurnLimit:
     """A limit of the turns of an episode, below `rollout.max_turns`.
 
-    An episode that reaches it gets `extend` more turns, up to `extensions` times, if it may have
-    them: if its last reply contains `request`. If `request` is empty, an answer of the environment
-    since the last limit must have had a reward above 0.
+    An episode that reaches this limit gets `extend` more turns, up to `extensions` times, if its
+    last reply contains `request`. If `request` is empty, an answer of the environment since the
+    last limit must have had a reward above 0.
     """
 
     turns: int
     remind: int = 0
-    """Number of turns left from which on the environment's answers end with a reminder."""
+    """The environment's answers end with a reminder when at most this many turns are left."""
     extend: int = 0
     extensions: int = 0
     request: str = ""
@@ -328,7 +336,7 @@ class TurnLimit:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """The limits of each episode of a group, below those of the run. 0 sets no limit.
+    """The limits of each episode of a group, in addition to the run's limits. 0 sets no limit.
 
     With `segments` > 0, an episode runs in segments. A segment ends when it has `segment_tokens`
     sampled tokens or `segment_calls` tool calls. The episode then waits until it may continue.
@@ -352,7 +360,7 @@ NO_BUDGET = EpisodeBudget()
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An episode that ended by an error of its environment. The run continues without it."""
+    """An episode that an error of its environment ended. The run continues without this episode."""
 
     task: Task
     stage: str
@@ -363,7 +371,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All finished trajectories of one task, and the episodes of the task that failed."""
+    """The finished trajectories of one task, and its failed episodes."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
@@ -386,7 +394,7 @@ class Group:
 
     @property
     def episodes(self) -> frozenset[int]:
-        """The numbers of all finished episodes of the group: their conversations, and those that
+        """The numbers of all finished episodes of the group, including branches and episodes that
         are not trained on.
         """
         return frozenset(
@@ -413,7 +421,7 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A sampled piece that no batch has contained yet, with the tokens before it in its episode.
+    """A sampled piece that no batch has contained yet, with the episode's earlier tokens.
 
     `tokens[start:]` are the piece's own tokens. A route can score the piece from this record alone.
     """
@@ -435,7 +443,7 @@ class PendingPiece:
 class EpisodeRecord:
     """An episode as the journal recorded it before a resume.
 
-    It contains the last attempt at the episode and the number of failed attempts.
+    The record has the last attempt at the episode and the number of failed attempts.
     """
 
     episode: int
@@ -444,7 +452,9 @@ class EpisodeRecord:
     """The result of the episode. None if the episode had not ended."""
     failures: int = 0
     snapshot: tuple[int, str] | None = None
-    """The environment's last saved state, and the number of pieces before it. None without one."""
+    """The environment's last saved state, and the number of earlier pieces. None if no state was
+    saved.
+    """
     branches: tuple["EpisodeRecord", ...] = ()
     """Further conversations of the attempt, such as those of sub-agents."""
 
@@ -512,8 +522,9 @@ class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
     Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to `tokens[t]`. For example,
-    `behavior_logp[t]` is its log-probability given the tokens before it in its sequence. Where
-    `sampled` is False, `behavior_logp` and `advantage` are 0, `version` and `turn` are -1.
+    `behavior_logp[t]` is the log-probability of `tokens[t]` given the earlier tokens of the
+    sequence. Where `sampled` is False, `behavior_logp` and `advantage` are 0, `version` and `turn`
+    are -1.
     """
 
     tokens: "Tensor"
@@ -531,7 +542,7 @@ class Batch:
     routed_experts: ExpertTable | None = None
     """The experts to replay. None if the run does not replay them."""
     group: tuple[int, ...] = ()
-    """The number of each sequence's group, -1 if it is unknown. Empty in a recorded batch."""
+    """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
     reward: tuple[float, ...] = ()
     """The reward of each sequence's episode. Empty in a recorded batch."""
     stored: StoredLogps | None = None
@@ -614,7 +625,7 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join batches into one, in their order. None of them may have routed experts."""
+    """Join batches into one, in their order. Routed experts are not allowed."""
     import torch
 
     if len(batches) == 1:
@@ -772,7 +783,7 @@ def _expert_table(credited: Sequence[ScoredTrajectory]) -> ExpertTable:
 def _advantages(
     item: ScoredTrajectory, start: int, count: int, turn: int
 ) -> float | Sequence[float]:
-    """Return the advantages of the tokens of a piece, or the one that all of them have."""
+    """Return the advantages of a piece's tokens, or their common advantage."""
     if turn < 0:
         return 0.0
     if len(item.advantage) == 1:

@@ -98,8 +98,9 @@ def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     """RLOO whose baseline is the mean of the group's first episodes.
 
     Use it if a technique adds episodes to a group because of its first rewards. A mean over all
-    episodes is then biased. This one keeps the direction of each task's gradient. Its size grows
-    with the number of episodes. Without added episodes it equals `rloo`.
+    episodes is then biased. The mean of the first episodes keeps the direction of each task's
+    gradient, whose size grows with the number of episodes. Without added episodes the result equals
+    `rloo`.
     """
     rewards, group = _outcomes(groups)
     added = [item.episode in each.added for each in groups for item in each.trajectories]
@@ -109,9 +110,7 @@ def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def opo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """OPO (arXiv 2505.23585): the reward minus the group's mean reward.
-
-    In this mean, each episode counts in proportion to its length.
+    """OPO (arXiv 2505.23585): the reward minus the group's length-weighted mean reward.
 
     The length of an episode is the number of tokens that the policy sampled.
     """
@@ -140,11 +139,11 @@ def turn_level(
 ) -> list[ScoredTrajectory]:
     """One advantage per turn: the discounted sum of later rewards, normalized within the group.
 
-    A turn is one reply. Its reward is its entry of `Trajectory.turn_rewards`, or 0 without one. The
-    last turn also gets the reward of the whole episode. `std` divides by the standard deviation
-    over all turns of the group. With discount 1, `std=False`, no turn rewards and equal numbers of
-    turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if `turn_rewards` has
-    another length than the trajectory has turns.
+    A turn is one reply. The reward of a turn is its entry of `Trajectory.turn_rewards`, or 0
+    without an entry. The last turn also gets the reward of the whole episode. `std` divides by the
+    standard deviation over all turns of the group. With discount 1, `std=False`, no turn rewards
+    and equal numbers of turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if
+    `turn_rewards` has another length than the trajectory has turns.
     """
     trajectories = _trajectories(groups)
     if not trajectories:
@@ -198,7 +197,7 @@ def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Floa
 def rloo_first_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, first: Bool[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return the reward minus the mean of the `first` rewards in its group, its own left out.
+    """Return the reward minus the mean of the other rewards among the `first` of its group.
 
     An episode without another first one in its group has advantage 0.
     """
@@ -275,7 +274,7 @@ def reward_to_go(
 ) -> Float[Tensor, "turns"]:
     """Return for each turn the discounted sum of its own and all later rewards.
 
-    It is `G_k = rewards_k + discount * G_{k+1}`.
+    The sum is `G_k = rewards_k + discount * G_{k+1}`.
 
     >>> reward_to_go(torch.tensor([1.0, 0.0, 2.0]), discount=0.5)
     tensor([1.5000, 1.0000, 2.0000])
@@ -313,7 +312,7 @@ def _lengths(groups: Sequence[Group]) -> Tensor:
 
 
 def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
-    """Return the reward of each turn in float64. The last one contains that of the episode.
+    """Return the reward of each turn in float64. The last turn's includes the episode's reward.
 
     Raises ValueError if `turn_rewards` has another length than the trajectory has turns, or if a
     reward is not finite.

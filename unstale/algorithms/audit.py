@@ -4,8 +4,9 @@
     with `prox` instead:    log D_hat = prox - behavior_logp,        log S_hat = logp - prox
 
 Here `prox` is the approximation. docs/old-logps.md has results. All tensors have one shape: packed
-`[T]`, or padded `[B, T]` with a mask. A figure is None if the data do not determine it. Tokens of
-one sequence have correlated errors, so standard errors treat each sequence as one cluster.
+`[T]`, or padded `[B, T]` with a mask. An estimate is None if the data are too few or vary too
+little. Tokens of one sequence have correlated errors, so standard errors treat each sequence as one
+cluster.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ SIGNAL = 10.0
 numerical noise.
 """
 ALIKE = 0.9999
-"""Two log-ratios with a larger correlation are not fitted together, because the fit could not
-separate them.
+"""Largest correlation of two log-ratios that are fitted together. A fit could not separate the
+effects of more correlated log-ratios.
 """
 
 
@@ -83,7 +84,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimated figure, its standard error, and the number of tokens that it is based on.
+    """An estimate, its standard error, and the number of tokens that the estimate is based on.
 
     The standard error is None if there are too few sequences.
     """
@@ -95,10 +96,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """How much of each true log-ratio the route assigns to the wrong one.
+    """The shares of the true log S and log D that the route assigns to the wrong ratio.
 
     `staleness` is the share of log S that log D_hat contains. `discrepancy` is the share of log D
-    that log S_hat contains. A share is None if the data do not determine it.
+    that log S_hat contains. A share is None if there are too few tokens, or if the log-ratio varies
+    too little.
     """
 
     staleness: Estimate | None
@@ -188,8 +190,9 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
 def factor_correlation(tokens: Tokens, *, noise: float = 0.0) -> float | None:
     """Return the correlation of log D_hat with log S_hat, the route's two log-ratios.
 
-    It is +1 for log-linear interpolation with a constant 0 < alpha < 1. It is None if one of them
-    is constant, as for the routes `rollout` and `current_recompute`, and for alpha 0 or 1.
+    The correlation is +1 for log-linear interpolation with a constant 0 < alpha < 1. None if a
+    log-ratio is constant, as for the routes `rollout` and `current_recompute`, and for alpha 0 or
+    1.
     """
     flat = tokens.flat()
     if _constant(flat.log_d_hat, noise) or _constant(flat.log_s_hat, noise):
@@ -230,7 +233,7 @@ def exact_fraction(
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """Return the sampled tokens of several batches as one, `[N]`.
+    """Return the sampled tokens of several batches, one batch after another, `[N]`.
 
     Sequences of different batches get different numbers.
     """

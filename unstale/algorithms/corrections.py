@@ -176,8 +176,8 @@ def log_discrepancy(
 ) -> Float[Tensor, "*shape"]:
     """Return log D = old_logp - behavior_logp of each token, without gradient.
 
-    It is 0 for tokens that were not sampled. The dtype is float32, or float64 if an input is
-    float64.
+    The result is 0 for tokens that were not sampled. The dtype is float32, or float64 if an input
+    is float64.
     """
     return torch.where(sampled, widen(old_logp.detach()) - widen(behavior_logp.detach()), 0.0)
 
@@ -375,8 +375,8 @@ def summary(
     """Return metrics of a correction: weights, kept shares, and percentiles of log D and log S.
 
     D is the discrepancy between trainer and engine, S the staleness ratio. Percentiles (nearest
-    rank) keep the sign. Shares and means are over all sampled tokens, also the dropped ones. Empty
-    if there are none.
+    rank) keep the sign. Shares and means are over all sampled tokens, including dropped ones. Empty
+    without sampled tokens.
     """
     if not sampled.any():
         return {}

@@ -223,8 +223,8 @@ def token_norm(
       The weight of a token is then smaller in longer sequences.
     - `constant`: 1 / (sequences * constant), which ignores lengths (Dr. GRPO, arXiv 2503.20783).
 
-    Only sequences with a sampled token count. Compute it on the whole batch, across all ranks. The
-    result is float64. Raises ValueError for `constant <= 0`.
+    Only sequences with a sampled token count. Compute this factor on the whole batch, across all
+    ranks. The result is float64. Raises ValueError for `constant <= 0`.
     """
     counted = keep if how == "kept" else sampled
     index, num_rows = renumber(torch.where(sampled, sequence, 0))
@@ -254,12 +254,12 @@ def loss_divisor(
     sequence: Int[Tensor, "*shape"],
     how: LossAggregation = "action_tokens",
 ) -> int:
-    """Return what some sequences add to the divisor of the loss: their tokens, or their number.
+    """Return the contribution of some sequences to the loss's divisor, in tokens or sequences.
 
-    `token_norm` of the sequences times this number has no part that depends on other sequences. So
-    a loss that is summed over parts of a batch, each with this factor, and divided by the sum of
-    these numbers, is the loss of the batch. Tokens are those that count in `token_norm`; sequences
-    (`sequence_mean` and `constant`) are those with a sampled token.
+    `token_norm` of the sequences times this number does not depend on other sequences. So the loss
+    of a batch is the sum of its parts' losses, each times this number, divided by the sum of these
+    numbers. Tokens are those that count in `token_norm`; sequences (`sequence_mean` and `constant`)
+    are those with a sampled token.
     """
     if how in ("action_tokens", "kept"):
         return int((keep if how == "kept" else sampled).sum())

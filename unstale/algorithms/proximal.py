@@ -16,9 +16,9 @@ from unstale.algorithms.corrections import widen
 def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
     """Return alpha, the weight of the current policy in a mixture with the engine's policy.
 
-    It is (d - 1) / d for a token of lag d >= 1, and `fresh` at lag 0. The mixture is then about one
-    version older than the current policy. The schedule is from arXiv 2512.06547; AReaL uses it with
-    `fresh` = 0.
+    The weight is (d - 1) / d for a token of lag d >= 1, and `fresh` at lag 0. The mixture is then
+    about one version older than the current policy. The schedule is from arXiv 2512.06547; AReaL
+    uses it with `fresh` = 0.
 
     >>> weight_of_now(torch.tensor([0, 1, 2, 4])).tolist()
     [1.0, 0.0, 0.5, 0.75]
@@ -34,7 +34,8 @@ def loglinear(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return log mu + alpha (log pi - log mu), without gradient. It is 0 where not `sampled`.
+    """Return log mu + alpha (log pi - log mu), without gradient. The result is 0 where not
+    `sampled`.
 
     With r = log pi - log mu this gives log D = alpha r and log S = (1 - alpha) r (arXiv
     2512.06547). Both are powers of one ratio, so a limit on either is a limit on r. Staleness and
@@ -54,7 +55,7 @@ def linear(
 ) -> Float[Tensor, "*shape"]:
     """Return the log-probability of the mixture (1 - alpha) mu + alpha pi.
 
-    It has no gradient, and is 0 where not `sampled`.
+    The result has no gradient, and is 0 where not `sampled`.
 
     >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
     >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
@@ -102,7 +103,7 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
     """Return for each token the index of the age nearest to its lag.
 
-    If two ages are equally near, it is the index of the first.
+    If two ages are equally near, return the index of the first.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

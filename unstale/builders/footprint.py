@@ -1,4 +1,4 @@
-"""Predict the memory and disk space that a run needs, before it starts."""
+"""Predict the memory and disk space that a run needs, before the run starts."""
 
 import math
 import shutil
@@ -24,19 +24,19 @@ benchmarks/results/footprint.md. The activations of a microbatch and cached cont
 not included, because they depend on the lengths of episodes.
 """
 FLOAT32_DELTA = 1.7
-"""Bytes per weight, of at most 4, of the difference between two float32 versions. Measured at a
-learning rate of 1e-6: most weights change in every step, in their lowest bits.
+"""Bytes per weight (at most 4) of the compressed difference between two float32 versions. Measured
+at a learning rate of 1e-6: most weights change in every step, in their lowest bits.
 """
 _WIDE = 4
 _GRADIENT = 4
 _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
-"""How many numbers an optimizer keeps for each weight. Optimizers that are not listed keep two,
+"""Number of values per weight that an optimizer keeps. Optimizers that are not listed keep two,
 like AdamW.
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED = 1.2
-"""Bytes of a weight in the format of `engine.quantise`: one, with a share of the scales and of the
-weights that are not rounded.
+"""Bytes per weight in the format of `engine.quantise`: one byte, plus scales and weights that are
+not rounded, as an average.
 """
 _GB = 1e9
 
@@ -108,8 +108,8 @@ class Footprint:
 def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     """Raise `ConfigError` if the disk has too little space for the steps after `step` of a run.
 
-    The sizes of its files so far tell what a further checkpoint, version and policy take. Files
-    that are removed meanwhile are subtracted. The journal is not counted.
+    The need is predicted from the sizes of the run's present checkpoints, versions and policy.
+    Files that the run will remove are subtracted. The journal is not counted.
     """
     checkpoints = [_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
     checkpoint = max(checkpoints, default=0)
@@ -133,7 +133,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
 
 
 def _lacking_disk(folder: Path, needed: float) -> str:
-    """Return a text with the free space of a disk. Empty if that is enough, or not known.
+    """Return a text with the free space of a disk. Empty if the space is enough or unknown.
 
     Space of files that an interrupted run wrote in part is free, because a resume removes them.
     """
@@ -151,9 +151,9 @@ def _size(path: Path) -> int:
 
 
 def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
-    """Return the memory and disk space that a run of `policy` needs, as predicted.
+    """Predict the memory and disk space in bytes that a run of `policy` needs.
 
-    It is the need after the first optimizer step, when all buffers exist.
+    The prediction is for the time after the first optimizer step, when all buffers exist.
     """
     total = sum(weight.numel() for weight in policy.model.parameters())
     trained = sum(weight.numel() for weight in policy.weights().values())
@@ -222,7 +222,7 @@ def _scoring_footprint(
 
 
 def _gathered_weights(policy: Policy) -> float:
-    """Return how many weights a rank gathers for a pass: embedding, head, and two layers."""
+    """Return the number of weights that a rank gathers for a pass: embedding, head, two layers."""
     model: Any = policy.model
     ends = {}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):

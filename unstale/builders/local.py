@@ -36,7 +36,7 @@ from unstale.weights.recording import Recording
 
 
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
-    """Return a new scorer: it computes log-probabilities by the current or past weights.
+    """Create a scorer, which computes log-probabilities under the current or past weights.
 
     A scorer keeps past weights for one user. So the old-logit route and the audit each need a
     scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
@@ -50,8 +50,8 @@ def build_trainer(
 ) -> tuple[LocalTrainer, Auditor]:
     """Return the trainer, and the auditor that measures the errors of its old log-probabilities.
 
-    The trainer's `old` is the old-logit route, which may have a process. The caller must close it.
-    With `on_rank` it is the part of the route that a trainer rank has.
+    The trainer's `old` is the old-logit route. The caller must close the route, which may have a
+    process. With `on_rank`, `old` is the part of the route on a trainer rank.
     """
     make = config.old_logps.make_on_rank if on_rank else config.old_logps.make
     old: OldLogps = make(scorer, lockstep=config.deterministic)
@@ -70,7 +70,7 @@ def build_trainer(
 def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
     """Return the configured advantage estimator.
 
-    It is a function from the groups of one batch to the trajectories with their advantages.
+    An estimator is a function from the groups of one batch to trajectories with advantages.
     """
     return partial(find_estimator(config.estimator), **config.selected_options())
 

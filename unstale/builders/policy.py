@@ -1,4 +1,4 @@
-"""The policy of a run, and how its weights travel to the engines."""
+"""Load the policy of a run, and decide how engines receive the weights."""
 
 import torch
 
@@ -25,9 +25,9 @@ def load_policy(
 ) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA.
 
-    `peers` are the ranks among which it is divided. Without `peers` the model is whole. It is then
-    in main memory if the run has trainer ranks, because only they need it on a GPU. A policy that
-    is not `trained` only scores.
+    `peers` are the ranks among which the model is divided. Without `peers` the model is whole. A
+    whole model stays in main memory if the run has trainer ranks, because only the ranks need GPUs.
+    A policy that is not `trained` only scores.
     """
     options = config.trainer
     device = "cpu" if config.cluster.trainers and peers is None else None
@@ -51,8 +51,8 @@ def load_policy(
 def shares_deltas(config: RunConfig) -> bool:
     """Return True if the route's weight differences can also be sent to the engines.
 
-    A delta is the lossless difference of the weights of two versions. It is then computed only
-    once. Trainer ranks have deltas of their parts only, so whole weights are sent.
+    A delta is the lossless difference of the weights of two versions. A shared delta is computed
+    only once. Trainer ranks have deltas of their shards only, so whole weights are sent.
     """
     if config.cluster.trainers:
         return False
@@ -63,7 +63,7 @@ def shares_deltas(config: RunConfig) -> bool:
 def loads_in_place(config: RunConfig) -> bool:
     """Return True if the engines get whole weights on a GPU, not in main memory.
 
-    They get them by NCCL, or the embedded engine reads them on the trainer's GPU.
+    Engines receive these weights by NCCL, or the embedded engine reads them on the trainer's GPU.
     """
     options, cluster = config.engine, config.cluster
     if config.trainer.lora_rank or packs_weights(config):

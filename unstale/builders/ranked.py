@@ -58,7 +58,7 @@ def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
 
 @dataclass(frozen=True, slots=True)
 class RankedComponents(Components):
-    """Components whose trainer is divided among ranks. Its policy is the driver's copy."""
+    """Components whose trainer is divided among ranks. `policy` is the driver's copy."""
 
     policy: Policy
     taskset: Taskset
@@ -105,10 +105,11 @@ def build_ranked(
     ranks: Ranks | None,
     notify: Notify,
 ) -> RankedComponents:
-    """Return the components of a run that trains on ranks. `sampler` is that of `build_sampler`.
+    """Return the components of a run that trains on ranks.
 
-    If `ranks` are given, they are used instead of new ones. `notify` is called with what new ranks
-    wait for. Raises what `Ranks.make` raises; the ranks are then ended.
+    `sampler` is the result of `build_sampler`. If `ranks` are given, they are used instead of new
+    ones. `notify` is called with a text on what new ranks wait for. Errors of `Ranks.make` are
+    raised after the ranks have ended.
     """
     policy, taskset, generator = sampler
     policy.check_length(config.engine.max_context)  # before ranks are waited for

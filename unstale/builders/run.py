@@ -53,8 +53,8 @@ def build_components(
     """Return the components that sample and train, as `config` describes them.
 
     If `engine` is given, it replaces the engine that `config` describes. If `ranks` are given, the
-    trainer uses them instead of new ones. `notify` is called with what new ranks wait for. Raises
-    `ConfigError` for every mistake that can be found before the engine starts.
+    trainer uses them instead of new ones. `notify` is called with a text on what new ranks wait
+    for. Raises `ConfigError` for every mistake that can be found before the engine starts.
     """
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     sampler = build_sampler(config, engine)
@@ -175,9 +175,9 @@ def _evaluation(
 
 @dataclass(frozen=True, slots=True)
 class _Listeners:
-    """Callbacks of the rollout. They pass on sampled tokens, and failed or restarted episodes.
+    """Callbacks of the rollout for sampled tokens, failed episodes and restarted episodes.
 
-    The receivers are the old-logit route, the list of tokens not yet trained on, and the run's log.
+    Receivers are the old-logit route, the list of tokens not yet trained on, and the run's log.
     """
 
     old: OldLogps
@@ -200,10 +200,7 @@ class _Listeners:
 def _training_rollout(
     make_rollout: Callable[..., Rollout], listeners: _Listeners, life: ResumeState
 ) -> Rollout:
-    """Return the object that runs training episodes.
-
-    Give it the episodes that a resumed run had begun.
-    """
+    """Return the object that runs training episodes, with the state of a resumed run."""
     rollout = make_rollout(
         on_piece=listeners.on_piece,
         on_failure=listeners.on_failure,
@@ -218,7 +215,7 @@ def _training_rollout(
 
 
 def build_queue(config: ScheduleConfig, life: ResumeState, policy: Policy) -> StalenessQueue:
-    """Return the staleness queue: it limits the groups in flight and sorts finished ones.
+    """Return the staleness queue, which limits the groups in flight and orders finished groups.
 
     In a resumed run it contains the groups that were not trained on before the resume.
     """

@@ -88,7 +88,7 @@ def build_sampler(
 
 
 def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
-    """Return what `build_sampler` returns, for a server. Its clients send tasks and tools."""
+    """Return policy, task set and engine for a server, whose clients send tasks and tools."""
     taskset = cast(Taskset, ExternalAgent(_no_agent, [None], name="server"))
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
@@ -116,7 +116,7 @@ def build_generator(
 
 
 TEMPLATE_S = 30.0
-"""Seconds in which a chat template must write some short conversations. It takes 0.1."""
+"""Seconds in which a chat template must render some short conversations. 0.1 s is usual."""
 
 
 def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
@@ -144,7 +144,7 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
 
 
 def warn_of_giveaways(taskset: Taskset) -> None:
-    """Print a warning if a task set pays replies that solve nothing."""
+    """Print a warning if a task set rewards an empty or a constant reply."""
     text = taskset.giveaways() if implements(taskset, HasGiveaways) else ""
     if text:
         _print_note(
@@ -154,9 +154,10 @@ def warn_of_giveaways(taskset: Taskset) -> None:
 
 
 def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:
-    """Print a warning if no prompt describes the tools. The package's own policies know theirs.
+    """Print a warning if no prompt describes the tools.
 
-    For an external agent, they are those that it sends with its calls.
+    The package's own policies were trained on their tools. The tools of an external agent are sent
+    with its calls.
     """
     folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
     prompts, names = f"the prompts of {config.task.env}", "which tools there are"
@@ -265,6 +266,6 @@ def build_rollout(
 
 
 def ends_freely(taskset: Taskset) -> bool:
-    """Return True if an external agent talks to the policy, which may end a reply by a text."""
+    """Return True if an external agent calls the policy, whose reply may then end with a text."""
     inner = taskset.inner if isinstance(taskset, IsolatedTasks) else taskset
     return isinstance(inner, ExternalAgent)

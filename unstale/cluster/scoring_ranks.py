@@ -52,9 +52,9 @@ class ScoringRank:
     def advance(self, base: int, version: int, parts: Iterable[Delta]) -> None:
         """Turn the weights of version `base` into those of `version`.
 
-        `parts` are the differences of the trainer ranks' parts, of which this rank takes the words
-        that it holds. Raises ValueError if the model has another version, or if words are
-        missing.
+        `parts` are the weight differences (deltas) of the trainer ranks, of which this rank uses
+        those of its own weights. Raises ValueError if the model has another version, or if the
+        deltas do not cover all weights of this rank.
         """
         weights = self._policy.weights()
         starts = self._policy.part_starts() or dict.fromkeys(weights, 0)
@@ -68,7 +68,10 @@ class ScoringRank:
         given = sum(advance_overlap(weights, starts, part) for part in parts)
         wanted = sum(words(tensor).numel() for tensor in weights.values())
         if given != wanted:
-            raise ValueError(f"the trainer ranks gave {given} of the {wanted} words of this rank")
+            raise ValueError(
+                f"the weight update from the trainer ranks has {given} weights for this scoring "
+                f"rank, which holds {wanted}. Resume the run from its last checkpoint"
+            )
         self._policy.weights_match_version = False
         self._version = version
 

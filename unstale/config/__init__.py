@@ -1,4 +1,4 @@
-"""Every option of a run, in sections that follow the data flow. Importing it does not import torch.
+"""Every option of a run, in sections that follow the data flow. Importable without torch.
 
 A section is a frozen dataclass and each of its fields is an option. The type of a field holds the
 allowed values, and the docstring under the field is its help text. A recipe is a function that

@@ -30,7 +30,7 @@ class AdvantageConfig(Section):
     estimator: Estimator = "grpo"
     """The function that computes advantages from the rewards of a task's episodes."""
     discount: Share = 1.0
-    """Only for `turn_level`: factor by which rewards count less for each later turn."""
+    """Only for `turn_level`: discount factor per turn of later rewards."""
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
 
@@ -55,16 +55,16 @@ class CorrectionConfig(Section):
     refused_unread: ClassVar = ("low", "high", "normalize")
 
     mode: CorrectionMode = "mask_weight"
-    """Use of the discrepancy D: as a weight on the loss of a token, as a reason to drop a token, or
-    not at all.
+    """Use of the discrepancy D: weight the loss of a token by D, drop tokens whose D is outside
+    limits, or both; `none` ignores D.
     """
     low: Share = 0.5
-    """Only for `mask`, `clamp` and `mask_weight`: lower limit of the discrepancy D. The control
-    decides what happens to tokens below it.
+    """Only for `mask`, `clamp` and `mask_weight`: lower limit of the discrepancy D.
+    `correction.mode` decides what happens to tokens below this limit.
     """
     high: Annotated[float, Range(1)] = 2.0
-    """Not for `none`: upper limit of the discrepancy D. The control decides what happens to tokens
-    above it.
+    """Not for `none`: upper limit of the discrepancy D. `correction.mode` decides what happens to
+    tokens above this limit.
     """
     normalize: bool = False
     """Divide the weights by their mean over the tokens of the batch that the correction kept."""

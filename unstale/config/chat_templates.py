@@ -1,4 +1,4 @@
-"""Chat templates with names, for models that have none."""
+"""Named chat templates, for models without a chat template."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}
 """The templates of the package by the value of `chat_template`."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CONTROL_TOKENS = {"plain": (), "chatml": _CHATML_TOKENS, "python_calls": _CHATML_TOKENS}
-"""Tokens that the vocabulary must have for each of these templates."""
+"""Control tokens that each template needs in the vocabulary."""
 
 
 def read_template(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Check the values of options. The type of an option holds the values that it may have."""
+"""Check the values of options against their types, which define the allowed values."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A rule in an option's type: its value is a number in a range.
+    """A rule in an option's type: the value is a number in a range.
 
     The value must be at least `low`, at most `high`, and greater than `above`.
     """
@@ -62,10 +62,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A rule in an option's type: its value is one of several names, such as those of the routes.
+    """A rule in an option's type: the value is one of several names, such as the route names.
 
-    `table()` returns a mapping. Its keys are the names. The value of a name has the options that
-    are used with it, and are not used with every name.
+    `table()` returns a mapping. The keys are the names. Each name's value lists the options that
+    are used with this name but not with every name.
     """
 
     table: Callable[[], Mapping[str, Collection[str]]]
@@ -76,13 +76,15 @@ class OneOf:
             raise ConfigError(f"{name} cannot be {value!r}{value_hint(name, value, list(known))}")
 
     def readers(self, option: str) -> list[str]:
-        """Return the names with which an option is used. Empty if it is used with all of them."""
+        """Return the names with which an option is used. Empty if the option is used with all
+        names.
+        """
         return [name for name, options in self.table().items() if option in options]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A rule in an option's type: its value is a JSON object as text, or empty."""
+    """A rule in an option's type: the value is a JSON object as text, or empty."""
 
     def convert(self, value: Any) -> Any:
         """Return the text of an object that a program or a TOML file gives as a table."""
@@ -154,7 +156,7 @@ class _OptionNames(type):
 
 
 def unknown_option(name: str) -> str:
-    """Return an error message about an option that does not exist, with what it may stand for."""
+    """Return an error message about an option that does not exist, with similar options."""
     # an import at the top of the file would be circular
     text: str = import_module("unstale.config.options").unknown_option(name)
     return text
@@ -169,21 +171,21 @@ class Section(metaclass=_OptionNames):
     """
 
     abstract: ClassVar[bool] = True
-    """True in a class that is not a section itself, but a base of such classes."""
+    """True in a base class of sections that is not a section itself."""
     selector: ClassVar[str] = ""
     """The option that decides which other options of the section are used, such as `route` in
-    `old_logps`. Empty if there is none.
+    `old_logps`. Empty if no option decides this.
     """
     read_by: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """The values of the selector with which an option is used, by option. With other values it must
-    keep its default. Options that are always used are left out.
+    """For each option, the values of the selector with which the option is used. With other values,
+    the option must keep its default. Options that are always used are left out.
     """
     refused_unread: ClassVar[Sequence[str]] = ()
     """Options that must keep their defaults where `applies` is false, besides those in `read_by`.
     """
     read_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """For an option whose use another option than the selector decides: that option, and the value
-    with which it is used, such as `= true`.
+    """For an option whose use depends on another option than the selector: that other option and
+    its value, such as `= true`.
     """
 
     def __post_init__(self) -> None:
@@ -199,11 +201,11 @@ class Section(metaclass=_OptionNames):
     def check_combination(self) -> None:
         """Raise `ConfigError` if options have values that are not allowed together.
 
-        Sections override it.
+        Sections override this method.
         """
 
     def _refuse_unread(self) -> None:
-        """Raise `ConfigError` if an option that must be used is set but not used."""
+        """Raise `ConfigError` if an option has a value although the run does not use the option."""
         defaults = self.defaults()
         for name in self.unread(self._values()):
             value = getattr(self, name)
@@ -228,9 +230,10 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Return the options in `values` that are refused unless they have their defaults.
+        """Return the options in `values` that must keep their defaults because they are not used.
 
-        `values` maps options of the section to values. All others have their defaults.
+        `values` maps options of the section to values. Options that are not in `values` have their
+        defaults.
         """
         names = [name for name in (*cls.read_by, *cls.refused_unread) if name in values]
         if not names:
@@ -253,7 +256,8 @@ class Section(metaclass=_OptionNames):
     def with_options(self, **changes: Any) -> Self:
         """Return a copy of the section in which some options have other values.
 
-        If the changes leave an option unused that must then have its default, it gets it.
+        An option that is no longer used gets its default, if unused options must have their
+        defaults.
         """
         defaults = self.defaults()
         resets = {name: defaults[name] for name in self.unread({**self._values(), **changes})}
@@ -263,7 +267,7 @@ class Section(metaclass=_OptionNames):
     def readers(cls, option: str) -> list[str]:
         """Return the values of the selector with which an option is used.
 
-        Empty if it is always used.
+        Empty if the option is always used.
         """
         if cls.read_by or not cls.selector:
             return list(cls.read_by.get(option, ()))
@@ -336,7 +340,7 @@ def kinds_of(kind: Any) -> tuple[Any, ...]:
 
 
 def converted(value: Any, kind: Any) -> Any:
-    """Return an option's value from the form in which a program or a TOML file may give it.
+    """Convert the value of an option from the form used in Python or a TOML file.
 
     A path may be a text, JSON text a table, and the name of code the code itself.
     """

@@ -8,27 +8,32 @@ from unstale.config.checks import ConfigError, Count, Positive, PositiveInt, Sec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig(Section):
-    """Processes of the run that Ray starts, here or on other machines. See docs/scale-out.md."""
+    """The processes of a run that Ray starts, on this or other machines. See docs/scale-out.md."""
 
     engine_hosts: Count = 0
-    """Machines that sample, each with the engines of `engine.*`; 0 samples on this one."""
+    """Number of machines that sample, each with the engines of `engine.*`; 0 samples on this
+    machine.
+    """
     trainers: Count = 0
-    """Trainer ranks that divide the model, each with one GPU if there are any; 0 trains in the
-    process of the run (docs/trainer-ranks.md).
+    """Number of trainer ranks that share the model, each with one GPU if there are any; 0 trains in
+    the process of the run (docs/trainer-ranks.md).
     """
     context: PositiveInt = 1
-    """Trainer ranks that divide the tokens of each pass, for long episodes; 1 divides none
-    (docs/long-context.md).
+    """Number of trainer ranks over which the tokens of each pass are split (context parallelism),
+    for long episodes; 1 does not split (docs/long-context.md).
     """
     address: str = ""
-    """Ray cluster as `host:port` or `auto`; empty starts a Ray of this machine alone."""
+    """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine alone."""
     patience_s: Positive = 600.0
     """Seconds that the run waits for machines: for any engine host, for the trainer ranks in the
-    cluster at `address`, or for environments. It then stops. A run that had begun can be resumed.
-    For environments it stops only at its start; later, the episodes that waited for them fail.
+    cluster at `address`, or for environments. The run then stops, and can be resumed if it had
+    begun. If machines for environments are missing later, only the episodes that waited for them
+    fail.
     """
     restarts: Count = 10
-    """Times that a run with dead trainer ranks continues from its last checkpoint on new ranks."""
+    """Number of times that a run whose trainer ranks died continues on new ranks from its last
+    checkpoint.
+    """
 
     def check_combination(self) -> None:
         known = re.fullmatch(r"auto|[^\s:/]+:\d+|\[[0-9a-fA-F:]+\]:\d+", self.address)

@@ -1,4 +1,4 @@
-"""Read TOML and JSON files that somebody else may have written."""
+"""Read TOML and JSON files from untrusted sources."""
 
 import json
 import tomllib
@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or the tables of a file whose name ends with .toml.
 
-    Raises `ConfigError` if it cannot be read, is nested too deep, or is no object.
+    Raises `ConfigError` if the file cannot be read, is nested too deeply, or has no object.
     """
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:

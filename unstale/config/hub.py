@@ -17,13 +17,13 @@ from unstale.config.files import read_mapping
 from unstale.config.gguf import converted_folder, gguf_file
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of a file that Git LFS puts in place of one that it has not fetched."""
+"""The first bytes of the placeholder of a file that Git LFS has not fetched."""
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]
 """Patterns of files that are not downloaded, such as the same weights in another format."""
 _TOKENIZER = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
-"""Patterns of files with a vocabulary. A tokenizer has at least one of them."""
+"""Patterns of vocabulary files. A tokenizer has at least one such file."""
 _TOKENIZER_FILES = " ".join(f"--include '*.{kind}'" for kind in ("json", "jinja", "txt", "model"))
 """Options of `hf download` for all files but the weights."""
 _PACKAGE = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def _fetch(repository: str, revision: str | None, *, local_files_only: bool) -> 
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return the folder of a model in the local cache. It may lack files. None if there is none."""
+    """Return the folder of a model in the local cache, which may lack files. None if not cached."""
     try:
         return _fetch(repository, revision, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -161,7 +161,8 @@ def _listed(repository: str, revision: str | None) -> list[str]:
 
 
 def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
-    """Return the files that a model folder lacks: those in `listed`, and those every model needs.
+    """Return the missing files of a model folder: files in `listed`, and files that every model
+    needs.
 
     A file counts as missing if it is a link to nothing, as after an interrupted download.
     """
@@ -188,7 +189,7 @@ def _words(names: list[str]) -> str:
 
 
 def count_weights(folder: Path) -> Counter[str]:
-    """Return how many weights a model folder has of each dtype, such as F32, by the files' headers.
+    """Return the number of weights of each dtype, such as F32, from the headers of a model's files.
 
     Raises ConfigError for a file that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Names of options: former ones, those of other trainers, and which name a wrong one stands for.
+"""Former option names, option names of other trainers, and suggestions for unknown names.
 
 The command line, TOML files and Python use the same tables.
 """
@@ -30,13 +30,13 @@ RENAMED = {
     "trainer.recompute": "trainer.gradient_checkpointing",
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
-"""The present name of each option or section that had another name before."""
+"""The present name of each renamed option or section."""
 
 
 def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an earlier run's `config.json` by their present names.
 
-    `row` has one table per section, and so has the result.
+    `row` and the result have one table per section.
 
     >>> present_names({"policy": "base", "eval": {"every": 5, "tasks": 8}})
     {'model': 'base', 'eval': {'interval': 5, 'tasks': 8}}
@@ -163,7 +163,7 @@ SYNONYMS = {
     "torch_compile": "trainer.compile",
     "n_gpus_per_node": "cluster.trainers",
 }
-"""Names in TRL, verl and prime-rl: the options here, and after a semicolon what differs.
+"""Option names of TRL, verl and prime-rl: our options, and after a semicolon the difference.
 
 A name is found with any prefix, such as `actor_rollout_ref.actor.`. docs/other-trainers.md has more
 about most of them.
@@ -190,7 +190,7 @@ VALUES = {
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
     "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
 }
-"""Values of options in TRL, verl and prime-rl: the value here, and after a semicolon what else."""
+"""Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -204,7 +204,10 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def value_hint(option: str, value: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the value that another trainer calls `value`, or alike.
+    """Return the end of an error message about an unknown value of an option.
+
+    It has our name for what another trainer calls `value`. Otherwise it has the known values of
+    similar spelling, or all known values.
 
     >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
     '; it is action_tokens here'
@@ -221,7 +224,7 @@ def value_hint(option: str, value: str, known: Sequence[str]) -> str:
 def synonyms(name: str, known: Sequence[str]) -> str:
     """Return the end of an error message: the option that another trainer calls `name`.
 
-    It is empty if there is none in `known`, whose names may begin with `--`.
+    Empty if `known`, whose names may begin with `--`, has no such option.
 
     >>> synonyms("actor_rollout_ref.rollout.n", ["schedule.group_size"])
     '; did you mean schedule.group_size?'
@@ -243,10 +246,11 @@ def synonyms(name: str, known: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the known words most like `word`, or all known words.
+    """Return the end of an error message: the known words most similar to `word`, or all known
+    words.
 
-    These are options that `word` names without their section, then words that begin with `word`,
-    then words that are spelled alike.
+    Options that `word` names without their section come first, then words that begin with `word`,
+    then words of similar spelling.
 
     >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
     '; did you mean snapshot_old?'
@@ -258,7 +262,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def nearest_option(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the options most like `name`, if there are any.
+    """Return the end of an error message: the options most similar to `name`, if any are similar.
 
     An option is compared as a whole and without its section.
 

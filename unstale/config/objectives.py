@@ -54,7 +54,9 @@ class Bounds:
     low: float = 0.0
     high: float = math.inf
     effect: str = "has no gradient"
-    """The end of a sentence on a token outside, which begins with "A token with D below 0.5"."""
+    """The end of a sentence about a token outside the bounds, which begins with "A token with D
+    below 0.5".
+    """
     below: str = ""
     """The advantage that a token below must have, such as "negative"."""
     above: str = ""
@@ -77,7 +79,7 @@ class Bounds:
     def excludes(self, log_d: float | None, log_s: float | None) -> bool | None:
         """Return True if a token lies outside.
 
-        None if one of its values is not known, or if the bounds are on an aggregate of several
+        None if the token's D or S is not known, or if the bounds are on an aggregate of several
         tokens.
         """
         values = [each for name, each in (("d", log_d), ("s", log_s)) if name in self.on]
@@ -87,7 +89,7 @@ class Bounds:
         return not self.low <= exp(sum(known)) <= self.high
 
     def row(self) -> dict[str, Any]:
-        """Return what an answer has of the bounds. A side without a bound is None."""
+        """Return the bounds as a JSON object for the dashboard. A side without a bound is None."""
         return {
             "name": self.name,
             "low": self.low if self.low > 0 else None,
@@ -127,8 +129,8 @@ class ObjectiveConfig(VariantSection):
     1.
     """
     ratio_cap: NonNegative = 0.0
-    """Limit of the whole importance ratio pi / mu, by which a token's loss is weighted; 0 sets no
-    limit.
+    """Upper limit of the whole importance ratio pi / mu (D times S), by which a token's loss is
+    weighted; 0 sets no limit.
     """
     unit: Unit = "token"
     """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment of one
@@ -139,8 +141,8 @@ class ObjectiveConfig(VariantSection):
     `max` the ratio farthest from 1.
     """
     loss_aggregation: LossAggregation = "action_tokens"
-    """The number by which the loss of a batch is divided. `action_tokens` counts the tokens that
-    the policy sampled, dropped ones included.
+    """Divisor of a batch's loss. `action_tokens` is the number of tokens that the policy sampled,
+    including those that the correction dropped.
     """
     constant: Annotated[float, Range(1)] = 1000.0
     """Only for `loss_aggregation = "constant"`: tokens per sequence in the divisor (Dr. GRPO)."""

@@ -47,7 +47,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that the option allows. Empty if it is not limited to fixed words."""
+        """The fixed words that the option allows. Empty if other values are allowed, too."""
         if get_origin(self.kind) is Literal:
             return get_args(self.kind)
         rules = getattr(self.kind, "__metadata__", ())
@@ -69,7 +69,9 @@ class Option:
         return getattr(section_of(config, self.section), self.field, None)
 
     def is_in(self, config: RunConfig) -> bool:
-        """Return True if the configuration has the option. Another route or task may lack it."""
+        """Return True if the configuration has the option. Options depend on the chosen route and
+        task.
+        """
         return hasattr(section_of(config, self.section), self.field)
 
     def parse(self, text: str) -> Any:
@@ -123,7 +125,7 @@ def sections() -> dict[str, Any]:
 
 
 def section_of(config: RunConfig, name: str) -> Any:
-    """Return a section of a configuration. None if it is of a technique that is not chosen."""
+    """Return a section of a configuration. None for a technique that is not chosen."""
     if name in techniques():
         return config.technique_options.get(name)
     return getattr(config, name) if name else config
@@ -239,7 +241,7 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def unknown_option(name: str) -> str:
-    """Return an error message about an option that does not exist, with what it may stand for.
+    """Return an error message about an option that does not exist, with similar options.
 
     >>> unknown_option("schedule.window")
     'schedule.window is now schedule.lookahead_window'
@@ -256,7 +258,7 @@ def unknown_option(name: str) -> str:
 
 
 def option_hint(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the options that `name` may stand for, if there are any.
+    """Return the end of an error message: the options similar to `name`, if any are similar.
 
     The names in `known` may begin with `--`. Options of techniques are named only if no option of
     every run is like `name`.
@@ -271,8 +273,8 @@ def option_hint(name: str, known: Sequence[str]) -> str:
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a recipe's configuration with changes.
 
-    `changes` has options of the run by name, and for a section its object, which replaces it, or a
-    table of some of its options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
+    `changes` has options of the run by name. For a section it has a section object, or a table of
+    some of the section's options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
     `ConfigError` for an unknown option, or a value of another type.
     """
     whole = {
@@ -306,7 +308,7 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
 
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's `config.json` without values of those that were not used.
+    """Return the options of a run's `config.json`, with unused options removed.
 
     A run stores every option of its sections, and earlier versions stored those of all objectives.
     """
@@ -324,7 +326,7 @@ def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by full name, with other values for some.
 
-    An option is left out if a change leaves it unused. So an arm of a comparison may select a
+    An option that a change makes unused is left out. So an arm of a comparison may select a
     correction that does not use all options of the other arms.
 
     >>> merged({"correction.low": 0.9, "max_steps": 2}, {"correction.mode": "none"})

@@ -1,4 +1,4 @@
-"""Find what can be added to a run: modules of this package, entry points of other distributions.
+"""Find the plugins of a run: modules of this package and entry points of other distributions.
 
 Each kind of thing has a group of entry points. The name of an entry point is the name of the thing,
 so names are known before anything is imported.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Plugins:
-    """The things of one kind that other distributions add."""
+    """The plugins of one kind that other distributions add."""
 
     group: str
     """The group of entry points, such as `unstale.routes`."""
@@ -46,7 +46,7 @@ class Plugins:
     """
 
     def load(self, name: str) -> Any:
-        """Return the thing that another distribution adds under a name. None if none adds it.
+        """Return the plugin with this name. None if no other distribution adds such a plugin.
 
         Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
         add the name.
@@ -73,7 +73,7 @@ class Plugins:
         return isinstance(thing, self.kind) and getattr(thing, "name", name) == name
 
     def load_all(self, own: Collection[str] = ()) -> dict[str, Any]:
-        """Return the things that can be used, by name. Print a warning about each other one, once.
+        """Return the usable plugins by name. Print a warning, once, about each unusable plugin.
 
         `own` are names in this package, which no other distribution can replace.
         """
@@ -128,7 +128,7 @@ def modules(package: str) -> dict[str, str]:
 
 
 def missing_annexes() -> str:
-    """Return the end of an error about an unknown name: which annexes are not installed.
+    """Return the end of an error message about an unknown name: the annexes that are not installed.
 
     Empty if all are installed.
     """
@@ -142,7 +142,7 @@ def _folder(package: str) -> Path:
 
 
 def declared(package: str, attribute: str) -> Iterator[Any]:
-    """Import the modules that `modules` finds. Yield what they have in `attribute`."""
+    """Import the modules that `modules` finds. Yield the value of `attribute` of each."""
     for name in modules(package).values():
         module = import_module(name)
         if hasattr(module, attribute):

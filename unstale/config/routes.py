@@ -38,8 +38,8 @@ class Needs:
     """
     snapshots: bool = False
     """True if the route keeps past versions of the weights, as differences between versions. A
-    batch without tokens of the newest version may then be scored before `published` is called for
-    that version, unless `trained_weights` is set.
+    batch without tokens of the newest version may then be scored before `on_published` is called
+    for that version, unless `trained_weights` is set.
     """
     resident_models: int = 0
     """Number of additional models that the route holds in memory."""
@@ -49,11 +49,11 @@ class Needs:
     averages: int = 0
     """Number of moving averages of the weights that the route holds, each a float32 copy."""
     closing: bool = False
-    """True if generation must be paused and `closing` called before the weights of a version
+    """True if generation must be paused and `before_update` called before the weights of a version
     change.
     """
     idle: bool = False
-    """True if the method `idle` must be called while the trainer waits for episodes."""
+    """True if `score_while_idle` must be called while the trainer waits for episodes."""
     whole_batch: bool = False
     """True if `logps` must be called with the whole batch, not with some groups of it."""
     own_process: bool = False
@@ -111,9 +111,8 @@ class OldLogpsConfig(VariantSection):
     group: ClassVar[str] = "unstale.routes"
 
     route: Annotated[str, OneOf(lambda: OldLogpsConfig.own_options())] = "snapshot_old"
-    """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
-    `old_logit_model`, `interrupt_sync`, and `eager` with the fallback `snapshot_old` (the default)
-    or `interrupt_sync`.
+    """Method by which old log-probabilities are computed. Exact are `snapshot_old` (the default),
+    `old_logit_model`, `interrupt_sync`, and `eager` unless its fallback is `ewma_prox`.
     """
     baseline: bool = False
     """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""

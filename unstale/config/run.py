@@ -65,7 +65,7 @@ class RunConfig(Section):
     model_gguf: str = ""
     """Name of a GGUF file in the folder `model`, which is converted once (docs/models.md)."""
     model_download: bool = False
-    """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
+    """Download files of the policy that the local cache lacks from the Hugging Face hub."""
     chat_template: str = ""
     """Chat template instead of the policy's own: `plain`, `chatml`, `python_calls` or a Jinja file,
     whose text is recorded. It is saved with the trained policy (docs/models.md).
@@ -73,8 +73,8 @@ class RunConfig(Section):
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
     tools_in_prompt: bool = False
-    """Describe the tools in the prompt if the chat template does not render them. Without it, such
-    a policy is never told its tools.
+    """Describe the tools in the prompt if the chat template does not render tools. Otherwise the
+    policy would not see its tools.
     """
     allow_weak_sandbox: bool = False
     """Allow programs of a model to run as root without the sandbox bubblewrap; they can then write
@@ -91,7 +91,7 @@ class RunConfig(Section):
     max_steps: PositiveInt = 80
     """Number of batches to train on."""
     minutes: NonNegative = 0.0
-    """Stop after this many minutes if `max_steps` is not reached before; 0 sets no limit."""
+    """Stop after this many minutes, even before `max_steps`; 0 sets no limit."""
     trackers: Annotated[str, NameObject(name_trackers, OR_SINK)] = ""
     """Experiment trackers that receive metrics and texts, such as `wandb,tensorboard`
     (docs/trackers.md). In Python also a `Sink`, a function that opens one, or a list.
@@ -105,8 +105,8 @@ class RunConfig(Section):
     techniques` lists them (docs/techniques.md).
     """
     deterministic: bool = False
-    """Make two runs of the same configuration bitwise equal. It uses a virtual clock and one
-    thread, and the engine waits for the trainer.
+    """Make two runs of the same configuration bitwise equal, with a virtual clock and one thread.
+    The engine waits for the trainer.
     """
     task: TaskConfig = field(default_factory=make_task)
     sft: SftConfig = field(default_factory=SftConfig)

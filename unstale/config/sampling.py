@@ -84,8 +84,8 @@ class EngineConfig(Section):
     """URLs of running servers on this host, separated by spaces. Empty lets `vllm` start a server.
     """
     args: str = ""
-    """More command-line flags for the vLLM server that the run starts. An engine of another package
-    receives them, too.
+    """More command-line flags for the vLLM server that the run starts, or for an engine of another
+    package.
     """
     gpu_memory_utilization: Share = 0.0
     """Share of GPU memory for the vLLM server that the run starts; 0 computes it from the model
@@ -94,23 +94,24 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of generation. `auto` picks the faster one on this machine."""
     transfer: Transfer = "auto"
-    """The way of new weights to the engines. `file`: through main memory, to vLLM servers as a file
+    """Path of new weights to the engines. `file`: through main memory, to vLLM servers as a file
     there. `nccl`: to vLLM servers, from the trainer's GPU to other GPUs of this machine. `auto`:
-    the embedded engine reads them on the trainer's GPU, if there is one; otherwise like `file`.
+    the embedded engine reads the weights on the trainer's GPU, if there is one; otherwise like
+    `file`.
     """
     quantise: Quantise = "none"
-    """Number format to which the engine rounds weights and activations: all with `embedded`, `fp8`
-    with `vllm`. See docs/quantisation.md.
+    """Number format to which the engine rounds weights and activations. `embedded` has all formats,
+    `vllm` only `fp8`. See docs/quantisation.md.
     """
     bitwise: bool = False
-    """Compute the same log-probabilities as the trainer, bit for bit, and stop the run if one
-    differs: D is then exactly 1. For dense models on CPUs (docs/engines.md).
+    """Compute the same log-probabilities as the trainer, bit for bit, so that D is exactly 1. The
+    run stops if one differs. For dense models on CPUs (docs/engines.md).
     """
     threads: PositiveInt = 1
     """CPU threads of each engine process."""
     processes: PositiveInt = 1
     """Number of embedded engine processes. For a small model, more processes are faster than more
-    threads. On GPUs, each process computes on one of its own if there are enough.
+    threads. Each process has a GPU of its own if there are enough GPUs.
     """
     max_running: PositiveInt = 128
     """Largest number of replies generated at the same time, by all embedded processes together
@@ -120,10 +121,10 @@ class EngineConfig(Section):
     max_context: Annotated[int, Range(16)] = 1024
     """Largest number of tokens in an episode, with prompts and replies."""
     temperature: Positive = 1.0
-    """Sampling temperature. The trainer divides its logits by it too."""
+    """Sampling temperature. The trainer divides its logits by the same temperature."""
     top_p: float = 1.0
-    """Must be 1. With less, exact log-probabilities would need the set of allowed tokens at each
-    position.
+    """Nucleus sampling. Must be 1: below 1, exact log-probabilities would need the set of allowed
+    tokens at each position.
     """
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
@@ -137,15 +138,14 @@ class EngineConfig(Section):
     """
     prefill_engines: Count = 0
     """Number of engines (processes, servers or engine hosts) for requests with much new context and
-    a short reply. They are the first ones; the others decode. 0 makes no groups.
+    a short reply. These are the first engines; the others decode. 0 makes no such groups.
     """
     prefill_ratio: Positive = 8.0
-    """With `prefill_engines`: a request goes to these if its context tokens that no decode engine
-    has cached are more than this many times the tokens of its expected reply.
+    """With `prefill_engines`: ratio of context tokens that no decode engine has cached to expected
+    reply tokens, above which a request goes to a prefill engine.
     """
     restarts: Count = 2
-    """How often a crashed engine is restarted before the run stops. Interrupted replies continue.
-    """
+    """Number of restarts of a crashed engine before the run stops. Interrupted replies continue."""
 
     @property
     def num_engines(self) -> int:
@@ -225,11 +225,12 @@ class RolloutConfig(Section):
     timeout_s: Positive = 60.0
     """Seconds in which an environment must answer each call."""
     retries: Count = 1
-    """How often a failed episode is started again, with the same seed."""
+    """Number of times that a failed episode is started again, with the same seed."""
     max_failed_share: Share = 0.2
-    """Stop the run if a larger share of episodes failed, in the last 100 groups or in as many as
-    ran together if that is more. Checked from the 20th group on. The groups are those that began
-    first, as many as have ended. Of these, groups that still run count as without failures.
+    """Stop the run if a larger share of episodes failed in the last 100 groups, or in as many
+    groups as run concurrently if that is more. Checked from the 20th group on. The share is over
+    the first n started groups, where n groups have ended. Groups among these that still run count
+    as without failures.
     """
 
 
@@ -245,8 +246,8 @@ class EndpointConfig(Section):
     of refusing them.
     """
     format_retries: Count = 2
-    """With `lenient`: how often a reply is sampled again if it lacks the requested
-    `response_format`.
+    """With `lenient`: number of times that a reply without the requested `response_format` is
+    sampled again.
     """
 
     def applies(self, option: str) -> bool:
@@ -255,14 +256,14 @@ class EndpointConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionConfig(Section):
-    """The training tasks that come again, from which a technique may choose."""
+    """The pool of training tasks that are used repeatedly, from which a technique may choose."""
 
     refused_unread: ClassVar = ("candidates",)
     read_with: ClassVar = {"candidates": ("pool", "> 0")}
 
     pool: Count = 0
-    """Number of training tasks in the pool. They come again and again, each time with other random
-    numbers; 0 takes every task of the task set in its order.
+    """Number of training tasks in the pool, which are used repeatedly with different random
+    numbers; 0 uses the tasks in the order of the task set.
     """
     candidates: PositiveInt = 256
     """Only with `pool` above 0: number of tasks of the pool, drawn at random, from which a
@@ -278,8 +279,9 @@ class ScheduleConfig(Section):
     """The size of a batch, and how stale its tokens may be. See docs/staleness.md."""
 
     max_staleness: Count = 2
-    """Largest number of versions between the weights that sampled a token and those that train on
-    it. 0 trains synchronously. A `lookahead_window` above 1 adds to it (docs/staleness.md).
+    """Largest number of versions between the weights that sampled a token and the weights that
+    train on it. 0 trains synchronously. A `lookahead_window` above 1 increases the bound
+    (docs/staleness.md).
     """
     groups_per_step: PositiveInt = 16
     """Number of tasks in a batch."""
@@ -290,8 +292,8 @@ class ScheduleConfig(Section):
     strict order.
     """
     adaptive_window: bool = False
-    """Take a finished group out of turn whenever all older ones can still be trained on within
-    `max_staleness`. It replaces `lookahead_window`, which must be 1.
+    """Take a finished group out of turn whenever all older groups can still be trained on within
+    `max_staleness`. Replaces `lookahead_window`, which must then be 1.
     """
 
     def check_combination(self) -> None:

@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from unstale.config.run import RunConfig
 
 STARTS = "starts"
-"""Folder beside the run folders with the policies of supervised starts."""
+"""Name of the folder, next to the run folders, with the policies of supervised starts."""
 
 
 def start_folder(config: "RunConfig") -> Path:
     """Return the folder of the supervised start of a run, which may not exist yet.
 
-    Runs whose starts are equal share it: the same policy, demonstrations, template and seed.
+    Runs with the same policy, demonstrations, template and seed share this folder.
     """
     text = json.dumps(start_options(config), sort_keys=True, default=str)
     return config.runs / STARTS / sha256(text.encode()).hexdigest()[:12]
 
 
 def start_options(config: "RunConfig") -> dict[str, Any]:
-    """Return all that a supervised start depends on."""
+    """Return all options on which a supervised start depends."""
     weights = sorted(config.pretrained_folder.glob("*.safetensors"))
     return {
         "model": config.model,

@@ -31,7 +31,7 @@ ISOLATION = {
     "process": ("workers", "worker_memory_gb"),
     "ray": ("workers", "worker_memory_gb"),
 }
-"""The values of `task.isolate`, each with the options that only it uses."""
+"""The values of `task.isolate`, each with the options that no other value uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,17 @@ class TaskConfig(Section):
     workers: PositiveInt = 2
     """Number of worker processes for environments. Each runs many episodes at once."""
     worker_memory_gb: Positive = 4.0
-    """Memory of a worker process in GB. A worker that uses more is replaced; one that uses twice as
-    much is ended.
+    """Memory limit of a worker process in GB. Above it, the worker gets no new episodes and is
+    replaced after its last one. Above twice the limit, it is killed and its episodes are retried.
     """
 
     def check_combination(self) -> None:
         expected = task_class(self.env)
         if type(self) is not expected:
-            raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")
+            raise ConfigError(
+                f"task.env {self.env!r} needs its options as a {expected.__name__}, "
+                f"got a {type(self).__name__}. Use {expected.__name__}(...)"
+            )
 
     @property
     def largest_reward(self) -> float | None:
@@ -144,7 +147,7 @@ def task_class(env: str) -> type[TaskConfig]:
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
     """Return the options of an environment, with new values for some.
 
-    Raises `ConfigError` if an option is set that only another environment has.
+    Raises `ConfigError` for an option that only another environment has.
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}

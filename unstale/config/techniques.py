@@ -39,7 +39,7 @@ Slot = Literal[
 
 sampler: which task comes next.
 allocator: how many episodes a task gets.
-source: groups that join a batch beside the fresh ones.
+source: stored groups that a batch has besides fresh ones.
 limiter: how long an episode may be, and how long it runs at a time.
 reward: the reward of an episode.
 filter: which episodes of a group are trained on.
@@ -49,12 +49,12 @@ shaper: the advantage of each token.
 ratio: the importance ratio of each token.
 objective: the loss of each token.
 controller: the size of an optimizer step.
-diagnostic: nothing; it adds figures to the metrics.
+diagnostic: nothing; the technique adds metrics.
 """
 EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
 )
-"""Slots that hold one technique at most. The techniques of the others act in the order written."""
+"""Slots for at most one technique. Several techniques of another slot act in the order written."""
 ON_BATCH: frozenset[Slot] = frozenset(
     {"reward", "filter", "estimator", "recredit", "shaper", "source"}
 )
@@ -81,8 +81,8 @@ class Entry:
     """The declaration of a technique."""
 
     name: str
-    """The name in the option `techniques`. The file or entry point, and the options' section, have
-    it, too.
+    """The name in the option `techniques`, which is also the name of the file or entry point, and
+    of the section of options.
     """
     slot: Slot
     rows: tuple[int, ...] = ()
@@ -94,11 +94,11 @@ class Entry:
     describe: Callable[[Any], str]
     """A function that returns the linter's sentence about the technique with some options."""
     use: str
-    """When to use it: one or two sentences."""
+    """When to use the technique: one or two sentences."""
     measured: str
-    """Its effect measured here, in Markdown, also where there is none."""
+    """The technique's measured effect, in Markdown, even if no effect was found."""
     exactness: str
-    """What it does to the gradient's expectation, and to D and S: one or two sentences."""
+    """The technique's effect on the expected gradient, and on D and S: one or two sentences."""
     requires: frozenset[Need] = frozenset()
     fixed: Mapping[str, str] = field(default_factory=dict)
     """Options that cannot change when a run is resumed, each with the reason."""
@@ -108,12 +108,15 @@ class Entry:
     that the rest of the batch may be missing (`trainer.stream`). Read of `ON_BATCH` slots only.
     """
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
-    """Raises `ConfigError` if the technique with some options does not fit a configuration."""
+    """A function that raises `ConfigError` if the technique, with some options, cannot be used with
+    a configuration.
+    """
     complete: Callable[[Any, "RunConfig"], Any] = lambda options, config: options
-    """Returns the options with those filled in whose default depends on the run."""
+    """A function that fills in options whose default depends on the run, and returns all options.
+    """
     needs_repeats: Callable[[Any], str] = lambda options: ""
-    """Returns the option by which the technique needs tasks that come again within a run, in a pool
-    or in a list that repeats. Empty if it does not.
+    """A function that returns the option that makes the technique need repeated tasks (a pool, or a
+    list that repeats). Empty if the technique does not need them.
     """
 
     @property
@@ -175,7 +178,7 @@ def chosen(names: str) -> tuple[Entry, ...]:
 
 
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
-    """Return the options of the chosen techniques by name. Those that are not given get defaults.
+    """Return the options of the chosen techniques by name, with defaults for missing options.
 
     Raises `ConfigError` if the options of another technique are given.
     """
@@ -191,7 +194,7 @@ def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Sect
 
 
 def check_needs(config: "RunConfig") -> None:
-    """Raise `ConfigError` if a chosen technique needs what the run does not have."""
+    """Raise `ConfigError` if the run does not meet a need of a chosen technique."""
     size = config.schedule.group_size
     for entry in chosen(config.techniques):
         entry.check(config.technique_options[entry.name], config)
@@ -243,7 +246,7 @@ def require_sequences(config: "RunConfig", size: int, option: str) -> None:
 def require_value(
     technique: str, option: str, value: object, allowed: Sequence[str], reason: str
 ) -> None:
-    """Raise `ConfigError` if the value of an option is none of those that a technique allows."""
+    """Raise `ConfigError` if a technique does not allow the value of an option."""
     if value not in allowed:
         *others, last = allowed
         words = f"{', '.join(others)} or {last}" if others else last

@@ -23,8 +23,8 @@ class TrainerConfig(Section):
     dtype: Dtype = "float32"
     """Precision of the forward pass. The weights that the optimizer updates are always float32."""
     rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
-    """Rounding of the optimizer's float32 weights into those of a bfloat16 or float16 forward pass:
-    to the nearest number, at random after every step, or at one random threshold per weight for the
+    """Rounding of the optimizer's float32 weights to bfloat16 or float16 for the forward pass: to
+    the nearest number, at random after every step, or at one random threshold per weight for the
     whole run. See docs/rounding.md.
     """
     optimizer: str = "AdamW"
@@ -34,18 +34,18 @@ class TrainerConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate over the run's steps."""
     warmup_steps: Count = 0
-    """Optimizer steps over which the learning rate rises in equal parts: the first step has
-    lr / warmup_steps, the last of them lr.
+    """Optimizer steps over which the learning rate rises linearly: lr / warmup_steps at the first
+    step, lr at step warmup_steps.
     """
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, for optimizers that have this option."""
     grad_clip: Positive = 1.0
-    """Largest norm of the gradient. A gradient with a larger norm is scaled down to it."""
+    """Largest norm of the gradient. A gradient with a larger norm is scaled down to this norm."""
     minibatches_per_batch: PositiveInt = 1
     """Optimizer steps per batch. Each step uses an equal share of the batch's sequences."""
     stream: bool = False
-    """Compute the gradient of each group as soon as it has ended, while the rest of the batch is
-    still being generated. The step is the same. See docs/asynchrony.md.
+    """Compute the gradient of each group as soon as its episodes have ended, while the rest of the
+    batch is still being generated. The optimizer step is the same. See docs/asynchrony.md.
     """
     lora_rank: Count = 0
     """Rank of LoRA adapters, which are trained instead of all weights; 0 trains all weights. See
@@ -54,30 +54,29 @@ class TrainerConfig(Section):
     lora_alpha: Positive = 32.0
     """Scale of the LoRA adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_targets: str = "all-linear"
-    """Layers that get a LoRA adapter: `all-linear` (without the output head), or ends of module
-    names.
+    """Layers that get a LoRA adapter: `all-linear` (without the output head), or endings of module
+    names, such as `q_proj`.
     """
     max_tokens_per_microbatch: PositiveInt = 4096
     """Largest number of tokens in one forward and backward pass."""
     share_prompts: bool = True
-    """Compute a prefix that several sequences share only once per pass. The gradient is the same.
-    """
+    """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass. This needs less memory and more time."""
+    """Compute activations again in the backward pass, which saves memory and takes more time."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.
     """
     routing_replay: bool = False
-    """For an MoE policy: use in training the experts that the engine chose for each token. See
+    """For an MoE policy: train each token with the experts that the engine chose for it. See
     docs/moe.md.
     """
     quantise: Quantise = "none"
-    """Number format to which the trainer's passes round weights and activations: that of
+    """Number format to which the trainer's passes round weights and activations: the format of
     engine.quantise, or none.
     """
     threads: Count = 0
-    """CPU threads of the trainer; 0 takes the cores that the other processes leave. See
+    """CPU threads of the trainer; 0 uses the cores that other processes of the run do not use. See
     docs/engines.md.
     """
 
@@ -112,11 +111,11 @@ class SftConfig(Section):
     steps: Count = 0
     """Optimizer steps on demonstrations before the run; 0 makes no supervised start."""
     env: str = ""
-    """Task set of the demonstrations, with the other options of `task`. Empty takes `task.env`. It
-    must have demonstrations, as `reasoning-gym:NAME` with a tool has.
+    """Task set of the demonstrations, with the other options of `task`. Empty uses `task.env`. The
+    task set must have demonstrations, as `reasoning-gym:NAME` with a tool has.
     """
     demonstrations: PositiveInt = 64
-    """Number of training tasks of which a demonstration is made."""
+    """Number of training tasks to demonstrate."""
     batch: PositiveInt = 8
     """Demonstrations in an optimizer step."""
     lr: Positive = 3e-5
@@ -142,8 +141,8 @@ class JournalConfig(Section):
     """The journal, which records every training episode. See docs/journal.md."""
 
     token_share: Share = 1.0
-    """Share of groups of which the journal keeps the values of every trained token, such as its
-    log-probabilities; 0 keeps none.
+    """Share of groups for which the journal keeps the log-probabilities, weight and advantage of
+    every trained token; 0 keeps none.
     """
 
 
@@ -152,11 +151,11 @@ class CheckpointConfig(Section):
     """The checkpoints (saved states) from which a killed run resumes. See docs/durability.md."""
 
     interval: PositiveInt = 5
-    """Steps between checkpoints. There is also one before the first step and one after the last."""
-    minutes: NonNegative = 0.0
-    """Also write a checkpoint when this many minutes have passed since the last one; 0 counts only
-    steps.
+    """Steps between checkpoints. Checkpoints are also written before the first step and after the
+    last.
     """
+    minutes: NonNegative = 0.0
+    """Also write a checkpoint this many minutes after the last one; 0 sets no time."""
     keep: Annotated[int, Range(2)] = 2
     """Number of checkpoints to keep: at least 2, because tokens of an older version may arrive
     while the newest is written. The one being written is not counted.

@@ -23,7 +23,9 @@ from unstale.config.plugins import Plugins, added_names, modules
 
 
 class VariantSection(Section):
-    """A section whose selector chooses a subclass. Called itself, it returns the chosen one's."""
+    """A section whose selector chooses a subclass. Its constructor returns an instance of this
+    subclass.
+    """
 
     abstract: ClassVar[bool] = True
 
@@ -102,7 +104,7 @@ class VariantSection(Section):
         }
 
     def with_options(self, **changes: Any) -> Any:
-        """Return these settings with other values. The variant may change, too.
+        """Return a copy of this section with other values. The variant may change, too.
 
         An option that the new variant lacks is dropped if it has its default, or if it is not in
         `changes` and `unread` names it. Otherwise a `ConfigError` is raised.

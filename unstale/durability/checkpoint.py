@@ -130,7 +130,7 @@ class Checkpoints:
     def write(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, verify it on disk and return its name. Older checkpoints are kept.
 
-        Raises `CheckpointError` if it cannot be written. What was written of it is then removed.
+        Raises `CheckpointError` if the checkpoint cannot be written. An incomplete one is removed.
         """
         name = f"step{checkpoint.progress.step:06d}-version{checkpoint.version:06d}"
         final = self._folder / name
@@ -155,9 +155,10 @@ class Checkpoints:
 
     @contextmanager
     def _remove_after_error(self, partial: Path) -> Iterator[None]:
-        """Return a context that removes a folder if a `CheckpointError` leaves it.
+        """Return a context that removes a folder if its body raises `CheckpointError`.
 
-        The disk may be full, and the run still writes its last rows. Only the first rank removes.
+        The disk may be full, and the run still has to write its last rows. Only the first rank
+        removes the folder.
         """
         try:
             yield
@@ -168,9 +169,9 @@ class Checkpoints:
 
     @contextmanager
     def _first_rank(self) -> Iterator[bool]:
-        """Return a context in which the first rank works while the others wait for it.
+        """Return a context in which the first rank works while the other ranks wait.
 
-        It yields True on the first rank.
+        The context's value is True on the first rank.
         """
         with self._peers.fail_together((OSError,)):
             yield self._peers.rank == 0
@@ -335,7 +336,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> dict[int, str]:
-        """Names of the checkpoints by step, oldest first. Of several of one step, the newest."""
+        """Names of the checkpoints by step, oldest first. If a step has several, the newest."""
         return {int(name.removeprefix("step").partition("-")[0]): name for name in self.names}
 
     @property
@@ -355,8 +356,8 @@ def _advance(
 ) -> dict[str, Tensor]:
     """Apply a difference to the weights of version `current`. Return the new weights.
 
-    It is one delta, or a delta of each rank's parts. A delta with base -1 holds all weights, as
-    their difference from zeros.
+    The difference is one delta, or one delta for each rank's shards. A delta with base -1 has all
+    weights, as the difference from zeros.
     """
     if len({(delta.base, delta.version) for delta in deltas}) != 1:
         raise ValueError(f"its {len(deltas)} parts are not of one version")
@@ -381,7 +382,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> str:
-    """Remove a folder, or as many of its files as possible. Return the cause if it still exists."""
+    """Remove a folder, or as many of its files as possible. Return the cause of a failure."""
     try:
         shutil.rmtree(path)
     except OSError as error:

@@ -1,9 +1,9 @@
 """Write, flush, read and verify the files of one checkpoint. `checkpoint` has their layout.
 
 The formats are JSON and safetensors, not pickle, so reading a file never executes code. Tensors
-that follow from the trainer's weights are not written again. The weights of a forward pass are the
-trainer's weights in another precision, and copies of them are written as differences. Files are
-written and read in parts, so no second copy of the model is needed in memory.
+that can be computed from the trainer's weights are not written again. The weights of a forward pass
+are the trainer's weights in another precision, and copies of them are written as differences. Files
+are written and read in parts, so no second copy of the model is needed in memory.
 """
 
 import json
@@ -52,8 +52,8 @@ precision.
 
 MIN_FILE_BYTES = 8 << 20
 MAX_FILES = 64
-"""The trainer's state is written in about this many files at most, one after the other. Writing a
-file takes memory for two copies of it.
+"""Approximate largest number of files with the trainer's state, which are written one after the
+other. Writing a file takes memory for two copies of the file.
 """
 _READ_BYTES = 1 << 20
 _SHORTAGES = (
@@ -81,10 +81,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The full state of a run at one moment, except its episodes, which the journal has.
+    """The full state of a run at one moment, except the episodes, which are in the journal.
 
-    It holds the components' own tensors, or copies of the trainer's. It must be written before the
-    next optimizer step.
+    The state has the components' own tensors, or copies of the trainer's tensors. It must be
+    written before the next optimizer step.
     """
 
     progress: Progress
@@ -106,7 +106,7 @@ class Difference:
 
 
 def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return a state in which copies of `weights` are replaced by their differences from these.
+    """Return a state in which copies of `weights` are replaced by differences from `weights`.
 
     A tensor is a copy if it has the name, shape and dtype of a weight. A tensor that will change,
     such as the full copy of the version store, is captured this way without another copy.
@@ -137,7 +137,7 @@ def copied(state: Any) -> Any:
 def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write all files of a checkpoint into an existing folder, flush them and read them back.
 
-    Raises `CheckpointError` if what is read differs from what was written.
+    Raises `CheckpointError` if the files read back differ from the state.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -166,7 +166,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def state_file(rank: int) -> str:
-    """Return the name of the file with those tensors of a rank that are not the trainer's."""
+    """Return the name of the file with a rank's tensors other than the trainer's."""
     return f"{STATE.removesuffix('.safetensors')}-{rank:05d}.safetensors" if rank else STATE
 
 
@@ -244,11 +244,9 @@ def verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON values.
+    """Return a state as JSON values. Tuples become lists.
 
-    Its tensors are added to `tensors`, by their path in the state.
-
-    Tuples become lists.
+    The state's tensors are added to `tensors`, by their path in the state.
     """
     match value:
         case None | bool() | int() | str():
@@ -310,9 +308,8 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Ten
 def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
     """Turn errors of a file's content into a `CheckpointError` that names the file.
 
-    An existing file that cannot be read stays an OSError, because its content may be undamaged.
-    For the same reason, an error of the connection to another rank is not changed, nor one that
-    says that memory or file descriptors ran out.
+    Three kinds of errors are not changed, because the content may be undamaged: an OSError for an
+    existing file, a lost connection to another rank, and a lack of memory or file descriptors.
     """
     try:
         yield
@@ -452,7 +449,7 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Silence torch.distributed's warning that it is not initialised, and unwrap its errors."""
+    """Silence the warning that torch.distributed is not initialised, and unwrap torch's errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled", category=UserWarning

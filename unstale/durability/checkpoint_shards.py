@@ -1,4 +1,4 @@
-"""Checkpoints that several processes (ranks) write together. Any number of ranks can read them.
+"""Write checkpoints from several processes (ranks) together. Any number of ranks can read them.
 
 Each rank writes its part of the trainer's tensors, in torch's distributed checkpoint format, and a
 file with its other tensors. The first rank writes the manifest at the end, when all files have been
@@ -52,7 +52,7 @@ _FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)
 _OPTIMIZER = re.compile(rf"/{TRAINER}/optimizer/state/(\d+)/.*")
 
 Layout = Mapping[str, Tensor]
-"""The trainer's weights by name, in the optimizer's order. They show how tensors are divided among
+"""The trainer's weights by name, in the optimizer's order, which show how tensors are divided among
 ranks.
 """
 
@@ -63,9 +63,9 @@ def is_divided(body: Mapping[str, Any]) -> bool:
 
 
 def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
-    """Write a checkpoint. All ranks must call this, each with its own state.
+    """Write a checkpoint. All ranks must call this function, each with its own state.
 
-    Raises ValueError, on all ranks, if what is read back differs from what was written.
+    Raises ValueError, on all ranks, if the files read back differ from the state.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -100,7 +100,7 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
 def read_parts(
     folder: Path, body: Mapping[str, Any], layout: Layout, peers: RankGroup
 ) -> Checkpoint:
-    """Read a checkpoint. All ranks must call this, and each gets its own state.
+    """Read a checkpoint. All ranks must call this function, and each receives its own state.
 
     `body` is the content of the manifest. Raises ValueError, on all ranks, if a file was changed.
     """
@@ -129,7 +129,7 @@ def read_parts(
 
 
 def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all weights of a forward pass from a checkpoint. One process can call this alone."""
+    """Return all weights of a forward pass from a checkpoint. A single process can call this."""
     for name in body["files"]:
         verify_file(folder, name, body)
     wanted = {
@@ -152,7 +152,7 @@ def _load(
 
 
 def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
-    """Return a tensor to read a value into. It is divided like the weight, or whole."""
+    """Return a tensor to read a value into: divided like the weight, or whole."""
     dtype, size = getattr(torch, shape[0]), list(shape[1:])
     like = layout.get(name.removeprefix(WEIGHTS_PREFIX))
     if of_optimizer := _OPTIMIZER.fullmatch(name):
@@ -168,7 +168,7 @@ def _divided_anew(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the states and weights of this rank from a checkpoint of another number of ranks.
 
-    This takes memory for all weights of a forward pass, and for every part's copies of them.
+    Needs memory for all weights of a forward pass, and for the copies of weights in every part.
     """
     wholes = read_whole_policy(folder, body)
     states = []

@@ -28,8 +28,8 @@ def differences(one: Path, other: Path) -> list[str]:
     """Return the differences of two run folders as sentences. Equal runs have none.
 
     All checkpoints and versions that both folders have, the trained policy, the journal and the
-    metrics are compared. Times, and metrics named by `MEASURED`, are not. A table that only one
-    journal has, because the other has an older format, is not compared either. Raises
+    metrics are compared. Times, and metrics with the endings in `MEASURED`, are not compared. Nor
+    is a table that only one journal has, because the other journal has an older format. Raises
     `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
@@ -114,7 +114,7 @@ def _compare(one: Any, other: Any, name: str = "") -> Iterator[str]:
 
 
 def _is_measured(name: str) -> bool:
-    """Return True for a metric that depends on the clock. Only metrics have a `/` in their name.
+    """Return True for a metric that depends on the clock. Only names of metrics have a `/`.
 
     >>> names = ("publish/duration_s", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")
     >>> [_is_measured(name) for name in names]

@@ -18,20 +18,22 @@ from rich.segment import Segment
 from unstale.durability.run_folder import show_controls
 
 _outputs: dict[bool, tuple[IO[str], Any]] = {}
-"""Standard output, and under True standard error, each with the open file that it is."""
+"""Standard output (key False) and standard error (key True), each with the identity of its open
+file.
+"""
 
 
 def keep_outputs() -> None:
-    """Let consoles write where they do now, also if code of others replaces `sys.stdout`.
+    """Keep the outputs of consoles, even if foreign code replaces `sys.stdout`.
 
-    An output that such code closes is replaced by the other one.
+    If such code closes an output, the other output takes its place.
     """
     for is_error, file in enumerate((sys.stdout, sys.stderr)):
         _outputs[bool(is_error)] = file, _opened(file)
 
 
 def _opened(file: IO[str]) -> tuple[int, int] | None:
-    """Return what identifies the open file. The number of a closed one may be that of another."""
+    """Return device and inode of an open file. A descriptor's number may be reused after closing."""
     try:
         status = os.fstat(file.fileno())
     except (OSError, ValueError, AttributeError):
@@ -40,7 +42,7 @@ def _opened(file: IO[str]) -> tuple[int, int] | None:
 
 
 class Console(console.Console):
-    """rich's console, which shows control characters in text as escapes. Its own still act."""
+    """rich's console, which prints control characters in text as escapes. rich's own codes work."""
 
     @property
     def file(self) -> IO[str]:
@@ -67,7 +69,7 @@ class Console(console.Console):
 
 
 class _Escaped(io.TextIOBase):
-    """What code prints, with control characters as escapes."""
+    """A text stream that writes control characters as escapes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -84,9 +86,9 @@ class _Escaped(io.TextIOBase):
 
 @contextmanager
 def escaped_prints() -> Iterator[None]:
-    """Return a context in which what code prints in a command has its control characters escaped.
+    """Return a context in which control characters in printed text are escaped.
 
-    `rich.live` does so on a terminal. A log file is also shown on one.
+    `rich.live` does this on a terminal only, but a log file may later be shown on a terminal.
     """
     if not _outputs:
         yield
@@ -115,7 +117,7 @@ def escape_logs() -> None:
 def escape_tracebacks() -> None:
     """Show control characters as escapes in the tracebacks that Python prints by itself.
 
-    They are of errors that nothing handles: in the main thread, in others, and in `__del__`.
+    These are tracebacks of unhandled errors: in the main thread, in other threads, in `__del__`.
     """
 
     def show(

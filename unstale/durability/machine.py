@@ -1,4 +1,4 @@
-"""Describe machine and code for tables of results, and lock a folder for one process."""
+"""Describe the machine and the code for result tables, and lock a folder for one process."""
 
 import fcntl
 import platform
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def _lock(file: int) -> None:
-    """Lock a file. The process of a killed command ends a moment after the command."""
+    """Lock a file, with retries, because a killed command's process ends a moment later."""
     until = time.monotonic() + LOCK_S
     while True:
         try:
@@ -64,7 +64,7 @@ def _lock(file: int) -> None:
 def lock_folder(folder: Path) -> Iterator[int]:
     """Lock a folder for this process and those that inherit the yielded file descriptor.
 
-    Raises `ConfigError` if another process has locked it, or if it cannot be locked.
+    Raises `ConfigError` if another process has locked the folder, or if it cannot be locked.
     """
     with ExitStack() as until_unlocked:
         try:

@@ -22,7 +22,7 @@ MAX_GROUPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """The progress of a run, and the episodes in its journal. The default is a new run."""
+    """The progress of a run, and the episodes in its journal. The default describes a new run."""
 
     progress: Progress = field(default_factory=Progress)
     requests: tuple[GroupRequest, ...] = ()
@@ -54,7 +54,7 @@ class StoredRun:
     checkpoints.
     """
     metrics: list[dict[str, Any]]
-    """Metrics of the steps before the checkpoint's, whose metrics are logged again."""
+    """Metrics of the steps before the checkpoint's step. That step's metrics are logged again."""
 
 
 class Recoverable(Protocol):
@@ -122,8 +122,8 @@ def restore(
 
     `parts` are the old-logit route and the auditor. They receive the sampled pieces that no batch
     has contained, so that the route can score these again. If versions after the checkpoint were
-    published, the policy gets a higher version number, because their numbers must not be used
-    again.
+    published, the policy gets a higher version number, because no published number may be used
+    twice.
     """
     old_logps, auditor = parts
     try:

@@ -34,13 +34,13 @@ TOKENIZER = "tokenizer.json"
 """Name of the file with the policy's tokenizer, which turns the journal's tokens into text."""
 
 MAX_OBJECT_BYTES = 32 << 20
-"""Size of a JSON file that is read whole. The folder may come from somebody else."""
+"""Largest size in bytes of a JSON file that is read, because the folder may be untrusted."""
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Size of a `config.json` that is read. A run writes about 10 kB."""
+"""Largest size in bytes of a `config.json` that is read. A run writes about 10 kB."""
 
 MAX_ERROR_BYTES = 100_000
-"""Bytes of `error.txt` that are read."""
+"""Largest number of bytes of `error.txt` that are read."""
 
 
 def plain(value: Any) -> Any:
@@ -115,7 +115,7 @@ def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file in one step. If its path is a symbolic link, the link is replaced.
 
     With `durable`, wait until the new content would survive a power cut. Otherwise the file may be
-    empty after one.
+    empty after a power cut.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
@@ -182,15 +182,15 @@ class RunLog:
     def begin_again(self, config: Any) -> None:
         """Write the configuration of a resumed run, and remove the error that ended it before.
 
-        Call it when nothing can refuse the configuration any more. A later resume reads it.
+        Call this method when no later check can refuse the configuration. A later resume reads it.
         """
         self._write_config(config)
         (self.path / ERROR).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove all that was added to the folder since `create`, and the folder if it was new.
+        """Remove all files added to the folder since `create`, and the folder if it was new.
 
-        What another program still writes may stay.
+        Files that another program still writes may remain.
         """
         assert self._before is not None, "only a log that `create` returned can be discarded"
         self.close()
@@ -231,7 +231,7 @@ class RunLog:
     def span(self, lane: str, label: str = "") -> Iterator[None]:
         """Write an event of kind "span" with start and end of the context's body.
 
-        It is also written if the body fails.
+        The event is also written if the body fails.
         """
         start = round(self.seconds, 3)
         try:
@@ -336,8 +336,8 @@ class RunFolder:
     def error(self) -> str:
         """Return the error that ended the run, or an empty string.
 
-        Of a file above `MAX_ERROR_BYTES` the end is returned, because a traceback ends with its
-        error.
+        If the file is larger than `MAX_ERROR_BYTES`, its end is returned, because a traceback ends
+        with the error.
         """
         if not self.holds(ERROR):
             return ""
@@ -352,8 +352,7 @@ class RunFolder:
     def holds(self, name: str) -> bool:
         """Return True if the file exists.
 
-        Symbolic links do not count, because in a folder from somebody else they could reveal your
-        files.
+        Symbolic links do not count, because links in an untrusted folder could reveal your files.
         """
         if (self.path / name).is_symlink():
             self.add_gap(f"{name} is a link, and links are not followed")

@@ -118,7 +118,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def _report_lost(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what nothing waits for. Errors of user code are not made text: `__str__` may hang."""
+    """Log errors that no task receives, without the text of the error, whose `__str__` may hang."""
     error = context.get("exception")
     kind = f" ({type(error).__name__})" if error else ""
     logging.getLogger("asyncio").error("%s%s", context.get("message"), kind)

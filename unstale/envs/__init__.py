@@ -41,7 +41,7 @@ def tool_schema(
 class ToolCall:
     """A tool call of the policy.
 
-    If it is malformed, `error` says why; otherwise `error` is empty.
+    If the call is malformed, `error` has the reason; otherwise `error` is empty.
     """
 
     name: str
@@ -66,7 +66,7 @@ ROLES: tuple[str, ...] = get_args(Message.__annotations__["role"])
 
 
 class EnvError(Exception):
-    """Error of an environment. The episode is repeated, and then counted as failed."""
+    """Error of an environment. The episode is retried, and then counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class Turn:
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the whole episode by name, if it ends after this turn. It ends because it is
-    `done`, or because a limit of turns or tokens ends it. An episode whose last turn has no rewards
-    has the reward 0. Rewards of other turns are not used. The reward of the episode is their sum,
-    or the result of the task set's `combine`. A single number is stored as `{"reward": number}`.
+    """Rewards of the whole episode by name, used if the episode ends after this turn, by `done` or
+    by a limit of turns or tokens. Without rewards in the last turn, the episode's reward is 0.
+    Rewards of earlier turns are not used. The episode's reward is the sum of the named rewards, or
+    the result of the task set's `combine`. A single number is stored as `{"reward": number}`.
     """
     reward: float = 0.0
     """Reward of the last reply alone. The advantage estimator `turn_level`, the technique
@@ -94,7 +94,7 @@ class Turn:
     """
     facts: Mapping[str, float] = field(default_factory=dict)
     """Numbers for metrics, which do not affect the reward. An episode has the facts of all its
-    turns. Of a name that several turns have, the last counts.
+    turns. If several turns have a fact of one name, the last one counts.
     """
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: 
 
 
 class Env(Protocol):
-    """One episode. It is seeded and used only once. Both methods may raise `EnvError`.
+    """The environment of one episode, seeded and used only once. Both methods may raise `EnvError`.
 
     A method that is not a coroutine is run in a thread.
     """
@@ -175,7 +175,7 @@ class Env(Protocol):
 
 
 def implements(value: object, protocol: Callable[..., _Contract]) -> TypeGuard[_Contract]:
-    """Return True if a value has all public members of a protocol, and none of them is None.
+    """Return True if a value has all public members of a protocol, all of them not None.
 
     Members may come from `__getattr__`. In Python 3.11 `isinstance` collects the members anew at
     each call, which takes 20 to 40 us. Every episode makes several of these checks.
@@ -195,10 +195,11 @@ def members(protocol: Any) -> tuple[str, ...]:
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment that can save and restore its state, so that a killed run can resume it.
+    """An environment whose state can be saved and restored, so that a resumed run continues the
+    episode.
 
-    Without this, a resumed run sends the recorded replies to a new environment. That environment
-    must answer them as the first one did.
+    Without these methods, a resumed run sends the recorded replies to a new environment. That
+    environment must answer them as the first one did.
     """
 
     def snapshot(self) -> str | None:
@@ -211,7 +212,7 @@ class Resumable(Protocol):
     async def resume(self, state: str) -> None:
         """Restore a saved state in a new environment of the same task and seed.
 
-        This is called instead of `begin`.
+        Called instead of `begin`.
         """
         ...
 
@@ -266,7 +267,7 @@ class Taskset(Protocol):
     def held_out(self, count: int) -> list[Task]:
         """Return up to `count` held-out tasks.
 
-        They are always the same, and `train` never yields them.
+        The held-out tasks are always the same, and `train` never yields one of them.
         """
         ...
 
@@ -317,7 +318,7 @@ class ListedTasks:
         ]
 
     def identity(self, task: Task) -> str:
-        """Return the name of a task's entry in the list. It is equal each time the list repeats."""
+        """Return the name of a task's entry in the list. Repetitions have the same name."""
         number = task.index % _TASKS_PER_SEED % len(self.data[task.split])
         return f"{task.env}/{task.split}/{number}"
 
@@ -341,7 +342,7 @@ class HasIdentities(Protocol):
 
 
 def task_identity(taskset: Taskset, task: Task) -> str:
-    """Return a name that is equal each time a task comes again, for statistics of tasks."""
+    """Return a name of the task that is equal in all its repetitions, for statistics of tasks."""
     return taskset.identity(task) if implements(taskset, HasIdentities) else task.key
 
 
@@ -361,10 +362,12 @@ def task_text(taskset: Taskset, task: Task) -> str:
 
 @runtime_checkable
 class HasGiveaways(Protocol):
-    """A task set that can find out if it pays replies that solve nothing."""
+    """A task set that can detect tasks that reward an empty or a constant reply."""
 
     def giveaways(self) -> str:
-        """Return a sentence about tasks that pay an empty or a constant reply, or nothing."""
+        """Return a sentence about tasks that reward an empty or a constant reply. Empty without
+        such tasks.
+        """
         ...
 
 
@@ -373,9 +376,9 @@ class HasDemonstrations(Protocol):
     """A task set that can solve its own tasks, for a supervised start (`sft.steps`)."""
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return a conversation that solves a task: a prompt, replies and what is between them.
+        """Return a conversation that solves a task: prompt, replies and the environment's answers.
 
-        Raises `ConfigError` if there is none for the task.
+        Raises `ConfigError` if the task has no demonstration.
         """
         ...
 
@@ -384,7 +387,7 @@ class HasDemonstrations(Protocol):
 class HasTaskTools(Protocol):
     """A task set whose tasks have different tools, such as a mixture of other task sets.
 
-    Its `tools` are those of all tasks.
+    `tools` has the tools of all tasks.
     """
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:

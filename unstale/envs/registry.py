@@ -79,9 +79,10 @@ def _problem(config: TaskConfig) -> str:
 
 
 def import_user_code(name: str, problem: str) -> Any:
-    """Import what `module:attribute` names. Return the object if a program gave it as an option.
+    """Import and return what `module:attribute` names.
 
-    Raises `ConfigError` that begins with `problem`, for any error in the module.
+    If the option was given as a Python object (`Given`), return that object. Raises `ConfigError`
+    that begins with `problem`, for any error in the module.
     """
     if isinstance(name, Given):
         return name.value
@@ -128,7 +129,10 @@ def _origin(module: ModuleType) -> str:
 
 @contextmanager
 def user_code(problem: str) -> Iterator[None]:
-    """Turn any error of user code into `ConfigError`, with its place, within a context."""
+    """Return a context that turns an error of user code in its body into a `ConfigError`.
+
+    The message begins with `problem` and names the line where the error arose.
+    """
     try:
         yield
     except (ConfigError, KeyboardInterrupt, NoThread):

@@ -153,8 +153,9 @@ class GpuKernels:
     ) -> None:
         """Add the logits `[R, W]` of a part of the vocabulary to the sums of an online softmax.
 
-        All others are `[R]`. `targets` are the tokens whose log-probability is computed, and `low`
-        is the first token of the part. The other four are the sums of `head._Sums`.
+        `targets` `[R]` are the tokens whose log-probability is computed, and `low` is the id of the
+        part's first token. `logp`, `highest`, `total` and `entropy`, each `[R]`, are the sums of
+        `head._Sums` and are updated in place. `entropy` may be None.
         """
         rows, width = logits.shape
         with device_of(logits):

@@ -137,8 +137,8 @@ class LiveDisplay:
     ) -> None:
         """Show progress, such as "evaluating the base policy", 120 of 256.
 
-        Without a text, it is that of the current step. `detail` returns what is waited for. It is
-        called again and again, also in another thread.
+        With an empty text, the current step is shown. `detail` returns what the run waits for. It
+        is called repeatedly, possibly in another thread, so it must be thread-safe.
         """
         with self._lock:
             self._phase, self._detail = (text, done, total), detail

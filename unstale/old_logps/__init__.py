@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def has_clean_behavior(batch: Batch) -> Tensor:
     """Return the tokens (`[T]` bool) for which an exact old log-probability exists.
 
-    An engine must have sampled them in the context that the record shows, with a KV cache of the
-    same weights. If routed experts are replayed, every row that the token depends on was recorded.
+    An engine must have sampled such a token in the context that the record shows, with a KV cache
+    of the same weights. If routed experts are replayed, every row that the token depends on was
+    recorded.
     """
     from unstale.algorithms.corrections import has_behavior
 
@@ -35,11 +36,10 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 class OldLogps:
     """The base class of routes.
 
-    It keeps nothing and costs nothing; a route overrides what it needs.
-
-    A route computes old log-probabilities. `arrived` may be called at any time, on the event loop.
+    A route computes old log-probabilities. `on_piece` may be called at any time, on the event loop.
     All other methods are called one at a time: `costs`, `events` and `close` on the event loop
-    while the trainer's thread is idle, the others in that thread.
+    while the trainer's thread is idle, the others in that thread. The methods of this class do
+    nothing. A route overrides those that it needs.
     """
 
     needs = Needs()
@@ -112,7 +112,7 @@ class OldLogps:
     def state(self) -> Mapping[str, Any]:
         """Return the state of the route for a checkpoint: dicts, lists, tensors and plain values.
 
-        Its tensors must not change until the next optimizer step. The method may wait until work in
+        The tensors must not change until the next optimizer step. The method may wait until work in
         progress is complete.
         """
         return {}
@@ -125,7 +125,7 @@ class OldLogps:
 
         `past` has, by version, all pieces of earlier versions that no batch has contained yet.
         `weights` reads the weights of a version from disk. Pieces of the current version are passed
-        to `arrived` afterwards.
+        to `on_piece` afterwards.
         """
 
     def close(self) -> None:

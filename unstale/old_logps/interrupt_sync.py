@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class InterruptSync(CachedRoute):
     """A route that scores with the trainer's weights before an optimizer step changes them.
 
-    The values are exact. It needs no memory for old weights, but generation is paused from the call
-    of `closing` until the next version is published. The metric `stall_s` is the length of this
-    pause. It is complete only after the step, so it is reported with the next batch.
+    The values are exact. The route needs no memory for old weights, but generation is paused from
+    the call of `before_update` until the next version is published. The metric `stall_s` is the
+    length of this pause in seconds, and is reported with the next batch.
     """
 
     needs = Needs(closing=True, forwards="versions")
@@ -51,9 +51,9 @@ class InterruptSync(CachedRoute):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores that `closing` computed.
+        """Return the scores that `before_update` computed.
 
-        Raises LookupError if `closing` did not receive a token of the batch.
+        Raises LookupError if `before_update` did not receive a token of the batch.
         """
         why = "their pieces were missing when their version was closed"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)

@@ -1,4 +1,4 @@
-"""`old_logit_model`: score tokens by a second model that has the same version as the engine.
+"""`old_logit_model`: score tokens with a second model that has the engine's version of the weights.
 
 The values are exact.
 """
@@ -45,7 +45,7 @@ class OldLogitModelDied(RuntimeError):
 class SecondModelScores(CachedRoute):
     """The scores of a second model, kept until their batch needs them.
 
-    After a resume the trainer's model computes those that are missing: the second model gets its
+    After a resume, the trainer's model computes missing scores, because the second model gets its
     first weights only at the first publication.
 
     Trainer ranks have this part of the route. The process of the run has the second model, and
@@ -72,7 +72,7 @@ class SecondModelScores(CachedRoute):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of the batch.
 
-        Raises LookupError if a sampled token of the batch has none.
+        Raises LookupError if a sampled token of the batch has no score.
         """
         why = "their pieces never arrived, or long before this batch"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)
@@ -120,14 +120,14 @@ class OldLogitModel(SecondModelScores):
     def before_publish(self) -> None:
         """Wait until the process has loaded the version that was published last.
 
-        It has then scored all pieces of earlier versions.
+        The process has then scored all pieces of earlier versions.
         """
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
     def on_published(self, live: Collection[int]) -> None:
         """Send the weights of the current version to the process.
 
-        With `lockstep`, wait until it has them.
+        With `lockstep`, wait until the process has loaded them.
         """
         from unstale.weights.codec import file_of
 
@@ -143,7 +143,7 @@ class OldLogitModel(SecondModelScores):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for the scores of the batch and return them.
 
-        Raises LookupError if a sampled token of the batch was never passed to `arrived`.
+        Raises LookupError if a sampled token of the batch was never passed to `on_piece`.
         """
         current = self._scorer.version if self._scorer.weights_match_version else -1
         self.add_waits(0.0, self._model.wait_for(pieces_of(batch, current=current)))

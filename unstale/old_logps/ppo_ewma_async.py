@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 BETA_MAX = 0.95
-"""The largest decay. It limits the mean age of an average to 19 versions."""
+"""Largest decay, which limits the mean age of an average to 19 versions."""
 
 
 class PpoEwmaAsync(OldLogps):
-    """A route that scores with moving averages of the weights, about as old as the batch's tokens.
+    """A route that scores with moving averages of the weights that are about as old as the tokens.
 
     Its values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
     weights of this version are added to the average. The decay is chosen so that the age of the
@@ -167,7 +167,7 @@ class PpoEwmaAsync(OldLogps):
 def staleness_targets(lag: Tensor, number: int) -> list[float]:
     """Divide the tokens by lag into `number` equal parts.
 
-    Return the mean lag of each, freshest first.
+    Return the mean lag of each part, freshest first.
 
     >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)
@@ -190,8 +190,8 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     decay that follows the staleness.
     """
     averages: PositiveInt = 1
-    """Only for `ppo_ewma_async`: number of averages of different age. The one nearest to a token's
-    lag scores it.
+    """Only for `ppo_ewma_async`: number of averages of different age. Each token is scored by the
+    average whose age is nearest to its lag.
     """
     lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
     """Only for `ppo_ewma_async`: weight of the earlier batches in the mean lag that the average

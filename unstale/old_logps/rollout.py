@@ -19,8 +19,8 @@ class RolloutRoute(OldLogps):
     """A route that uses the engine's log-probability in place of the trainer's.
 
     The staleness ratio then also contains the numerical differences between engine and trainer, and
-    a clip acts on them too. With `engine.bitwise` there are none, and the trainer counts the values
-    as exact.
+    a clip acts on them too. With `engine.bitwise` there are no such differences, and the trainer
+    counts the values as exact.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:

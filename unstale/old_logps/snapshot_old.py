@@ -1,4 +1,4 @@
-"""`snapshot_old`: keep the weights of each version, and score tokens by the one that sampled them.
+"""`snapshot_old`: keep the weights of each version, and score each token with its own version.
 
 The values are exact.
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class SnapshotOld(OldLogps):
     """A route that scores each token with kept weights of the version that sampled it.
 
-    It keeps one further copy of the model and the differences between consecutive versions. With
-    these the copy is loaded with each version in turn. For each version it runs the sequences that
-    contain tokens of the version, up to the last such token. Tokens of the current version are
-    scored by the trainer's model until an optimizer step changes it.
+    The route keeps one further copy of the model and the differences between consecutive versions,
+    with which this copy is set to each version in turn. For each version, the copy runs the
+    sequences that contain tokens of the version, up to the last such token. Tokens of the current
+    version are scored by the trainer's model until an optimizer step changes it.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")

@@ -69,7 +69,11 @@ class Setting:
     """Names of the parts that have the setting, each with the arms that it compares."""
 
     def arms(self, name: str) -> set[str]:
-        """Return the arms that a name chooses: a part, or the setting itself, with `*` for any."""
+        """Return the arms of this setting that `name` selects.
+
+        `name` is a pattern, in which `*` matches any text. If it matches the setting's name, it
+        selects all arms. If it matches the name of a part, it selects the arms of this part.
+        """
         chosen = [
             arms
             for part, arms in self.parts.items()

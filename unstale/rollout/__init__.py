@@ -1,4 +1,4 @@
-"""Rollout: run episodes of an engine and an environment, and bound the age of their tokens."""
+"""Run episodes of an engine and an environment, and bound the staleness of their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_more(results: Sequence[Trajectory | Failure]) -> int:
 
 
 def activity(wait_times: Stopwatch) -> str:
-    """Return what episodes wait for now, in words. Empty if none runs.
+    """Return in words what episodes wait for now. Empty if no episode runs.
 
     >>> from unstale.engines import Stopwatch
     >>> waits = Stopwatch("generation_wait", "tool_wait")
@@ -53,16 +53,16 @@ class GroupRollout(Protocol):
     async def group(
         self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
     ) -> Group:
-        """Run `size` episodes of one task. Complete those that were started before a resume.
+        """Run `size` episodes of one task, including those that were started before a resume.
 
-        When all have ended, run as many further ones as `more` returns, until it returns 0.
-        `open_writer` opens the journal's record of an episode.
+        When all episodes have ended, run as many further episodes as `more` returns, until `more`
+        returns 0. `open_writer` opens the journal's record of an episode.
         """
         ...
 
 
 Evaluation = Callable[..., Awaitable[list[bool | None]]]
-"""A function that runs an episode on each held-out task. It returns the success of each, or None
-for a failed episode. Its argument `progress` is called with a text, the numbers `done` and
+"""A function that runs an episode on each held-out task. It returns the success of each episode, or
+None for a failed one. The argument `progress` is called with a text, the numbers `done` and
 `total`, and a function `detail` that returns what the episodes wait for.
 """

@@ -1,4 +1,4 @@
-"""Deadlines of groups, from which the staleness queue derives what it may take out of turn.
+"""Deadlines of groups, by which the staleness queue decides which groups to take out of turn.
 
 Batches are numbered from 0. A group that is admitted when `n` batches are released has the deadline
 `n + bound`: no later batch may contain it. docs/staleness.md has the derivation.
@@ -17,14 +17,14 @@ from unstale.records import Group
 class Deadlines:
     """The deadlines of the groups that were admitted and not taken yet.
 
-    A deadline is at least that of any older group.
+    A group's deadline is never earlier than the deadline of an older group.
     """
 
     bound: int
     groups_per_step: int
     _num_taken: int = 0
     _num_released: int = 0
-    """Number of batches whose weights all engines have."""
+    """Number of batches after which all engines have loaded the new weights."""
     _unfinished: Counter[int] = field(default_factory=Counter)
     """Number of unfinished groups by deadline."""
     _newest: dict[int, int] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Deadlines:
         return len(self._own)
 
     def admit(self, position: int, *, at_most: int | None = None) -> None:
-        """Give a group its deadline, `at_most` if it has older tokens from before a resume."""
+        """Set the deadline of a group: at most `at_most` if it has tokens from before a resume."""
         deadline = self._num_released + self.bound
         if at_most is not None:
             deadline = min(deadline, at_most)
@@ -49,11 +49,11 @@ class Deadlines:
         self._unfinished[self._own.pop(position)] -= 1
 
     def release(self) -> None:
-        """Count a batch whose weights all engines have."""
+        """Count a batch after which all engines have loaded the new weights."""
         self._num_released += 1
 
     def take(self, count: int, *, oldest: int) -> None:
-        """Count groups that were taken. All groups left are at `oldest` or a newer position."""
+        """Count groups that were taken. All remaining groups are at position `oldest` or newer."""
         self._num_taken += count
         for deadline in [each for each, newest in self._newest.items() if newest < oldest]:
             del self._newest[deadline], self._unfinished[deadline]

@@ -94,11 +94,28 @@ again each time it blocks for twice as long.
 CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
 ENTER_S = 120.0
-"""Seconds in which `__aenter__` of a task set must return. It may start servers."""
+"""Seconds in which `__aenter__` of a task set must return. A task set may start servers."""
 EXIT_S = 30.0
-"""Seconds in which `__aexit__` of a task set must return. It may end servers."""
+"""Seconds in which `__aexit__` of a task set must return. A task set may stop servers."""
 
 
+<<<<<<< HEAD
+=======
+@runtime_checkable
+class HasWorker(Protocol):
+    """An environment that runs in a worker process. `rollout.timeout_s` excludes its start."""
+
+    def worker_start(self) -> Awaitable[None] | None:
+        """Assign a worker. Return an awaitable of its start, or None if the worker has started.
+
+        Raises `EnvError` if no worker can be started. The awaitable raises it if the start fails.
+        """
+
+    def close(self) -> Awaitable[None]:
+        """Release the worker."""
+
+
+>>>>>>> words51
 class EpisodeFailed(Exception):
     """Error in the code of an environment.
 
@@ -108,10 +125,10 @@ class EpisodeFailed(Exception):
 
 @contextmanager
 def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
-    """Turn errors and time-outs of environment code within a context into `EpisodeFailed(name)`.
+    """Turn errors and time-outs of environment code in the context's body into
+    `EpisodeFailed(name)`.
 
-    This includes SystemExit and similar exceptions. Only the cancellation of the episode is not
-    turned into an error.
+    SystemExit and similar exceptions are included. Only the cancellation of the episode is not.
     """
     timeout = PersistentTimeout(timeout_s)
     task = timeout.task
@@ -165,7 +182,9 @@ class Rollout:
         slots: EpisodeSlots | None = None,
         deterministic: bool = False,
     ) -> None:
-        """Make a rollout. `slots` are those of the episodes that run in segments."""
+        """Create a rollout. `slots` limits how many episodes that run in segments are active at
+        once.
+        """
         self.generator = generator
         self.taskset = taskset
         self.config = config
@@ -198,10 +217,10 @@ class Rollout:
     def restore(
         self, episodes: int, quarantined: Iterable[Task], failed_shares: Iterable[float] = ()
     ) -> None:
-        """Restore episode count, failed tasks and latest failures of a resumed run.
+        """Restore the number of episodes and the failures of a resumed run.
 
-        `quarantined` are the tasks whose last attempt failed, and `failed_shares` the shares of
-        failed episodes of the last groups, in the order of their start.
+        `quarantined` are the tasks that failed too often and are not used again. `failed_shares`
+        are the shares of failed episodes in the last groups, in the order of their start.
         """
         self._num_episodes = episodes
         self.quarantined = {self._identities(task) for task in quarantined}
@@ -220,10 +239,11 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         more: More = no_more,
     ) -> Group:
-        """Run `size` episodes of one task concurrently. An episode with a record continues from it.
+        """Run `size` episodes of one task concurrently. Episodes with a record continue from their
+        record.
 
-        If the request has more records than `size`, all of them continue. When all episodes have
-        ended, `more` returns the number of further ones to run, until it returns 0.
+        If the request has more records than `size`, all recorded episodes continue. When all
+        episodes have ended, `more` returns the number of further episodes to run, until this is 0.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
@@ -290,9 +310,9 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode, which is a group of its own.
+        """Run one episode as a group of its own.
 
-        Raises `TooManyFailures` if it fails, and the share of failed episodes is too large.
+        Raises `TooManyFailures` if the episode fails and the share of failed episodes is too large.
         """
         number = self._failures.begin()
         try:
@@ -437,7 +457,7 @@ class Rollout:
     async def make_env(self, task: Task, seed: int) -> EnvCaller:
         """Return the object through which a new environment of a task is called.
 
-        The caller must close its thread.
+        The caller must close this object's thread.
         """
 
         def on_blocked(caller: EnvCaller, seconds: float) -> None:
@@ -692,7 +712,10 @@ async def _outcome(attempt: Attempt) -> Trajectory:
 
 
 def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups unchanged. Raises `TooManyFailures` if all of their episodes failed."""
+    """Return the groups unchanged.
+
+    Raises `TooManyFailures` if all episodes of the groups failed.
+    """
     failures = [failure for group in groups for failure in group.failures]
     if failures and not any(group.trajectories for group in groups):
         raise TooManyFailures(
@@ -730,7 +753,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
 def failure_of(
     error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece], text: str
 ) -> Failure:
-    """Return the record of a failed attempt. `pieces` are the tokens it had before it failed."""
+    """Return the record of a failed attempt. `pieces` are the tokens before the failure."""
     sampled = [piece for piece in pieces if isinstance(piece, Sampled)]
     return Failure(
         task=task,

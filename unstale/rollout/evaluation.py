@@ -19,7 +19,7 @@ environments of many episodes need a thread or a process each.
 """
 
 MAX_TRIALS = 3
-"""Number of held-out tasks that are tried one after the other before a run is ended."""
+"""Number of held-out tasks tried one after the other before a run with failing trials stops."""
 
 Attempt = tuple[str, int]
 """The key of a task, and the number of an attempt at it, from 0."""
@@ -40,9 +40,9 @@ class FinishedEpisodes:
         self.rewards[attempt] = reward
 
     def mean_reward(self, attempts: Iterable[Attempt]) -> float:
-        """Return the mean reward of those of the attempts that are finished.
+        """Return the mean reward of the attempts that are finished.
 
-        It is NaN if none is, or if the reward of one is not known.
+        NaN if no attempt is finished, or if the reward of one is unknown.
         """
         ended = [attempt for attempt in attempts if attempt in self.successes]
         if not ended or any(attempt not in self.rewards for attempt in ended):
@@ -51,7 +51,7 @@ class FinishedEpisodes:
 
 
 def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
-    """Return the attempts that a list of tasks means. A task that is listed twice has two."""
+    """Return the attempts for a list of tasks: two for a task that is listed twice."""
     counts = Counter[str]()
     attempts: list[Attempt] = []
     for task in tasks:
@@ -74,10 +74,10 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
     `seed` affects only the replies, because the seed of an environment depends on the task alone. A
     task that is listed twice is attempted twice, with different replies. At the start and after
     each episode, `progress` is called with a text, the numbers `done` and `total`, and the function
-    `detail`, which returns what the episodes wait for. Attempts in `finished` are
-    not run again, and the others are added to it, except those that failed. At most
-    `MAX_CONCURRENT` episodes run at the same time. With `trial`, one episode is tried before all
-    others start. Raises `TooManyFailures` if it fails on each of the first `MAX_TRIALS` tasks.
+    `detail`, which returns what the episodes wait for. Attempts in `finished` are not run again.
+    Other attempts are added to `finished` unless they fail. At most `MAX_CONCURRENT` episodes run
+    at the same time. With `trial`, one episode runs before all others start. Raises
+    `TooManyFailures` if this trial fails on each of the first `MAX_TRIALS` tasks.
     """
     finished = finished or FinishedEpisodes()
     failures: list[Failure] = []

@@ -1,6 +1,6 @@
 """The limit on failed episodes.
 
-It looks at groups, because the episodes of a broken task fail together.
+Failures are counted by group, because the episodes of a broken task fail together.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from unstale.records import Failure, Trajectory
 
 WINDOW = 100
-"""Least number of groups over which the share of failed episodes is measured."""
+"""Smallest number of groups over which the share of failed episodes is measured."""
 MINIMUM = 20
-"""Number of groups from which on the share may end the run."""
+"""Smallest number of ended groups at which the share of failed episodes can stop the run."""
 
 
 class TooManyFailures(RuntimeError):
@@ -21,8 +21,8 @@ class FailureLimit:
     """The share of failed episodes in the last groups, and its limit.
 
     Failures are often faster than successes, so the groups that end first have more of them. The
-    share is therefore that of groups in the order of their start: when n groups have ended, of the
-    first n that began. Of these, groups that still run count as groups without failures.
+    share is therefore over groups in the order of their start: when n groups have ended, over the
+    first n groups that began. Groups among these that still run count as groups without failures.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -43,7 +43,7 @@ class FailureLimit:
             self._num_begun += 1
 
     def begin(self) -> int:
-        """Note that a group begins, and return its number."""
+        """Count a group that begins, and return its number."""
         number = self._num_begun
         self._num_begun += 1
         self._running.add(number)
@@ -51,11 +51,11 @@ class FailureLimit:
         return number
 
     def end(self, group: int) -> None:
-        """Note that a group has ended, also if it was cancelled."""
+        """Record the end of a group, even of a cancelled one."""
         self._running.discard(group)
 
     def count(self, group: int, outcomes: Sequence[Trajectory | Failure]) -> None:
-        """End a group with its outcomes.
+        """Record the outcomes of a group that has ended.
 
         Raises `TooManyFailures` if the share of failed episodes is too large.
         """

@@ -1,4 +1,4 @@
-"""The part that techniques and the advantage estimator have in the steps of a run."""
+"""Calls of techniques and of the advantage estimator in the steps of a run."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class RunHooks:
     estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]]
     """The configured advantage estimator."""
     identify: Callable[[Task], str]
-    """Returns a task's identity."""
+    """A function that returns a task's identity."""
     lag: Callable[[Tensor], Tensor]
-    """Returns the age of versions in batches."""
+    """A function from versions to their age in batches."""
     resize: Callable[[int, int], None]
-    """Records the number of a group and its new size."""
+    """A function that records a group's number and new size."""
     hidden_states: Callable[[Batch, StatesQuery], HiddenStates] | None
-    """Computes hidden states of the policy. None with trainer ranks, where such techniques are
-    refused, because they have state.
+    """A function that computes hidden states of the policy. None with trainer ranks, where
+    techniques that need it are refused.
     """
     seed: int
     replay_experts: bool
-    """The passes for hidden states replay the recorded experts."""
+    """True if the passes for hidden states replay the recorded experts."""
 
     @property
     def max_replay_age(self) -> int:

@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Of failed episodes, only the number is used.
+    """Return the metrics of a batch's groups. Failed episodes are only counted.
 
     A metric that no episode defines is NaN.
     """
@@ -91,7 +91,7 @@ def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each fact, which is a figure that the environment reports.
+    """Return the mean of each fact. A fact is a number that the environment reports.
 
     A task set that combines several rewards into one reports each of them as a fact
     `reward/<name>`.

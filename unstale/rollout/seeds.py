@@ -4,7 +4,7 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on every part.
+    """Return a 63-bit seed that depends on all arguments.
 
     >>> derive_seed(0, "train", 1) == derive_seed(0, "train", 1) != derive_seed(0, "train", 2)
     True

@@ -1,12 +1,12 @@
 """Segments of episodes: the slots of running episodes, and the use of their budgets.
 
-A running episode holds a slot. At the end of a segment, if another episode waits, it gives its slot
-to the oldest waiting one, also to one younger than itself: otherwise a long episode would hold its
-slot until its end. It continues when a slot is free and no older episode waits. An episode that
-waits keeps its environment and its tokens, and later tokens have the version that samples them.
+A slot is the permission to run. At the end of a segment, a running episode gives its slot to the
+oldest waiting episode, even if that one is younger: otherwise a long episode would hold its slot
+until its end. The paused episode continues when a slot is free and no older episode waits. It keeps
+its environment and tokens, and its later tokens have the version that samples them.
 
-Nothing waits for a slot while it holds one, and every segment ends. So each episode continues: the
-queue of groups has a limited number of older ones.
+No episode waits for a slot while it holds one, and every segment ends. So each episode continues at
+last, because only a limited number of older episodes can wait.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 Age = tuple[int, int]
 """The number of an episode's group and its index in the group. The oldest has the smallest."""
 UNLIMITED = 1 << 62
-"""Number of tokens where nothing limits them."""
+"""Number of tokens without a limit."""
 
 
 class EpisodeSlots:
-    """A number of slots for running episodes. The oldest waiting one gets the next slot."""
+    """A fixed number of slots for running episodes. The oldest waiting episode comes next."""
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -53,7 +53,7 @@ class EpisodeSlots:
             raise
 
     def give_back(self) -> None:
-        """Give a slot to the oldest waiting episode. It is free if none waits."""
+        """Give a slot to the oldest waiting episode. The slot becomes free if no episode waits."""
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
             if not given.done():
@@ -66,7 +66,7 @@ class EpisodeSlot:
     """The slot of one episode: a context in which the episode runs."""
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
-        """Make a slot. `on_wait` is called with the seconds of each wait for it."""
+        """Create the slot of an episode. `on_wait` is called with the seconds of each wait."""
         self._slots = slots
         self._age = age
         self._on_wait = on_wait
@@ -82,8 +82,9 @@ class EpisodeSlot:
         self._give_back()
 
     async def pause(self) -> None:
-        """Give the slot to the oldest waiting episode, and wait for the next. Do nothing if none
-        waits.
+        """Give the slot to the oldest waiting episode, and wait for another slot.
+
+        Do nothing if no episode waits.
         """
         self._give_back()
         await self._take()
@@ -107,7 +108,7 @@ class EpisodeSlot:
 class BudgetUse:
     """The part of its budget that one attempt at an episode has used.
 
-    It follows from the tokens and calls so far, so a resumed episode has the same.
+    Use is computed from the tokens and calls so far, so it is the same after a resume.
     """
 
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
@@ -134,7 +135,7 @@ class BudgetUse:
             self.count_calls(len(chat.parse(reply).tool_calls))
 
     def count(self, tokens: int) -> None:
-        """Count sampled tokens. They may be of several segments if they were recorded earlier."""
+        """Count sampled tokens. Tokens recorded before a resume may belong to several segments."""
         limit = self._segment_limit
         while tokens:
             self.begin_segment()
@@ -147,7 +148,7 @@ class BudgetUse:
         self._segment_calls += calls
 
     def begin_segment(self) -> bool:
-        """Begin the next segment if the present one has ended. Return True if it has."""
+        """Begin the next segment if the present one has ended. Return True if a segment began."""
         if not self._is_over:
             return False
         self.segment += 1
@@ -174,7 +175,7 @@ class BudgetUse:
         return self.segment_left
 
     def reply_limit(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after `num_tokens` of context. It may be < 1."""
+        """Return how many tokens a reply may have after `num_tokens` of context. May be below 1."""
         budget = self.budget
         limits = [UNLIMITED]
         if budget.reply_tokens:
@@ -189,7 +190,7 @@ class BudgetUse:
         return min(limits)
 
     def stop(self, num_tokens: int) -> Stop | None:
-        """Return the limit that ends the episode before its next reply. None if none does."""
+        """Return the limit that ends the episode before its next reply, or None."""
         budget = self.budget
         used_up = self.segment == budget.segments and self._is_over
         by_calls = budget.segment_calls and self._segment_calls >= budget.segment_calls

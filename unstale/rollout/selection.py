@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
-"""Number of skipped tasks in a row at which the run stops. No usable task is then assumed to be
-left. A task is skipped if its episodes failed or were refused before.
+"""Number of consecutive skipped tasks at which the run stops, because probably no usable task
+remains. A task is skipped if its episodes failed or were refused before.
 """
 MAX_COMPARED = 100_000
-"""Largest number of training tasks among which a task that comes again is searched. This takes
-about 0.1 s.
-"""
+"""Largest number of training tasks searched for a repeated task, which takes about 0.1 s."""
 
 
 async def training_requests(
@@ -92,7 +90,7 @@ def make_pool(
 
 
 def require_repeats(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a technique needs tasks that come again, and none does in this run."""
+    """Raise `ConfigError` if a technique needs repeated tasks and this run repeats none."""
     options = config.technique_options
     names = [each.needs_repeats(options[each.name]) for each in chosen(config.techniques)]
     if config.selection.pool or not any(names):
@@ -140,7 +138,8 @@ class Selection:
     ) -> None:
         """Restore the choice of a run.
 
-        `skipped` are the identities of the tasks that are not tried again. Others may add to it.
+        `skipped` are the identities of the tasks that are not tried again. Callers may add to this
+        set.
         """
         self._config = config
         self._taskset = taskset
@@ -219,7 +218,7 @@ class Selection:
         return name not in self._skipped
 
     def _sized(self, request: GroupRequest, size: int = 0, reply_tokens: int = 0) -> GroupRequest:
-        """Return a request with the number of its episodes, and their limits."""
+        """Return the request with the number and the limits of its episodes."""
         allocator = self._techniques.allocator
         if allocator is not None:
             size = allocator.first(self.identify(request.task)) or self._config.schedule.group_size
@@ -246,6 +245,6 @@ class Selection:
         return allocator.more(GroupSoFar(task, rewards, len(results), first))
 
     def ended(self, groups: Sequence[Group]) -> None:
-        """Note that groups are no longer in flight: their tasks may be drawn again."""
+        """Record that groups are no longer in flight, so that their tasks may be drawn again."""
         for group in groups:
             self._live.pop(group.number, None)

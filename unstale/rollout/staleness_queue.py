@@ -19,8 +19,8 @@ from unstale.records import Batch, Group, PendingPiece
 from unstale.rollout.deadlines import Deadlines
 
 TICKET_SHARE = 8
-"""The number of tickets changes by a batch's groups divided by this. A smaller change would take
-too many steps to fit the workload, a larger one would change the bound's use from step to step.
+"""The number of tickets changes by `groups_per_step` divided by this number. A smaller change would
+need too many steps to fit the workload, a larger one would vary the staleness from step to step.
 """
 
 StartGroup = Callable[[], Awaitable[Group]]
@@ -37,10 +37,10 @@ class StalenessQueue:
     tickets, and `admit` waits until one is free. `release` frees the tickets of a batch when every
     engine has the version that was trained on it.
 
-    `take` waits for finished groups and returns the oldest. It may pass over unfinished ones. Then
-    it takes only positions less than `lookahead_window` after the oldest unfinished group. A window
-    of 1 is strict admission order. `take_part` returns the groups of a batch in several parts,
-    without a change of the batch or the bound.
+    `take` waits for finished groups and returns the oldest. It may skip unfinished groups: it takes
+    only positions less than `lookahead_window` after the oldest unfinished group. A window of 1
+    means strict order of admission. `take_part` returns the same batch in several parts, with the
+    same bound.
 
     With `adaptive_window`, every group has a deadline, and `take` passes over unfinished groups as
     long as these can still be taken in time. The bound is `max_staleness`. More of the tickets stay
@@ -145,7 +145,7 @@ class StalenessQueue:
         self._num_admitted += 1
 
     async def wait_for_ticket(self) -> None:
-        """Wait until a ticket is free. It is not taken."""
+        """Wait until a ticket is free, without taking the ticket."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
@@ -215,10 +215,10 @@ class StalenessQueue:
     async def take_part(self, missing: int) -> list[Group]:
         """Wait for a part of the next batch, which lacks `missing` groups, and return it.
 
-        It has at least one group, and all groups that may be taken now, as far as they are missing.
-        With a window of 1, the batch has the oldest groups, and those that are finished may be
-        taken in any order. With a larger window, the condition of `take` must be true of a group.
-        It then remains true, because the oldest unfinished group only gets newer.
+        The part has at least one group, and all missing groups that may be taken now. With a window
+        of 1, the batch has the oldest groups, and those that are finished may be taken in any
+        order. With a larger window, the condition of `take` must be true of a group. The condition
+        then remains true, because the oldest unfinished group only gets newer.
 
         Raises `QueueExhausted` if the batch can never be complete.
         """
@@ -247,7 +247,7 @@ class StalenessQueue:
         return [group for _, group in taken]
 
     def _adapt_tickets(self) -> None:
-        """Change the number of tickets by what the last group of a batch waited for.
+        """Change the number of tickets, depending on what the last group of a batch waited for.
 
         A free ticket is a place that no group has yet, so finished groups may pass slow ones. There
         are enough tickets for a batch in training and another one.
@@ -360,8 +360,8 @@ def measure_staleness(
 ) -> dict[str, object]:
     """Return the staleness metrics of a batch. Raises `StalenessError` for a token beyond `bound`.
 
-    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are left out: they
-    have a bound of their own (`measure_replay`).
+    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are left out, because
+    `measure_replay` has their bound.
     """
     ages = lag[batch.fresh]
     youngest, oldest = (int(ages.min()), int(ages.max())) if len(ages) else (0, 0)

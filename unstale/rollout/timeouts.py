@@ -72,7 +72,7 @@ class Attempt(asyncio.Task[None]):
 
 
 async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) -> None:
-    """Run the work and set its outcome, unless nothing waits for it any more."""
+    """Run the work and set its outcome, if something still waits for the outcome."""
     try:
         result = await work
     except asyncio.CancelledError:
@@ -94,8 +94,9 @@ async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) 
 class PersistentTimeout:
     """A context that raises TimeoutError after `timeout_s`, like `asyncio.timeout`.
 
-    Unlike that, it repeats the cancellation, because the code of an environment may catch and
-    ignore the first. It also leaves no reference cycle to the garbage collector.
+    Unlike `asyncio.timeout`, this class repeats the cancellation, because the code of an
+    environment may catch and ignore the first one. It also leaves no reference cycle to the garbage
+    collector.
     """
 
     __slots__ = ("_loop", "_num_cancelled", "_timeout_s", "_timer", "task")

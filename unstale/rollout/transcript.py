@@ -65,8 +65,8 @@ class Transcript:
     """The tokens of one attempt at an episode, and of its branches.
 
     A branch is a further conversation of the attempt, which begins when an external agent edits its
-    history. If `record` is given, its pieces (runs of tokens) are replayed first. `on_piece` is
-    called with each piece that is newly sampled.
+    history. If `record` is given, the pieces (runs of tokens) of this record are replayed first.
+    `on_piece` is called with each piece that is newly sampled.
     """
 
     __slots__ = (
@@ -126,7 +126,7 @@ class Transcript:
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
         """Begin a branch, with a separate seed for sampling.
 
-        It is recorded as episode number `episode`.
+        The branch is recorded as episode number `episode`.
         """
         branch = Transcript(
             episode,
@@ -141,7 +141,7 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True if recorded pieces are still to be replayed, here or in a branch."""
+        """True if recorded pieces of the attempt or of a branch are still to be replayed."""
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
     @property

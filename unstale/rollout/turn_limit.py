@@ -21,7 +21,7 @@ class AllowedTurns:
     def __init__(
         self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
     ) -> None:
-        """Begin without turns. `most` is the limit of all episodes."""
+        """Begin without turns. `most` is `rollout.max_turns`, the limit of all episodes."""
         self._limit = limit
         self._most = most
         self._transcript = transcript
@@ -40,7 +40,8 @@ class AllowedTurns:
     def remind(self, turn: Turn, turn_rewards: Sequence[float]) -> Turn:
         """Return the environment's answer with a reminder of the turns left, if it is due.
 
-        It is added to the last message, because a chat template may refuse one message more.
+        The reminder is added to the last message, because a chat template may refuse a further
+        message.
         """
         limit = self._limit
         left = self.number(turn_rewards) - len(turn_rewards)
@@ -57,7 +58,7 @@ class AllowedTurns:
         return replace(turn, messages=(*turn.messages[:-1], changed))
 
     def _extensions(self, turn_rewards: Sequence[float]) -> int:
-        """Return the number of extensions that the episode has got."""
+        """Return the number of extensions that the episode has received."""
         limit = self._limit
         assert limit is not None
         begin, end = 0, limit.turns

@@ -28,7 +28,7 @@ class Trainer(Protocol):
     def version(self) -> int:
         """The newest version number.
 
-        Its weights are published already, or will be published next.
+        The weights of this version are published already, or will be published next.
         """
         ...
 
@@ -56,7 +56,8 @@ class Trainer(Protocol):
         ...
 
     def prepare(self, batch: Batch) -> Sequence[Any]:
-        """Compute old log-probabilities and corrections of a batch. Divide it into steps.
+        """Compute old log-probabilities and corrections of a batch. Divide the batch into optimizer
+        steps.
 
         Each element of the result is for one call of `backward`. Sequences whose gradient was added
         already are left out.
@@ -91,8 +92,8 @@ class Trainer(Protocol):
     def tokens(self) -> Sequence[TokenValues]:
         """Return the values of the trained tokens of the last batch, for the journal.
 
-        They are of the share `journal.token_share` of its groups. A trainer that does not collect
-        them returns nothing.
+        Only the share `journal.token_share` of the batch's groups has values. Empty if the trainer
+        does not collect values.
         """
         ...
 

@@ -26,8 +26,8 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RecordedBatch, Recording
 
 WINDOW = 4096
-"""Number of audited tokens, from several steps, for figures that need more tokens than one step
-has.
+"""Number of recent audited tokens over which leaks and agreement are estimated. One step has too
+few tokens for these estimates.
 """
 MAX_POINTS = 64
 """Largest number of points (log D, log S) kept of one step for plots. They are evenly spaced over
@@ -41,7 +41,7 @@ SHIFT = 0.6180339887
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """`N` audited tokens with two decisions on each: by the route's values and by the true ones."""
+    """`N` audited tokens, and which of them the correction drops and the objective clips."""
 
     tokens: Tokens
     dropped: Tensor
@@ -96,10 +96,10 @@ def join(parts: Sequence[Audited]) -> Audited:
 
 
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
-    """Return the audit's figures by name: mean error, leaks, agreement, each with a standard error.
+    """Return the audit's metrics by name: mean error, leaks, agreement, each with a standard error.
 
-    docs/old-logps.md explains them. A value is None if there are too few tokens, or if the ratios
-    vary too little, to determine it.
+    docs/old-logps.md explains them. A metric is None if there are too few tokens to estimate it, or
+    if the ratios vary too little.
     """
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)
@@ -122,19 +122,19 @@ def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
 
 
 def score_truth(scorer: Scorer, batch: Batch) -> Scored:
-    """Return the true log-probability of each sampled token, by the version that sampled it.
+    """Return the log-probability of each sampled token under the weights that sampled it, `[T]`.
 
-    Tokens sampled while the engine kept an older cache have none.
+    A token sampled while the engine kept an older cache has no such value.
     """
     return scorer.score_versions(batch, has_clean_behavior(batch))
 
 
 def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | None = None) -> float:
-    """Return the numerical noise of log-probabilities: their change in another packing.
+    """Return the numerical noise of log-probabilities, in nats.
 
-    It is a root mean square. `logp` `[T]` are the scorer's values for this batch and version. Some
-    sequences are scored again, each alone and only up to its middle. The result is at least the
-    rounding error of the dtype.
+    This is the root mean square of their change when sequences are packed differently. `logp` `[T]`
+    are the scorer's values for this batch and version. Some sequences are scored again, each alone
+    and only up to its middle. The result is at least the rounding error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, shift=0.0):
@@ -179,7 +179,7 @@ class Auditor:
     ) -> None:
         """Make the auditor of the route `old`.
 
-        Its `scorer` must not be the one that the route uses. With `is_bitwise`, `look` raises
+        `scorer` must not be the scorer that the route uses. With `is_bitwise`, `look` raises
         NotBitwise unless the true log-probabilities are the engine's.
         """
         if share:
@@ -207,9 +207,9 @@ class Auditor:
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
         """Return metrics of the error of the route's `old_logp` `[T]`.
 
-        It is called before the first optimizer step on a batch. `old_logp` is empty for a route
-        that computes its values in every training pass. The auditor then asks the route itself.
-        Figures that the data do not determine are left out.
+        Called before the first optimizer step on a batch. `old_logp` is empty for a route that
+        computes its values in every training pass. The auditor then asks the route itself. Metrics
+        that cannot be estimated from the data are left out.
         """
         self._steps += 1
         scorer = self._scorer
@@ -246,8 +246,8 @@ class Auditor:
     def scatter_sample(self) -> list[dict[str, float]]:
         """Return lag, log D and log S of some tokens, for plots.
 
-        D is the discrepancy, S the staleness ratio. They are given by the route's values and by the
-        true ones.
+        D is the discrepancy, S the staleness ratio. Each is returned twice: computed with the
+        route's values, and with the true values.
         """
         if not self._window:
             return []
@@ -307,7 +307,7 @@ class Auditor:
 class Copies:
     """Full copies of past versions.
 
-    They do not use the version store, so that its errors are found.
+    The copies do not use the version store, so that the audit finds errors of that store.
     """
 
     encode_s = 0.0

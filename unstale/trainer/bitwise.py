@@ -34,9 +34,9 @@ class NotBitwise(ValueError):
 def require_equal(batch: Batch, name: str, logp: Tensor, where: Tensor) -> int:
     """Return the number of tokens that were compared. Raise NotBitwise at the first that differs.
 
-    `logp` `[T]` is called `name` in the message. It has the trainer's values of the tokens in
+    `logp` `[T]`, called `name` in the message, has the trainer's log-probabilities of the tokens in
     `where`, under the weights that sampled them. Tokens that the engine did not sample in this
-    context are left out, and replayed ones, which may come from a run without this mode.
+    context are left out. So are replayed tokens, which may come from a run without this mode.
     """
     where = where & batch.fresh & has_behavior(batch.provenance)
     bad = (where & (logp != batch.behavior_logp)).nonzero()

@@ -10,7 +10,7 @@ from unstale.records import Batch, group_of
 
 
 class GradientNoiseScale:
-    """The gradient that the first half of a step's groups has, and the sizes of both halves.
+    """The gradient of the first half of a step's groups, and the number of groups in each half.
 
     The gradient of a step is a sum over groups, which are independent of each other. Episodes of
     one group are not, because they are compared with each other.
@@ -23,7 +23,7 @@ class GradientNoiseScale:
     def split(self, batch: Batch, members: Sequence[int]) -> list[list[int]]:
         """Return the sequences `members` in two halves: those of every second group, and the rest.
 
-        A half may be empty. Raises ValueError if the groups of the batch are unknown.
+        One half may be empty. Raises ValueError if the groups of the batch are unknown.
         """
         group = group_of(batch).tolist()
         numbers = {number: i for i, number in enumerate(dict.fromkeys(group[i] for i in members))}

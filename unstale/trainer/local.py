@@ -49,7 +49,8 @@ from unstale.trainer.token_log import TokenLog
 
 
 class LocalTrainer:
-    """The trainer whose model, optimizer and float32 weights are in this process, or a part of it.
+    """The trainer whose model, optimizer and float32 weights, or one rank's shard of them, are in
+    this process.
 
     A float32 policy is optimized directly. For a bfloat16 or float16 policy, the optimizer changes
     float32 weights, which are rounded into the policy after every step (`trainer.rounding`).
@@ -159,7 +160,9 @@ class LocalTrainer:
         return minibatches
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of a minibatch's loss. The size of microbatches does not change it."""
+        """Add the gradient of a minibatch's loss. The gradient does not depend on the size of
+        microbatches.
+        """
         self._metrics.num_steps += 1
         self._run(minibatch)
 
@@ -401,9 +404,10 @@ class LocalTrainer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint. The tensors of its optimizer are used without a copy.
+        """Load the state of a checkpoint. The optimizer uses the checkpoint's tensors without a
+        copy.
 
-        Raises ConfigError if its adapters were trained on another base model.
+        Raises ConfigError if the checkpoint's adapters were trained on another base model.
         """
         self.policy.require_base(state.get("base", 0))
         self._masters.restore(state["weights"], state.get("rounded_at", 0))

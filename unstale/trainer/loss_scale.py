@@ -1,7 +1,7 @@
-"""A factor on the loss of float16 passes, by which small gradients do not become 0.
+"""A factor on the loss of float16 passes, which keeps small gradients from becoming 0.
 
-It is that of `torch.amp.GradScaler`: halved when a gradient is not finite, and doubled after many
-steps without one.
+As in `torch.amp.GradScaler`, the factor is halved when a gradient is not finite, and doubled after
+many steps with finite gradients.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ of many thousand steps.
 
 
 class LossScale:
-    """The factor. It is 1 and never changes unless passes are in float16."""
+    """The factor on the loss. It is always 1 unless passes are in float16."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._is_used = dtype == torch.float16
@@ -27,9 +27,9 @@ class LossScale:
         self._finite_steps = 0
 
     def absorbs(self, norm_is_finite: bool) -> bool:
-        """Update the factor after a gradient. Return True if the step is to be skipped.
+        """Update the factor after a gradient. Return True if the optimizer step is to be skipped.
 
-        It is False for a gradient that is not finite if the factor cannot be the reason.
+        Return False if the gradient is not finite for another reason than the factor.
         """
         if not self._is_used:
             return False

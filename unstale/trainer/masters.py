@@ -11,7 +11,9 @@ from unstale.model.rounding import NARROW, Draw, round_stochastically
 from unstale.model.sharding import first_number, is_sharded, local
 
 SAMPLE = 1 << 16
-"""Number of weights of which a step measures how many moved. Of every tensor there is one."""
+"""Number of weights sampled per optimizer step to measure how many changed. The sample has at least
+one weight of every tensor.
+"""
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 """Number of bits after the binary point of a number between 1 and 2."""

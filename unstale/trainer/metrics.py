@@ -46,8 +46,8 @@ class StepMetrics:
     ) -> None:
         """Start a batch.
 
-        The counts are of the sampled tokens of all sequences and of those with a gradient, and of
-        the replayed ones among the latter. `replays` is True if the run replays groups. `tokens`
+        Three numbers of sampled tokens are counted: in all sequences, in sequences with a gradient,
+        and replayed tokens among these. `replays` is True if the run replays groups. `tokens`
         collects values for the journal.
         """
         self.tokens = tokens or TokenLog()
@@ -158,7 +158,7 @@ class StepMetrics:
         self.expected_tokens = self.tokens_with_gradient
 
     def expect(self, times: float) -> None:
-        """Expect `times` as many tokens with a gradient in the whole batch as were counted."""
+        """Expect `times` the tokens with a gradient counted so far in the whole batch."""
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
     def add_moved(self, sums: Tensor) -> None:
@@ -225,7 +225,7 @@ class StepMetrics:
 
     @property
     def kept_share(self) -> float:
-        """The share of scored tokens that the correction kept. It is 1 before any was scored."""
+        """The share of scored tokens that the correction kept. 1 before a token is scored."""
         keep = self._column("keep")
         return _mean(keep) if len(keep) else 1.0
 
@@ -344,8 +344,9 @@ def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:
 def effective_sample_size(log_ratio: Tensor) -> float:
     """Return the effective sample size of importance weights, as a share of the number of tokens.
 
-    It is (sum w)^2 / (n sum w^2) for weights `w = exp(log_ratio)`, limited as in the loss. It is 1
-    if all weights are equal, and 1/n if one token dominates. NaN without tokens.
+    The formula is (sum w)^2 / (n sum w^2) with weights `w = exp(log_ratio)`, limited as in the
+    loss. The result is 1 if all weights are equal, and 1/n if one token dominates. NaN without
+    tokens.
     """
     if not len(log_ratio):
         return math.nan

@@ -95,7 +95,10 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return what some sequences add to the loss's divisor. `norm` times it is free of it."""
+        """Return the contribution of some sequences to the loss's divisor.
+
+        `norm` times this number does not depend on the other sequences of the batch.
+        """
         return objectives.loss_divisor(
             batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
         )

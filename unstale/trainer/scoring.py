@@ -28,14 +28,14 @@ from unstale.trainer.records import FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""A function that returns metrics of the error of the route's `old_logp` `[T]`. The tensor is empty
-if the route computes its values in every training pass.
+"""A function from the route's `old_logp` `[T]` to metrics of its error. The tensor is empty if the
+route computes its values in every training pass.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OldScores:
-    """Old log-probabilities of a batch and what follows from them, each `[T]`.
+    """The old log-probabilities of a batch, where they are exact, and the correction, each `[T]`.
 
     `old_logp` and `exact` are empty, and the correction changes nothing, for a route that computes
     its values in every training pass (`needs.inline`).
@@ -169,8 +169,8 @@ class Scoring:
     def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
         """Offer a batch with its old log-probabilities to the techniques that store groups.
 
-        `old` is of the tokens at `index`. Where no exact value is known, `behavior_logp` takes its
-        place.
+        `old` has the values of the tokens at `index`. `behavior_logp` replaces values that are not
+        exact.
         """
         if not self._techniques.sources:
             return

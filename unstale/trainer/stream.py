@@ -1,9 +1,9 @@
 """The parts of a batch whose gradients are added while the rest is still being generated.
 
-The gradient of a step is a sum over tokens, divided by one number: that of the tokens or sequences
-of the whole batch (`objectives.loss_divisor`). So parts of a batch can be differentiated in any
-order, without the divisor, which is applied before the gradient is clipped. From Periodic
-Asynchrony, whose weights do not change meanwhile.
+The gradient of a step is a sum over tokens, divided by the number of tokens or sequences of the
+whole batch (`objectives.loss_divisor`). So parts of a batch can be differentiated in any order,
+without the divisor, which is applied before the gradient is clipped. From Periodic Asynchrony,
+whose weights do not change meanwhile.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,9 @@ class AddedParts:
         return len({number for part in self._parts for number in part.group})
 
     def append(self, part: Batch, scored: Batch, old_logp: Tensor, minibatch: Minibatch) -> None:
-        """Add a part. `scored` are its sequences that were run, with `old_logp` `[T]`."""
+        """Add a part of the batch. `scored` are the part's sequences that were run, with `old_logp`
+        `[T]`.
+        """
         self._parts.append(part)
         self._scored.append((scored, old_logp))
         self._minibatches.append(minibatch)
@@ -55,8 +57,8 @@ class AddedParts:
     def join(self, batch: Batch, scored: Batch, old_logp: Tensor) -> tuple[Batch, Tensor]:
         """Return all sequences of the batch that were run, and their `old_logp` `[T]`.
 
-        `scored` are those that are in no part, with `old_logp`. The order is that of the batch.
-        Values that are computed in every training pass are empty.
+        `scored` are the sequences that are in no part, with `old_logp`. The result is in the order
+        of the batch. `old_logp` is empty if the route computes it in every training pass.
         """
         found = [*self._scored, (scored, old_logp)]
         whole, order = _assemble(batch, [part for part, _ in found])

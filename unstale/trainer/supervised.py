@@ -18,7 +18,8 @@ from unstale.records import Batch, Provenance
 def reference_batch(references: Sequence[Reference], *, version: int) -> Batch:
     """Return conversations as a batch whose replies are trained on.
 
-    `version` is that of the weights before the batch. Raises ValueError without a conversation.
+    `version` is the version of the weights before the batch. Raises ValueError without a
+    conversation.
     """
     if not references:
         raise ValueError("a batch needs at least one conversation")

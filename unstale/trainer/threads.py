@@ -52,12 +52,12 @@ class LocalThread:
 
 
 class FreedMemory:
-    """Return freed memory to the system, when it is worth the time.
+    """Return freed memory to the system, when this is worth the time.
 
-    The C library of Linux keeps it in pieces that later blocks often do not fit: 4 bytes a weight
-    and more with each step. A call takes milliseconds, but the next pass must get its memory again:
-    in the demo that is a tenth of a step. So freed memory is kept until the process has grown by
-    `GROWTH` since the last call.
+    The C library of Linux keeps freed memory in blocks that later allocations often do not fit: 4
+    bytes a weight, and more with each step. A call takes milliseconds, but the next pass must
+    allocate its memory again, which takes a tenth of a step in the demo. So freed memory is kept
+    until the process has grown by `GROWTH` since the last call.
     """
 
     GROWTH = 1.25
@@ -66,7 +66,7 @@ class FreedMemory:
         self._size = 0
 
     def trim(self, *, now: bool) -> None:
-        """Return it `now`, for example before a large copy, or if the process has grown."""
+        """Return freed memory to the system if `now`, or if the process has grown."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is None or not (now or resident_pages() >= self._size * self.GROWTH):
             return
@@ -128,8 +128,8 @@ class SharedCores:
     def take(self) -> None:
         """Set the number of torch threads of the calling thread.
 
-        It is 1 for threads that start later. While this function runs, a thread that starts may
-        get the other number.
+        Threads that start later get 1. A thread that starts while this function runs may get the
+        other number.
         """
         count = self._while_idle if self._are_engines_idle() else self._while_sampling
         if count == self._count:

@@ -40,7 +40,7 @@ class TokenLog:
     """
 
     def __init__(self, *, share: float = 0.0, minibatch: int | None = None) -> None:
-        """Start with nothing. `share` is the share of groups that are kept.
+        """Create an empty log. `share` is the share of groups whose values are kept.
 
         `minibatch` is the optimizer step of the passes, None before the first one.
         """
@@ -50,7 +50,7 @@ class TokenLog:
         self._parts: list[_Part] = []
 
     def begin(self, batch: Batch, *, route: str) -> None:
-        """Note the sequences of a batch, or of a part of one, and their advantages.
+        """Record the sequences and advantages of a batch, or of some of its groups.
 
         Sequences without sampled tokens are left out.
         """
@@ -72,7 +72,7 @@ class TokenLog:
         self._add(batch, advantage=batch.advantage)
 
     def arrange(self, episodes: Sequence[int]) -> None:
-        """Put the sequences that were noted into the order of a batch with these episodes."""
+        """Sort the recorded sequences into the order of a batch with these episodes."""
         places = {episode: i for i, episode in enumerate(episodes)}
         self._sequences.sort(key=lambda each: places[each.episode])
 
@@ -85,7 +85,9 @@ class TokenLog:
         exact: Tensor,
         vetoed: Tensor,
     ) -> None:
-        """Add what is known of old log-probabilities and the correction. Tensors are `[T]`."""
+        """Add the old log-probabilities and the correction, where they are known. Tensors are
+        `[T]`.
+        """
         flags = _flags(
             {
                 TokenFlag.EXACT: exact,
@@ -97,7 +99,9 @@ class TokenLog:
         self._add(batch, log_d=log_d, weight=correction.factor, flags=flags)
 
     def add_shaped(self, batch: Batch, *, dropped: Tensor) -> None:
-        """Add the advantages after the techniques, and the tokens `[T]` that these dropped."""
+        """Add the advantages as techniques changed them, and the tokens `[T]` that techniques
+        dropped.
+        """
         flags = _flags({TokenFlag.DROPPED: dropped})
         self._add(batch, advantage=batch.advantage, flags=flags)
 
@@ -126,7 +130,7 @@ class TokenLog:
         self._parts += passes._parts
 
     def values(self) -> list[TokenValues]:
-        """Return the values of all sequences that were noted, in the order of the batch."""
+        """Return the values of all recorded sequences, in the order of the batch."""
         columns: dict[int, dict[str, np.ndarray]] = {}
         minibatches: dict[int, int] = {}
         for part in self._parts:

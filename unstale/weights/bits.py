@@ -1,4 +1,4 @@
-"""The bits of tensors, as words and as bytes, and checksums of them.
+"""Tensors as bits (integer words and bytes), and checksums of these bits.
 
 A checksum of weights is text that begins with its kind:
 
@@ -26,11 +26,11 @@ Checksum = int | str
 _KINDS = re.compile("(xxh3|sum64):[0-9a-f]{16}")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
-"""Size of a word of a sum."""
+"""Bytes of a word of `sum64`."""
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers. The result shares the tensor's memory."""
+    """Return a tensor's bits as integers of the element size, in the same memory."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -45,7 +45,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return the checksum of the bits of all tensors, in the order of their names.
 
-    It is an XXH3, or a sum if all tensors are on a GPU.
+    The checksum is an XXH3, or a sum if all tensors are on a GPU.
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     if ordered and all(tensor.is_cuda for tensor in ordered):
@@ -74,7 +74,7 @@ def xxh3(parts: Iterable[Bytes]) -> str:
 
 
 def sum64(tensors: Iterable[Tensor]) -> str:
-    """Return the sum of all words, each mixed with its place, modulo 2^64.
+    """Return the sum of all 64-bit words, each mixed with its position, modulo 2^64.
 
     The bytes of each tensor are padded with zeros to whole words of 64 bits. The sum of the first
     `n` words does not depend on the order in which they are added, so any device can compute it.
@@ -120,7 +120,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def check_kind(recorded: object) -> None:
-    """Raise ValueError unless this is a checksum that this release can compute."""
+    """Raise ValueError unless this release can compute the given kind of checksum."""
     is_text = isinstance(recorded, str) and _KINDS.fullmatch(recorded)
     if type(recorded) is not int and not is_text:
         raise ValueError(
@@ -130,7 +130,7 @@ def check_kind(recorded: object) -> None:
 
 
 def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
-    """Return the CRC-32 or XXH3 of bytes, whichever a recorded checksum is.
+    """Return the CRC-32 or XXH3 of bytes: the same kind as a recorded checksum.
 
     Raises ValueError for other kinds.
     """

@@ -1,7 +1,7 @@
-"""The words that differ between two tensors, and sums over words.
+"""Find the words (elements as integers) that differ between two tensors, and sum words.
 
-Compiled code (`changes.c`) finds them in one pass. Without a C compiler NumPy does, several times
-slower, after a warning. Both return the same bytes.
+Compiled code (`changes.c`) does this in one pass. Without a C compiler, NumPy is used after a
+warning, several times slower, with the same result.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
-"""A gap's byte of this value means that 255 is added to the number in the next byte."""
+"""A byte of this value in a gap means that 255 is added to the number in the next byte."""
 
 MAX_SUM_WORDS = 1 << 24
-"""Largest number of words of a sum that torch mixes at once. It keeps two copies of them."""
+"""Largest number of words that torch mixes at once for a sum. This takes memory for two copies."""
 _STEP = 0x9E3779B97F4A7C15
 """The factor of a word's place."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changed words of a tensor: their number, and unless these are too many, what changed."""
+    """The number of changed words of a tensor, with positions and XOR if they are few."""
 
     count: int
     gaps: Bytes
@@ -48,8 +48,8 @@ class Changes:
 def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
     """Return the words that differ between two contiguous integer tensors `[n]`.
 
-    Without `after`, `before` is their XOR. If more than `limit` words differ, only their number is
-    returned. Raises ValueError for other tensors.
+    Without `after`, `before` is the XOR of both tensors. If more than `limit` words differ, only
+    the number of these words is returned. Raises ValueError for other tensors.
     """
     _check_words(before, after)
     library = _library()
@@ -76,7 +76,7 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
 def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     """Return the byte planes of the XOR of all words of two contiguous integer tensors `[n]`.
 
-    Without `after`, `before` is their XOR. Raises ValueError for other tensors.
+    Without `after`, `before` is the XOR of both tensors. Raises ValueError for other tensors.
     """
     _check_words(before, after)
     library = _library()
@@ -116,8 +116,8 @@ def find_all_on_device(
 ) -> list[Changes]:
     """Return what `find_changes_on_device` returns for each of several tensors, found together.
 
-    `difference` has their XORs one after the other, and `sizes` their numbers of words. Work on a
-    GPU is started a few times in all, not a few times for each tensor.
+    `difference` has the XORs of all tensors one after the other, and `sizes` the number of words of
+    each tensor. On a GPU, a few kernels process all tensors together, not each tensor alone.
     """
     count = int(torch.count_nonzero(difference))
     if not count or 3 * count > len(difference):  # many positions would take much memory
@@ -206,7 +206,7 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
-    """Return bytes one after the other, on the device of another tensor."""
+    """Return byte strings joined, as a tensor on the device of another tensor."""
     return torch.from_numpy(np.concatenate(parts)).to(like.device)
 
 

@@ -154,7 +154,7 @@ class _Process:
             raise
 
     def begin(self, options: Header) -> None:
-        """Send the options. If the process has ended, this shows at the end of its socket."""
+        """Send the options. If the process has ended, reading its socket shows this."""
         text = json.dumps(options).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(_SIZE.pack(len(text)) + text)
@@ -190,8 +190,8 @@ _early: dict[str, list[_Process]] = {}
 def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
     """Start the process of the next `Child` with the same arguments.
 
-    The process imports the module while this one does something else. It is killed if the next
-    `Child` of the module has other arguments, or at the end of this program.
+    The process imports the module in the meantime. The process is killed if the next `Child` of the
+    module has other arguments, or at the end of this program.
     """
     if not _early:
         atexit.register(_end_early)
@@ -206,7 +206,7 @@ def _end_early() -> None:
 
 
 def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
-    """Return a process that was started early, or a new one."""
+    """Return a process that was started early, or a new process."""
     waiting = _early.get(module, [])
     while waiting:
         process = waiting.pop(0)
@@ -267,7 +267,7 @@ class Child:
             )
 
     def recv(self, size: int) -> bytes:
-        """Return the next bytes, at most `size`, that the process sends. Wait for them.
+        """Wait for bytes from the process. Return at most `size` bytes.
 
         Return b"" after the process has ended.
 
@@ -319,7 +319,7 @@ class Child:
         )
 
     def kill(self) -> None:
-        """Kill the process at once. It has no data to save."""
+        """Kill the process at once. A child process has no data to save."""
         self._process.kill()
         self.socket.close()
         self._beats.close()
@@ -336,9 +336,9 @@ def cores() -> int:
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variable that lets a process use these GPUs only.
+    """Return the environment variable that restricts a process to these GPUs.
 
-    Without GPUs it is empty, and the process uses those of this one.
+    Without GPUs the result is empty, and the process uses the GPUs of this process.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

@@ -70,16 +70,18 @@ PACKED_ABOVE = 1 / 3
 larger.
 """
 SAMPLE_WORDS = 1 << 16
-"""Number of words of a large tensor on which both are compared."""
+"""Number of words of a large tensor on which `sparse` and `packed` are compared."""
 SAMPLE_BLOCKS = 64
-"""Number of blocks of these words, at equal distances from the first to the last word. Changes may
-be in one part of a tensor only, such as the rows of some tokens or experts.
+"""Number of blocks that the `SAMPLE_WORDS` form, at equal distances from the first to the last
+word. Changes may be in one part of a tensor only, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
-"""Number of words from which on a tensor is large. Of a smaller one both are computed in full."""
+"""Smallest number of words of a large tensor. For a smaller tensor, `sparse` and `packed` are both
+computed in full.
+"""
 MAX_GROUP_WORDS = 1 << 26
-"""Largest number of words of several tensors on a GPU that are compared or changed at once. A group
-of them is copied.
+"""Largest number of words of a group of tensors on a GPU that are compared or changed together.
+Such a group is copied.
 """
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
@@ -143,7 +145,7 @@ class Encoded:
 class Delta:
     """The difference between the weights of version `base` and those of `version`.
 
-    It can be applied in both directions.
+    A delta can be applied in both directions.
     """
 
     base: int
@@ -161,7 +163,7 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def targets(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors that the delta changes: all of them, or the words of their parts.
+        """Return the tensors that the delta changes: whole tensors, or parts of them.
 
         Raises ValueError if a part does not fit.
         """
@@ -233,7 +235,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Encoded]:
     """Compress the differences of `words` of one dtype, which are on one GPU or other device.
 
-    The device finds what changed in all of them at once, and torch's threads compress it.
+    The device finds the changes of all words together, and torch's threads compress these changes.
     """
     for name, tensor in before.items():
         require_alike(tensor, after[name])
@@ -294,7 +296,7 @@ class _Pair:
     before: Tensor
     after: Tensor | None = None
     found: Changes | None = None
-    """The changes, if they are known: up to `_sparse_limit` changed words."""
+    """The changes, if they are known: at most `_sparse_limit` changed words."""
 
     @property
     def difference(self) -> Tensor:

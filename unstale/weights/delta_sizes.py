@@ -36,13 +36,13 @@ TABLE = (
 
 STOCHASTIC_RATE = 3.4e-5
 """Learning rate at which deltas with rounding to nearest are as large as those with stochastic
-rounding at any lower one: 0.21 bytes a weight (docs/rounding.md). Two versions draw their roundings
-apart, so a third of the weights differ however small the update is.
+rounding at any lower one: 0.21 bytes a weight (docs/rounding.md). The roundings of two versions are
+drawn independently, so a third of the weights differ however small the update is.
 """
 
 
 def delta_rate(rate: float, rounding: str) -> float:
-    """Return the learning rate to which the other functions apply, for a `trainer.rounding`."""
+    """Return the learning rate to pass to the other functions, given `trainer.rounding`."""
     return max(rate, STOCHASTIC_RATE) if rounding == "stochastic" else rate
 
 
@@ -67,7 +67,7 @@ def delta_bytes(words: float, rate: float) -> float:
 def changed_share(rate: float) -> float:
     """Return the share of bfloat16 weights that a step at this learning rate changes.
 
-    Below the lowest measured learning rate it is taken as proportional to the rate.
+    Below the lowest measured learning rate, the share is taken as proportional to the rate.
 
     >>> [round(changed_share(rate), 4) for rate in (1e-7, 1e-6, 2e-6, 1.0)]
     [0.0012, 0.012, 0.0227, 1.0]

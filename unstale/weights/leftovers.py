@@ -16,7 +16,7 @@ from typing import TextIO
 
 _LOCK = "lock"
 _NEW_S = 3600.0
-"""A folder without a lock file may be about to get one until it has this age."""
+"""Age in seconds below which a folder without a lock file may still get one."""
 
 
 def hold_lock(folder: Path) -> TextIO:
@@ -31,7 +31,7 @@ def hold_lock(folder: Path) -> TextIO:
 def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Return a context with a new temporary folder in `parent`, which is removed at the end.
 
-    First remove those that killed processes have left there with this `prefix` of their names.
+    First remove folders whose names begin with `prefix` and that killed processes left in `parent`.
     """
     remove_leftovers(parent, prefix)
     with (
@@ -42,7 +42,7 @@ def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove this user's folders whose name begins with `prefix` and that no process has locked.
+    """Remove this user's unlocked folders whose names begin with `prefix`.
 
     A folder that never got a lock is removed an hour after it was made.
     """

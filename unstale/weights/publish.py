@@ -53,19 +53,19 @@ class Publisher(Protocol):
     async def publish(self) -> None:
         """Load the prepared update into the engines.
 
-        They generate with the new version afterwards.
+        The engines then generate with the new version.
         """
         ...
 
 
 Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
-"""A function that saves the weights of a version, and its difference from the previous version if
+"""A function that saves the weights of a version and the difference from the previous version, if
 there is one.
 """
 
 
 class PostedWeights(Mapping[str, Tensor]):
-    """All weights of a version, which engines on other machines fetch from elsewhere."""
+    """The weights of a version, to be fetched by engines on other machines."""
 
     nbytes: int
     """Bytes that an engine fetches if it has the previous version."""
@@ -78,13 +78,13 @@ Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    `store` is the version store of the old-logit route, if it has one. It also returns the delta,
-    which is the compressed difference from the previous version. If the delta is smaller than the
-    weights, `put` gets it, and so does an engine that accepts deltas and has the previous version.
-    `put` saves every version to disk before the engine gets it. With `post`, the engine gets what
-    it returns, and fetches the weights from there. With `in_place`, whole weights stay on the
-    trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine gets the values
-    and scales of this format, and later versions as their differences.
+    `store` is the version store of the old-logit route, if the route has one. It returns the delta,
+    which is the compressed difference from the previous version. A delta that is smaller than the
+    weights is passed to `put`, and to an engine that accepts deltas and has the previous version.
+    `put` saves every version to disk before the engine loads it. With `post`, the engine receives
+    the result of `post` and fetches the weights from there. With `in_place`, whole weights stay on
+    the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine gets the
+    values and scales of this format, and later versions as their differences.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -178,7 +178,7 @@ def cast(
 ) -> dict[str, Tensor]:
     """Return the weights in a precision, in main memory unless `device` is None.
 
-    They are copied only if their place or precision differs. No weight of the trained model may
+    A weight is copied only if its device or precision differs. No weight of the trained model may
     change before the version is published (`unstale.loop.until_scorable`).
     """
     return {name: tensor.detach().to(device, dtype) for name, tensor in weights.items()}

@@ -31,7 +31,7 @@ RECORDED = "recorded"
 """Name of the folder with the recording, in a run folder."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""Name of the file with the batch that gave a number that is not finite, in a run folder."""
+"""Name of the file, in a run folder, with the batch that gave a non-finite number."""
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
@@ -96,8 +96,8 @@ class Recording:
 class Recorded:
     """Reads the files that a `Recording` wrote.
 
-    Batches that need a version without a file are skipped. There are such batches if the run was
-    killed before it had recorded a version, or was recorded only since a resume.
+    Batches that need a version without a file are skipped. Such batches exist if the run was killed
+    before it recorded a version, or if recording began with a resume.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -148,7 +148,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """The batch and weights that gave a number that is not finite, to compute the step again.
+    """The batch and weights that gave a non-finite number, to compute the step again.
 
     `columns` are further tensors `[T]`, with one entry per token of the batch. `about` describes
     the failure.
@@ -248,14 +248,14 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _held(tensors: Mapping[str, Tensor]) -> WholeWeights:
-    """Return tensors that are all in memory, to be written like others."""
+    """Return tensors in memory as `WholeWeights`."""
     return WholeWeights(tensors, tensors.__getitem__)
 
 
 def _write(path: Path, tensors: WholeWeights, about: dict[str, str]) -> None:
     """Write a safetensors file with one tensor at a time in memory.
 
-    If that fails, the tensors that are left are read all the same, because other ranks wait.
+    After an error, the remaining tensors are still read, because other ranks wait.
     """
     part = path.with_suffix(".part")
     left = iter(tensors)

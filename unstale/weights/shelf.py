@@ -16,8 +16,8 @@ class Shelf:
 
     A delta is the difference of the weights from the previous version. The temporary folder is
     inside `folder`. If the process is killed, a later one removes it. Files are in safetensors
-    format and are never incomplete. In memory a delta is held once, as the bytes of such a file:
-    checkpoints write them without a copy.
+    format and are never incomplete. In memory, a delta is the bytes of such a file, which
+    checkpoints write without a copy.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -30,7 +30,7 @@ class Shelf:
         self._sizes: dict[int, int] = {}
 
     def put(self, version: int, delta: Delta) -> None:
-        """Store the delta of a version. It replaces an earlier one."""
+        """Store the delta of `version`. A delta already stored for this version is replaced."""
         self._sizes[version] = delta.nbytes
         if self._folder:
             self._held[version] = self._write(version, delta)

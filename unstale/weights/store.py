@@ -1,7 +1,7 @@
 """The version store: the exact weights of every published version that is still needed.
 
-It has one full copy of the weights, and the differences between adjacent versions. Each tensor is
-handled separately, so each device of a sharded trainer can store its part.
+The store has one full copy of the weights, and the differences between adjacent versions. Each
+tensor is handled separately, so each device of a sharded trainer can store its shards.
 """
 
 import time
@@ -29,7 +29,7 @@ from unstale.weights.shelf import Shelf
 __all__ = ["Delta", "StoreFull", "Update", "VersionStore"]
 
 Update = Mapping[str, Tensor] | Delta
-"""The weights of a version, or their difference from the version that the receiver has."""
+"""The weights of a version, or the difference from the version that the receiver has."""
 
 _GB = 1e9
 
@@ -210,7 +210,7 @@ class VersionStore:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the contents from a checkpoint.
 
-        Raises ValueError if they are damaged or do not fit.
+        Raises ValueError if the contents are damaged or do not fit.
         """
         if state["full"] != self._full:
             raise ValueError(
@@ -272,7 +272,9 @@ class VersionStore:
         apply_all(self._shelf.get(version).tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Return one delta from `before` to the last of `links`, by joining their deltas."""
+        """Return one delta from version `before` to the last of `links`, by joining the deltas of
+        `links`.
+        """
         deltas = [self._shelf.get(version) for version in links]
         merged = {}
         for name, tensor in self._movable.items():
@@ -334,9 +336,10 @@ class VersionStore:
         return self._movable | {alias: self._movable[name] for alias, name in self._aliases.items()}
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of tensors that the store cannot take.
+        """Return the names of tensors that the store cannot use.
 
-        These are missing, unknown, of another shape or dtype, or tied in the store but not here.
+        These tensors are missing, unknown, of another shape or dtype, or tied in the store but not
+        here.
         """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()

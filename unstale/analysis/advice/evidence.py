@@ -154,7 +154,9 @@ class Evidence:
 
 
 def gather_evidence(path: Path) -> Evidence:
-    """Read the figures of a run, which may be in progress, killed or failed.
+    """Read what `unstale advise` needs from a run folder: configuration and measured numbers.
+
+    The run may be in progress, killed or failed.
 
     Raises `ConfigError` if the folder has no run, or no readable configuration.
     """

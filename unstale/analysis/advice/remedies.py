@@ -30,9 +30,10 @@ def band_options(low: float, high: float) -> Fix:
 
 
 def outwards(low: float, high: float) -> tuple[float, float]:
-    """Round a range of ratios around 1 to a wider one.
+    """Round a range around 1 outwards.
 
-    Two significant digits of the distance from 1 are kept, because ranges may be very narrow.
+    Two significant digits are kept: of a limit's distance from 1, or of the limit itself if that
+    is smaller. So a very narrow range stays narrow.
 
     >>> outwards(0.99998, 1.00002003), outwards(0.0334, 29.9)
     ((0.99998, 1.000021), (0.033, 30.0))

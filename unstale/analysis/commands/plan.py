@@ -118,8 +118,8 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
     techniques = choose(chosen.techniques, parse_assignments("--set", chosen.set, option_kinds()))
     if techniques.segments:
         raise ConfigError(
-            "the technique segments cannot be planned: no formula estimates the wait for a slot. "
-            "Use unstale simulate --techniques segments"
+            "the technique segments cannot be planned: no formula estimates how long a paused "
+            "episode waits to continue. Use unstale simulate --techniques segments"
         )
     shorten = partial(shorten_groups, options=techniques.limits)
     device, shares = _device(chosen, model)

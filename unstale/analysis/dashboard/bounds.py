@@ -75,10 +75,11 @@ class TrainedToken(NamedTuple):
 
 
 def gradient(config: ObjectiveConfig, token: TrainedToken) -> tuple[float, str] | None:
-    """Return the factor of the gradient of a token's logp in the policy's loss, and its formula.
+    """Return the factor by which the update multiplies the gradient of a token's logp.
 
-    It is above 0 if the token is made more probable. None if the gradient of the objective is
-    not a weight times the advantage, or if it has ratios of several tokens.
+    The second value is the formula of this factor. Above 0, the token becomes more probable. 0
+    means masked or clipped. The result is None if the objective's gradient is not a weight times
+    the advantage, if its ratio is over several tokens, or if a value is missing.
     """
     if token.outcome in NO_GRADIENT:
         return 0.0, f"the token is {token.outcome}"

@@ -72,9 +72,12 @@ _FLOATS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What is exported: episodes by a filter and a search, or tokens by a choice and a brush.
+    """A request for a download from the dashboard.
 
-    `changes` are the options with which tokens are treated differently.
+    Episodes are selected by `filter` and `search`. Trained tokens are selected by `choice` (limits
+    of step and lag, exact or not) and by `brush`, a rectangle in the plane of log D and log S.
+    `changes` are option values to try instead of the run's own: `content = changed` exports the
+    tokens of `choice` whose treatment would change.
     """
 
     content: str

@@ -64,7 +64,7 @@ class Question:
 
     @property
     def column(self) -> str:
-        """The name of the column, reward or fact that gives the order."""
+        """Name of the column, reward or fact by which the table is sorted: `sort` without `-`."""
         return self.sort.removeprefix("-")
 
     @property

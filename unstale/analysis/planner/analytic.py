@@ -190,9 +190,10 @@ class TrainingSetup:
 
     @property
     def context_sizes(self) -> list[int]:
-        """The numbers of devices that can divide a microbatch: each gets some attention heads.
+        """Numbers of GPUs over which one microbatch can be split by attention heads.
 
-        Cores share their memory, so they divide none.
+        This is context parallelism. On CPU cores the only number is 1, because cores share one
+        memory.
         """
         heads, key_heads = self.model.heads, self.model.kv_heads
         return [

@@ -128,9 +128,10 @@ def equal_steps(comparison: Comparison) -> Table:
 
 
 def equal(comparison: Comparison, unit: Unit) -> Table | None:
-    """Return the table of success after the largest amount of training that all runs reached.
+    """Return the table of success at equal training budget.
 
-    The result is None if the runs cannot be compared by this unit.
+    The budget is the largest amount of `unit` (tokens or minutes) that all finished runs reached.
+    None if there is no such amount.
     """
     budget = comparison.budget(unit)
     if budget is None:

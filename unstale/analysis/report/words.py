@@ -15,7 +15,10 @@ from unstale.observe.words import amount, percent
 
 
 def tiles(figures: Mapping[str, float | None], failed: int) -> list[tuple[str, str, str]]:
-    """Return eight key figures of a run, with the same texts on all pages: name, value, about."""
+    """Return the eight key figures of a run that all pages show.
+
+    Each is a tuple: name, formatted value, and an explanation such as the unit.
+    """
     return [
         (name, show(figures[key]), about.format(bound=amount(figures["staleness_bound"])))
         for name, key, show, about in _TILES

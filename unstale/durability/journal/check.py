@@ -61,13 +61,13 @@ CHECKS = (
         WHERE version <= before""",
     ),
 )
-"""For each kind of problem: a message, and the SQL query that finds its cases."""
+"""For each kind of problem: a message, and the SQL query that finds such problems."""
 
 
 def check(journal: JournalReader) -> list[str]:
     """Return the problems of a journal as sentences.
 
-    An undamaged journal has none, however its run ended.
+    An undamaged journal has no problems, however the run ended.
     """
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
@@ -86,7 +86,7 @@ def check(journal: JournalReader) -> list[str]:
 
 
 def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
-    """Yield what is wrong with rows of `trained_tokens`, as sentences."""
+    """Yield a sentence for each wrong row of `trained_tokens`."""
     if not journal.token_steps():
         return
     sampled = {

@@ -43,7 +43,7 @@ ORDER BY step, consumed.place, sibling, episode"""
 def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
     """Yield a summary of every episode that was trained on, in the order of training.
 
-    Its tokens are not read. Raises `JournalError`.
+    The episodes' tokens are not read. Raises `JournalError`.
     """
     for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
         with journal.wrap_errors(f"episode {episode}"):

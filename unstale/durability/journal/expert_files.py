@@ -1,8 +1,8 @@
 """Files next to the journal that record the experts of an MoE model for sampled tokens.
 
-There is one file for each group. These routed experts take a hundred times the space of tokens, so
-they are not in the database. The files are not flushed to disk. If a crash of the machine loses
-experts, they are missing when the run resumes.
+Each group has one file. Routed experts take a hundred times the space of tokens, so they are not in
+the database. The files are not flushed to disk. Experts that a crash of the machine loses are
+missing when the run resumes.
 """
 
 import math
@@ -66,7 +66,7 @@ class ExpertFiles:
         self._is_closed = False
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append the routed experts of a piece, without those that earlier pieces have.
+        """Append a piece's routed experts, without the experts in records of earlier pieces.
 
         If an earlier process was killed while it wrote to the file, the damaged end of the file is
         removed first.
@@ -104,9 +104,9 @@ class ExpertFiles:
             self._thread.join(stuck_s)
 
     def consumed(self, groups: Iterable[int]) -> None:
-        """Note the groups that a new checkpoint was trained on.
+        """Record the groups on which a new checkpoint was trained.
 
-        Remove the files of the oldest one.
+        Remove the files of the oldest checkpoint's groups.
         """
         self._consumed.append([*groups])
         while len(self._consumed) > self._keep:
@@ -115,7 +115,7 @@ class ExpertFiles:
     def read(self, group: int) -> dict[ExpertKey, RoutedExperts]:
         """Return the records of a group, up to the first damaged one.
 
-        If several records are of the same piece, the last counts.
+        If a piece has several records, the last one counts.
         """
         try:
             data = self._path(group).read_bytes()
@@ -127,7 +127,7 @@ class ExpertFiles:
     def find(
         records: dict[ExpertKey, RoutedExperts], episode: int, position: int, piece: Sampled
     ) -> RoutedExperts | None:
-        """Return the recorded routed experts of a piece, or None if these tokens have none."""
+        """Return the recorded routed experts of a piece, or None if its tokens have no record."""
         return records.get(_key(episode, position, piece))
 
     def _path(self, group: int) -> Path:
@@ -143,7 +143,7 @@ class ExpertFiles:
         self._queue.put(partial(act, *arguments))
 
     def _work(self) -> None:
-        """Do what is in the queue, until its end. Runs in the writing thread."""
+        """Run the functions in the queue until its end. Runs in the writing thread."""
         while (act := self._queue.get()) is not None:
             try:
                 act()
@@ -196,9 +196,9 @@ def _remove_damaged_end(path: Path) -> None:
 
 
 def _records(data: bytes) -> Iterator[tuple[ExpertKey, RoutedExperts, int]]:
-    """Yield the records with correct checksums, each with the place of its end in `data`.
+    """Yield the records with correct checksums, each with the offset of its end in `data`.
 
-    What follows a damaged header cannot be read.
+    Records after a damaged header cannot be read.
     """
     import numpy as np
 

@@ -18,10 +18,10 @@ ROW_GROUP = 256
 """Number of rows in a row group of a Parquet file."""
 
 TRAINED_COLUMNS = ("log_d", "log_s", "weight", "advantage", "entropy", "exact", "outcome")
-"""Lists over the tokens of a trajectory that its row has if the journal has token values."""
+"""Columns of a trajectory's row, with one value per token, if the journal has token values."""
 
 Content = Literal["tokens", "text", "samples"]
-"""What a row of the export is. `tokens`: one trajectory, with lists over its tokens. `text`: one
+"""Kind of a row of the export. `tokens`: one trajectory, with lists over its tokens. `text`: one
 conversation. `samples`: one token of the sample that was logged for a step, see
 `JournalReader.token_samples`.
 """
@@ -44,8 +44,8 @@ def _token_row(
 ) -> Row:
     """Return a trajectory as a row, with the values of its trained tokens if the journal has any.
 
-    `kept` are the steps with token values of each group. The values are those of the first step
-    that trained on the episode, and None if there are none.
+    `kept` are the steps with token values of each group. The values come from the first step that
+    trained on the episode, and are None if the journal has none.
     """
     row = token_row(episode)
     if not kept:
@@ -59,7 +59,7 @@ def _token_row(
 def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row:
     """Return the values of an episode's trained tokens as columns for its row of the export.
 
-    Lists have one entry per token. It is None for context, and where a value is not known.
+    Lists have one entry per token. An entry is None for context, and where a value is unknown.
     """
     if values is None:
         return {"route": None, "minibatch": None, **dict.fromkeys(TRAINED_COLUMNS)}

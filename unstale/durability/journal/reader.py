@@ -56,7 +56,7 @@ GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group that was started, with its end. Times are seconds since 1970."""
+    """A group that was started, and how it ended. Times are seconds since 1970."""
 
     number: int
     task: Task
@@ -69,15 +69,15 @@ class GroupRow:
     """The version of the policy that was trained on the group."""
     num_trajectories: int
     num_failures: int
-    """Number of failed attempts at its episodes, including those that were repeated."""
+    """Number of failed attempts at the group's episodes, including attempts that were retried."""
     place: int
     """Index of the task in the sequence of training tasks."""
 
     @property
     def ended(self) -> GroupEnd:
-        """The end of the group.
+        """How the group ended.
 
-        "failed" means that none of its episodes finished, even if the group was in a batch.
+        "failed" means that no episode of the group finished, even if the group was in a batch.
         """
         if self.finished is None:
             return "open"
@@ -116,10 +116,10 @@ class JournalReader:
     ) -> None:
         """Open a journal.
 
-        `routed_experts` are the files that record which experts sampled tokens used, if they are
-        needed. With `leave_files`, no file of the folder is written, not even that of the
-        locks of the write-ahead log. Raises FileNotFoundError if there is no file, and
-        `JournalError` if the file is not a journal.
+        `routed_experts` are the files with the experts of sampled tokens, if needed. With
+        `leave_files`, no file of the folder is written, not even the lock file of the write-ahead
+        log. Raises FileNotFoundError without a journal file, and `JournalError` if the file is not
+        a journal.
         """
         self.path = path
         self._routed_experts = routed_experts
@@ -166,7 +166,9 @@ class JournalReader:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Names of the tables of this journal. An older format has fewer than the present one."""
+        """Names of the tables of this journal. An older format has fewer tables than the present
+        one.
+        """
         return self._tables
 
     @property
@@ -226,7 +228,7 @@ class JournalReader:
     def logged_step(self, step: int) -> tuple[int, dict[str, Any]]:
         """Return the id of the event with the metrics of a step, and the metrics.
 
-        (-1, {}) if they were not logged.
+        Returns (-1, {}) if the metrics were not logged.
         """
         rows = self.rows("SELECT id, fields FROM events WHERE kind = 'step' ORDER BY id DESC")
         with self.wrap_errors("the metrics"):
@@ -239,8 +241,8 @@ class JournalReader:
         """Yield the logged sample of trained tokens: step, lag in versions, log_d and log_s.
 
         log_d is old_logp - behavior_logp and log_s is logp - old_logp. A token that was audited
-        also has `true_log_d` and `true_log_s`, which are computed with the exact old_logp.
-        With `newest` only the samples of so many steps are read, the last ones.
+        also has `true_log_d` and `true_log_s`, which are computed with the exact old_logp. With
+        `newest`, only the samples of the last `newest` steps are read.
         """
         rows = self.rows(
             "SELECT fields FROM (SELECT id, fields FROM events WHERE kind = ? "
@@ -258,7 +260,8 @@ class JournalReader:
     def failed_shares(self, number: int) -> tuple[float, ...]:
         """Return the share of failed episodes of the last `number` groups that are finished.
 
-        They are in the order in which they began. An episode failed if its newest attempt did.
+        The shares are in the order in which the groups began. An episode counts as failed if its
+        newest attempt failed.
         """
         rows = self.rows(
             f"""SELECT avg(trajectories.episode IS NULL)
@@ -270,7 +273,7 @@ class JournalReader:
         return tuple(share for (share,) in reversed(rows))
 
     def unsound(self) -> list[str]:
-        """Return sentences about tables in which rows were changed, lost or added."""
+        """Return a sentence for each table in which rows were changed, lost or added."""
         problems = []
         for table in self._tables:
             columns = COLUMNS[table]
@@ -306,7 +309,7 @@ class JournalReader:
     def requests(self) -> list[GroupRequest]:
         """Return the groups that no checkpoint was trained on, in the order of their start.
 
-        Each contains what the journal recorded of its episodes.
+        Each request has the recorded state of its episodes.
         """
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
@@ -335,7 +338,7 @@ class JournalReader:
         return requests
 
     def _sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return the sizes of the groups that have other sizes than `schedule.group_size`."""
+        """Return the sizes of groups that do not have `schedule.group_size` episodes."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", GROUP_SIZE)
         sizes: dict[int, tuple[int, ...]] = {}
         with self.wrap_errors("the sizes of groups"):
@@ -409,7 +412,7 @@ class JournalReader:
     def replayed(self, step: int | None = None) -> list[int]:
         """Return the numbers of the groups that a step replayed, in the order of the batch.
 
-        Without `step`, they are those of all steps in order.
+        Without `step`, return the groups of all steps in order.
         """
         if "replayed" not in self._tables:
             return []
@@ -418,9 +421,9 @@ class JournalReader:
         return [number for (number,) in rows]
 
     def token_steps(self) -> dict[int, list[int]]:
-        """Return the steps whose token values are kept, for each group that has any.
+        """Return the steps with token values, for each group that has token values.
 
-        Groups and steps are in order. A group that was replayed has several steps.
+        Groups and steps are in order. A replayed group has several steps.
         """
         steps: dict[int, list[int]] = {}
         if "trained_tokens" in self._tables:
@@ -432,7 +435,10 @@ class JournalReader:
 
     @property
     def num_token_values(self) -> int:
-        """Number of tokens whose values are kept. A token counts once for each of its steps."""
+        """Number of trained tokens whose values (log D, log S, ...) the journal keeps.
+
+        A token counts once for each step that trained on it.
+        """
         if "trained_tokens" not in self._tables:
             return 0
         ((count,),) = self.rows("SELECT coalesce(sum(num_tokens), 0) FROM trained_tokens")
@@ -452,12 +458,12 @@ class JournalReader:
     ) -> list[TrainedTokens]:
         """Return the values of the trained tokens of a group, one element per episode and step.
 
-        Each has arrays `[n]` over the tokens of the episode's `Sampled` pieces, in order. Only the
-        episodes that were in the batch are there. They are in the order of the steps, then of the
-        batch. Without `step`, they are of all steps that trained on the group. With `episode`, only
-        those of this episode are returned. Empty if the run does not keep the values of this group.
-        A step is here as soon as it is committed, before its checkpoint. Raises `JournalError` if a
-        row is damaged.
+        Each element has arrays `[n]` over the tokens of the episode's `Sampled` pieces, in order.
+        Only episodes in the batch are returned, in the order of the steps, then of the batch.
+        Without `step`, all steps that trained on the group are included. With `episode`, only this
+        episode is returned. Empty if the run does not keep the values of this group. A step's
+        values are available as soon as the step is committed, before its checkpoint. Raises
+        `JournalError` if a row is damaged.
         """
         found: list[TrainedTokens] = []
         for row in self._token_rows(group, step):
@@ -468,9 +474,9 @@ class JournalReader:
     def token_values(self, group: int, step: int) -> list[TokenValues]:
         """Return the values of the trained tokens of a group in a step, one element per episode.
 
-        They are as in `trained_tokens`, but without what is computed from the pieces: `logp`,
-        `old_logp` and `behavior_logp`. This takes a third of the time, and does not compare the
-        number of the tokens with the pieces. Raises `JournalError` if the row is damaged.
+        The values are as in `trained_tokens`, but without `logp`, `old_logp` and `behavior_logp`,
+        which are computed from the pieces. This takes a third of the time. The number of tokens is
+        not compared with the pieces. Raises `JournalError` if the row is damaged.
         """
         found: list[TokenValues] = []
         for row in self._token_rows(group, step):
@@ -495,8 +501,9 @@ class JournalReader:
             yield row
 
     def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
-        """Return the episodes of a row of `trained_tokens`, or one. Raises ValueError if it is
-        wrong.
+        """Return the episodes of a row of `trained_tokens`, or one of them.
+
+        Raises ValueError if the row is wrong.
         """
         import numpy as np
 
@@ -518,7 +525,7 @@ class JournalReader:
         return found
 
     def episode(self, episode: int) -> StoredEpisode:
-        """Return a finished episode. Raises `JournalError` if it has not finished."""
+        """Return a finished episode. Raises `JournalError` if the episode has not finished."""
         rows = self.rows(
             """SELECT number, step, env, split, task, e.seed,
                 num_pieces, stop, rewards, turn_rewards, facts
@@ -550,7 +557,7 @@ class JournalReader:
             return StoredEpisode(trajectory, number, step)
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
-        """Return the pieces (runs of tokens) of an episode, even if it has not ended."""
+        """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? "
             "ORDER BY position",
@@ -626,7 +633,7 @@ class JournalReader:
         )
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure | None:
-        """Return how an attempt ended, with its branches. None if it has not ended."""
+        """Return the result of an attempt with its branches. None if the attempt has not ended."""
         for row in self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
         ):
@@ -639,7 +646,7 @@ class JournalReader:
 
     @contextmanager
     def wrap_errors(self, subject: str = "") -> Iterator[None]:
-        """Turn errors of the file into a `JournalError` that names it, within a context."""
+        """Return a context that turns errors of the file into a `JournalError` with its name."""
         try:
             yield
         except (
@@ -681,7 +688,7 @@ def require_tables(path: Path, connection: sqlite3.Connection, journal_format: i
 
 
 def require_sound_wal(path: Path) -> None:
-    """Raise `JournalError` if damage of the `-wal` file hides rows, with what is known of them."""
+    """Raise `JournalError` if damage of the `-wal` file hides rows."""
     try:
         damage = find_damage(path)
     except OSError as error:

@@ -20,9 +20,9 @@ from unstale.records import HAS_BEHAVIOR, nearest_rank
 KEPT = ("trained", "waiting")
 LOST = ("failed", "given_up", "restarted")
 FATES = (*KEPT, *LOST, "open")
-"""How an attempt at an episode can end. "trained" and "waiting" attempts finished; the former were
-trained on. "failed" ones were repeated and "given_up" ones were not. "restarted" ones could not be
-replayed after a resume. "open" ones have not ended, and count neither as kept nor as lost.
+"""Ends of an attempt at an episode. "trained": finished and trained on. "waiting": finished and not
+trained on. "failed": failed and retried. "given_up": failed and not retried. "restarted": not
+replayable after a resume. "open": not ended, so counted neither as kept nor as lost.
 """
 
 CURVE_POINTS = 40
@@ -123,7 +123,7 @@ def _lengths(attempts: Sequence[_Attempt]) -> list[int]:
 def _statistics(attempts: Sequence[_Attempt]) -> Row:
     """Return the number of attempts, their sampled tokens and turns, and mean success and reward.
 
-    Success and reward are means over the finished attempts. They are None if none finished.
+    Success and reward are means over the finished attempts, and None if no attempt finished.
     """
     successes = [attempt.success for attempt in attempts if attempt.success is not None]
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
@@ -177,7 +177,7 @@ def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
 
 
 def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
-    """Compare the lengths of lost and of kept attempts. None if there are fewer than two of one.
+    """Compare the lengths of lost and of kept attempts. None if fewer than two are lost or kept.
 
     `se` is the standard error of the difference of the means, if attempts are independent.
 
@@ -199,7 +199,8 @@ def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
 def length_curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
     """Return two cumulative shares at evenly spaced quantiles of the lengths of ended attempts.
 
-    The first share is of ended attempts, the second of trained ones. Both sequences are sorted.
+    The first share is of all ended attempts, the second of the trained attempts. Both sequences are
+    sorted.
     """
     if not ended or not trained:
         return []

@@ -84,7 +84,7 @@ COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
 }
-"""Columns that are included in a row's checksum: all but an id that the database assigns."""
+"""Columns that a row's checksum includes: all but an id that the database assigns."""
 
 COUNTED = tuple(name for name in TABLES if name != "counts")
 """Tables whose numbers of rows are recorded in `counts` with every transaction. Checksums of rows
@@ -119,17 +119,17 @@ TOKEN_SAMPLES = "token_samples"
 
 GROUP_SIZE = "group_size"
 """Kind of the event that holds the number of episodes of a group: its fields are `group` and
-`size`. Groups of `schedule.group_size` episodes have none. A group that is enlarged has several.
+`size`. Groups of `schedule.group_size` episodes have no such event. An enlarged group has several.
 """
 
 TURN_LIMIT = "turn_limit"
 """Kind of the event that holds the limit of turns of a group: its fields are `group` and those of
-`records.TurnLimit`. Groups with `rollout.max_turns` alone have none.
+`records.TurnLimit`. Groups limited by `rollout.max_turns` alone have no such event.
 """
 
 EPISODE_BUDGET = "episode_budget"
-"""Kind of the event that holds what each episode of a group may use: its fields are `group` and
-those of `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have none.
+"""Kind of the event that holds the budget of each episode of a group: its fields are `group` and
+those of `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
 """
 
 Record = tuple[str, Sequence[Any]]
@@ -158,7 +158,7 @@ def _insertion(table: str) -> str:
 
 
 def seal(table: str, *row: Any) -> int:
-    """Return the checksum of a row, by which rows that a faulty disk changed are found."""
+    """Return the checksum of a row, which detects changes by a faulty disk."""
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
@@ -187,7 +187,7 @@ SCHEMA = schema(tuple(TABLES))
 def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:
     """Add changes of the tables' numbers of rows to `counts`.
 
-    Return the statements to record them.
+    Return the statements that record the new numbers.
     """
     records: list[Record] = []
     for table, change in changes.items():
@@ -202,7 +202,7 @@ def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
     """Return the statement that inserts a piece (a run of tokens).
 
     Numbers are packed little-endian. Tokens take two bytes each if all of them fit, otherwise four.
-    Log-probabilities are float32, which loses nothing, because engines compute in float32.
+    Log-probabilities are float32, the precision in which engines compute them.
     """
     count = len(piece.tokens)
     width = "H" if max(piece.tokens, default=0) < 1 << 16 else "I"

@@ -1,8 +1,8 @@
 """Rows of the table `trained_tokens`: the token values of the episodes of a group in one step.
 
-A row has the columns of all episodes one after the other, compressed together (raw deflate). Of
-numbers with several bytes, all first bytes come first, then all second bytes, and so on, because
-equal bytes beside each other compress better.
+A row has the columns of all episodes one after the other, compressed together (raw deflate).
+Numbers with several bytes are stored as byte planes: all first bytes, then all second bytes, and so
+on, because adjacent equal bytes compress better.
 
     num_episodes  uint32
     episode       int64    [num_episodes]
@@ -36,8 +36,8 @@ LEVEL = 6
 """Level of the compression. Level 9 saves less than 1% more and takes longer."""
 
 MAX_BYTES = 2**29
-"""Largest size of a row before compression: 20 million tokens. A larger one would be made to fill
-the memory of its reader.
+"""Largest size of a row before compression: 20 million tokens. A larger row is refused, because it
+could be an attempt to fill the reader's memory.
 """
 
 _MEASURED = 128
@@ -52,7 +52,7 @@ _LARGEST = 65504.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens(TokenValues):
-    """The values with which a step trained on an episode, as they are in the journal."""
+    """The values of an episode's trained tokens in one step, as recorded in the journal."""
 
     step: int
     version: int
@@ -172,7 +172,7 @@ def _decompress(packed: bytes) -> bytes:
 def to_trained(
     values: TokenValues, *, step: int, version: int, behavior_logp: "Values"
 ) -> TrainedTokens:
-    """Return the token values of a row with its step. Raises ValueError if a length differs."""
+    """Return the token values of a row, and its step. Raises ValueError if a length differs."""
     if len(behavior_logp) != len(values.flags):
         raise ValueError(
             f"episode {values.episode} has {len(behavior_logp)} sampled tokens, but the values of "

@@ -1,7 +1,7 @@
 """Find damage in the `-wal` file of a journal.
 
-SQLite reads this file up to the first frame with a wrong checksum, which it takes for the end of
-what a killed writer wrote. So a damaged frame hides all later ones. The format is that of
+SQLite reads this file up to the first frame with a wrong checksum, which it takes for the end of a
+killed writer's data. So a damaged frame hides all later ones. The format is that of
 https://sqlite.org/fileformat2.html#the_write_ahead_log.
 """
 
@@ -18,25 +18,25 @@ import numpy.typing as npt
 _HEADER = struct.Struct(">8I")
 """Magic number, format, page size, number of resets, two salts, two checksums."""
 _MAGIC = 0x377F0682
-"""The magic number. The next one means that the words of checksums are big-endian."""
+"""The magic number. The next larger number means that the words of checksums are big-endian."""
 _FRAME_WORDS = 6
 """Words of a frame before its page: page, size after a commit or 0, two salts, two checksums."""
 _AT_ONCE = 512
-"""Number of frames that are in memory."""
+"""Number of frames held in memory at once."""
 _TRIES = 3
-"""Number of times that a file is read which a run changes meanwhile."""
+"""Number of attempts to read a file that a run changes at the same time."""
 
 _Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class WalDamage:
-    """What SQLite leaves out of a `-wal` file."""
+    """The part of a `-wal` file that SQLite ignores because of damage."""
 
     frame: int
-    """Number of the damaged frame, from 1. It is 0 if the header of the file is damaged."""
+    """Number of the damaged frame, from 1. 0 if the header of the file is damaged."""
     num_frames: int
-    """Number of frames (pages) that are lost, from that one to the last commit."""
+    """Number of lost frames (pages), from the damaged frame to the last commit."""
     num_transactions: int
 
     def __str__(self) -> str:
@@ -48,9 +48,9 @@ class WalDamage:
 
 
 def find_damage(journal: Path) -> WalDamage | None:
-    """Return the damage of a journal's `-wal` file. None if it is sound, or if there is none.
+    """Return the damage of a journal's `-wal` file. None if the file is undamaged or missing.
 
-    What a kill or a power cut leaves of the last transaction is no damage, but one changed bit in
+    An incomplete last transaction, as after a kill or a power cut, is not damage. A changed bit in
     it is. Raises `OSError` if the file, or another one of the journal, is not a regular one, or if
     it cannot be read.
     """
@@ -105,7 +105,7 @@ def _scan(path: Path, page_bytes: int) -> WalDamage | None:
 
 
 class _Frames:
-    """The headers of the frames of a file, and if their checksums are right."""
+    """The headers of the frames of a file, and whether their checksums are correct."""
 
     def __init__(self, sums: _Words, order: str) -> None:
         self.commits: _Words = np.empty(0, np.uint32)
@@ -150,7 +150,7 @@ class _Frames:
         return changed is not None
 
     def read(self, block: bytes, page_bytes: int) -> None:
-        """Add the whole frames of a block of bytes. An incomplete one at its end is left out."""
+        """Add the complete frames of a block of bytes, without an incomplete frame at the end."""
         width = page_bytes // 4 + _FRAME_WORDS
         count = len(block) // (4 * width)
         raw = np.frombuffer(block, np.uint32, count * width).reshape(count, width)

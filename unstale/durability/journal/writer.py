@@ -64,7 +64,7 @@ from unstale.token_values import TokenValues
 
 WINDOW_S = 0.2
 """Largest time in seconds until a record is committed. Callers of `barrier` do not wait that long,
-because it commits at once.
+because `barrier` commits at once.
 """
 
 STUCK_S = 8.0
@@ -90,9 +90,9 @@ class Journal:
     ) -> None:
         """Prepare the journal.
 
-        `routed_experts` are their files, which the journal closes. A deterministic run must
-        `keep_snapshots` of environments, because it can go back to an earlier one. Otherwise
-        only the last one of an unfinished episode is kept.
+        `routed_experts` are the files of routed experts, which the journal closes. A deterministic
+        run must `keep_snapshots` of environments, because it can return to an earlier snapshot.
+        Otherwise only the last snapshot of an unfinished episode is kept.
         """
         self.path = path
         self._keep_snapshots = keep_snapshots
@@ -255,11 +255,12 @@ class Journal:
         replayed: Sequence[int] = (),
         tokens: Sequence[TokenValues] = (),
     ) -> None:
-        """Note that a step trained on these groups, in this order. `checkpoint` commits it.
+        """Record that a step trained on these groups, in this order. `checkpoint` commits the
+        record.
 
         `replayed` are the numbers of groups that earlier steps were trained on, too. `tokens` are
-        the values of the step's trained tokens. They are committed earlier than the rest, and
-        removed if a resume goes back to a checkpoint before the step.
+        the values of the step's trained tokens, which are committed before the checkpoint, and
+        removed if a resume starts from a checkpoint before the step.
         """
         now = time.time()
         for place, group in enumerate(groups):
@@ -288,12 +289,13 @@ class Journal:
             self._routed_experts.consumed(consumed)
 
     def rewind(self, checkpoint: int, *, everything: bool, kept: int = -1) -> None:
-        """Make an earlier checkpoint the current one. Groups trained on after it are free again.
+        """Make an earlier checkpoint the current one.
 
-        The metrics and token values of later steps are removed, because they will be logged again.
-        `kept` is the id of an event that stays until `write` replaces it: the metrics of the
-        checkpoint's own step. With `everything`, all other newer rows are removed, because a
-        deterministic run computes them again.
+        Groups that were trained on after this checkpoint can be trained on again. The metrics and
+        token values of later steps are removed, because they will be logged again. `kept` is the id
+        of an event that stays until `write` replaces it: the metrics of the checkpoint's own step.
+        With `everything` (deterministic runs), all other rows written after the checkpoint are
+        removed too, because the run computes them again.
         """
         events = f"DELETE FROM events WHERE after >= ? AND id != {kept:d}"
         if not everything:
@@ -315,7 +317,7 @@ class Journal:
         self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step. They replace those that a `rewind` kept for this step."""
+        """Record the metrics of a step, in place of metrics that a `rewind` kept for this step."""
         others = {name: value for name, value in metrics.items() if name != "step"}
         fields = json.dumps({"step": step, **others}, default=float)
         records = [insert("events", time.time(), "step", fields, self._checkpoint)]
@@ -329,7 +331,7 @@ class Journal:
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
-        """Wait until everything written before is committed.
+        """Wait until all earlier records are committed.
 
         Concurrent callers share one commit.
         """
@@ -348,7 +350,7 @@ class Journal:
         return covered
 
     def flush(self) -> None:
-        """Block the calling thread until everything written before is committed."""
+        """Block the calling thread until all earlier records are committed."""
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routed_experts:
@@ -381,7 +383,7 @@ class Journal:
         return journal_error(self.path, f"no routed experts could be written for {STUCK_S:g} s")
 
     def _fail(self, error: JournalError) -> None:
-        """End the run with this error, unless it ends with an earlier one."""
+        """End the run with this error, unless an earlier error already ends it."""
         with suppress(InvalidStateError):
             self._failure.set_exception(error)
 
@@ -476,9 +478,9 @@ class _EpisodeWriter:
         self._replace_snapshots(insert("restarts", *row))
 
     def _replace_snapshots(self, record: Record) -> None:
-        """Write a record after which no resume reads the episode's present snapshots.
+        """Write a record, and delete the episode's snapshots, which no later resume reads.
 
-        They are deleted in the same transaction.
+        Both happen in one transaction.
         """
         delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
         self.journal.transaction([record] if self.journal._keep_snapshots else [delete, record])
@@ -486,7 +488,7 @@ class _EpisodeWriter:
 
 @dataclass(frozen=True, slots=True)
 class _FileState:
-    """Which file the journal is, and its size, to notice that another program removed it.
+    """The identity and size of the journal file, to detect that another program removed it.
 
     SQLite would continue to write to a removed file without an error, and the rows would be lost.
     """
@@ -539,7 +541,7 @@ def _commit_error(path: Path, error: Exception) -> JournalError:
 
 
 def _create(path: Path) -> None:
-    """Create an empty journal under another name, then rename it. So it is never incomplete."""
+    """Create an empty journal under another name, then rename it, so that no file is incomplete."""
     new = path.with_name(f".{path.name}.new")
     for end in ("", "-journal"):
         new.with_name(new.name + end).unlink(missing_ok=True)

@@ -312,15 +312,18 @@ class ModelUser(UserSimulator):
             completion = asyncio.run(asyncio.wait_for(call, USER_TIMEOUT_S))
         except TimeoutError as error:
             raise EnvError(
-                f"the model of the user gave no answer within {USER_TIMEOUT_S:g} s"
+                f"the model that simulates the user gave no answer within {USER_TIMEOUT_S:g} s"
             ) from error
         except OSError as error:
-            raise EnvError(f"the model of the user gave no answer: {error}") from error
+            raise EnvError(f"the model that simulates the user gave no answer: {error}") from error
         match completion:
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
                 if said := text.rpartition("</think>")[2].strip():
                     return said
-        raise EnvError(f"the model of the user gave no text: {str(completion)[:300]}")
+        raise EnvError(
+            f"the model that simulates the user returned no text: {str(completion)[:300]}. Check "
+            "that it is a chat model whose token limit leaves room after its reasoning"
+        )
 
 
 def vita_tasks(domain: str, *, options: VitaConfig) -> Taskset:

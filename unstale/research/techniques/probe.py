@@ -157,8 +157,9 @@ class ProbedBatch:
 
 
 def means_of_others(values: Tensor) -> Tensor:
-    """Return the mean of all values but one, for each of them, `[n]`. A single value is returned
-    as it is.
+    """Return for each value the mean of the other values (leave-one-out), `[n]`.
+
+    A single value is returned unchanged.
     """
     if len(values) < 2 or (values == values[0]).all():  # no rounding errors of equal values
         return values
