@@ -154,7 +154,7 @@ def test_the_padded_example_ignores_what_is_off_the_mask() -> None:
 
 
 def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
-    """LossSpec, a judge at a local endpoint, its reward of a row, and combined rewards."""
+    """Rules, a judge at a local endpoint, its reward of a row, and combined rewards."""
     rules, judge, friendly, tasks = blocks("docs/rewards.md", "python")
     judge, friendly = (
         code.replace("http://127.0.0.1:8000/v1", model.url) for code in (judge, friendly)

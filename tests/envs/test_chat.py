@@ -207,7 +207,7 @@ def test_a_large_template_with_schemas_and_thoughts_can_be_continued(tokenizer: 
     other.chat_template = QWEN
     chat = Chat(other, RetailTasks(level=3).tools)
     opening = other.decode(
-        chat.encode_prompt([Message("system", "LossSpec."), Message("user", "Hello.")])
+        chat.encode_prompt([Message("system", "Rules."), Message("user", "Hello.")])
     )
     assert '"description"' in opening and opening.endswith("<|im_start|>assistant\n")
     text = other.decode(chat.encode_continuation([Message("tool", "ok")], ended=False))

@@ -1,6 +1,6 @@
 """Test the rewards.
 
-LossSpec give 1 to equivalent answers and 0 to similar wrong ones. A task set combines named rewards
+Rules give 1 to equivalent answers and 0 to similar wrong ones. A task set combines named rewards
 and records each. A program's prints, exits and patches pass no test, and expected values are not in
 its process.
 """

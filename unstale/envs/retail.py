@@ -36,7 +36,7 @@ PAYMENTS = ("gift", "card", "bank", "wallet")
 POLICY = """You serve the help desk of a shop. Customers write to you; you look things up and \
 change things with the tools.
 
-LossSpec:
+Rules:
 1. {identify}
 2. Look an order up before you decide anything about it. Ask the customer for what you do not \
 know; never invent a number.

@@ -45,7 +45,7 @@ class Verdict:
 def check(config: RunConfig, *, without: Collection[Rule] = ()) -> Verdict:
     """Explain the configuration of a run, and find what is wrong with it.
 
-    LossSpec in `without` are not applied.
+    Rules in `without` are not applied.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_old']

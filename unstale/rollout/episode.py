@@ -99,23 +99,6 @@ EXIT_S = 30.0
 """Seconds in which `__aexit__` of a task set must return. A task set may stop servers."""
 
 
-<<<<<<< HEAD
-=======
-@runtime_checkable
-class HasWorker(Protocol):
-    """An environment that runs in a worker process. `rollout.timeout_s` excludes its start."""
-
-    def worker_start(self) -> Awaitable[None] | None:
-        """Assign a worker. Return an awaitable of its start, or None if the worker has started.
-
-        Raises `EnvError` if no worker can be started. The awaitable raises it if the start fails.
-        """
-
-    def close(self) -> Awaitable[None]:
-        """Release the worker."""
-
-
->>>>>>> words51
 class EpisodeFailed(Exception):
     """Error in the code of an environment.
 

@@ -19,7 +19,7 @@ SIZES = ("tiny", "small", "medium", "large", "wide", "giant")
 POLICY = """You serve the counter of a clothes shop. Customers talk to you; you look things up and \
 change things with the tools.
 
-LossSpec. If several apply, the first one decides.
+Rules. If several apply, the first one decides.
 1. {identify}
 2. Look the customer's card up before you decide anything. Ask the customer for what you do not \
 know, and end each question with "?". Never invent a number.
