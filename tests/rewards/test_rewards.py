@@ -487,6 +487,44 @@ def test_a_test_that_no_program_can_pass_is_an_error(test: Any, message: str) ->
         share(GCD, [test])
 
 
+CHECK = """
+def encode(s): return s[1:] + s[0]
+def decode(s): "Undo encode."
+def check(candidate):
+    from random import choice
+    for _ in range(20):
+        text = "".join(choice("abc") for _ in range(choice([3, 4])))
+        assert candidate(encode(text)) == text, "decoded"
+    word = candidate(candidate("abc"))
+    assert word == "bca"
+    try:
+        candidate("")
+        assert False
+    except IndexError:
+        pass
+check(decode)"""
+DECODE = "def decode(s): return s[-1] + s[:-1]"
+
+
+def test_a_check_function_runs_where_the_program_does_not() -> None:
+    assert share(DECODE, [CHECK, CHECK]) == 1
+    for wrong in (
+        "def decode(s): return s",
+        "class A(str):\n    def __eq__(self, other): return True\ndef decode(s): return A()",
+        f"import builtins, random\nrandom.seed(3)\nencode = len\n{DECODE}[:2]",
+        "def decode(s): return object()",
+        "def decode(s): raise NameError(s)",
+        "import os\nos.write(1, b'\\n{\"tuple\": [1]}')\nos._exit(0)",
+        "import itertools\nn = itertools.count()\ndef decode(s): return str(next(n))",
+        "",
+    ):
+        assert share(wrong, [CHECK]) == 0, wrong
+    with pytest.raises(ValueError, match="NameError: name 'encode' is not defined"):
+        share(DECODE, [CHECK.replace("def encode", "def other")])
+    with pytest.raises(ValueError, match="differ from call to call"):
+        share(DECODE, ["import uuid\ndef check(f): assert f(str(uuid.uuid4()))\ncheck(decode)"])
+
+
 def test_a_test_that_hangs_is_the_last_one() -> None:
     hangs = "def gcd(a, b):\n    while a == 7: pass\n    return 6"
     assert share(hangs, [TESTS[0], TESTS[1], TESTS[0]], sandbox.Limits(seconds=4.0)) == 1 / 3

@@ -20,6 +20,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _DIGITS = threading.Lock()
 """Held while the limit of digits is another. It is that of the whole process."""
 _RANDOM = frozenset({"random", "secrets", "uuid", "time"})
+_USE = "Put other code into a function check(f) that the test calls at its end"
 RAISED = "__raised__"
 """The name of the worker's function that returns the names of the exception of a call."""
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
@@ -40,14 +41,26 @@ class Assertion:
     """Statements that the program's process runs before the questions."""
 
 
-def parse_assertion(test: str) -> Assertion:
+@dataclass(frozen=True, slots=True)
+class CheckFunction:
+    """A test that calls its own function, such as `check`, with a function of the program."""
+
+    source: str
+    """The test without the call."""
+    function: str
+    candidate: str
+    """The expression for the function of the program."""
+
+
+def parse_test(test: str) -> Assertion | CheckFunction:
     """Return the parts of a test.
 
     A test is one or more assertions, also in a `for` loop, or a call in `try` that must raise.
-    Imports, assignments and other statements may stand before them. Raises ValueError for text of
-    another form, and for a test that uses no program.
+    Imports, assignments and other statements may stand before them. A test may also end with a call
+    of its own function. Raises ValueError for text of another form, and for a test that uses no
+    program.
 
-    >>> parsed = parse_assertion("x = 2; assert abs(area(x) - 12.57) < 0.01, 'too far'")
+    >>> parsed = parse_test("x = 2; assert abs(area(x) - 12.57) < 0.01, 'too far'")
     >>> parsed.questions, parsed.check
     (('area(2)',), 'abs(_0 - 12.57) < 0.01')
     """
@@ -60,16 +73,24 @@ def parse_assertion(test: str) -> Assertion:
             sys.set_int_max_str_digits(limit)
 
 
-def _parsed(test: str) -> Assertion:
+def _parsed(test: str) -> Assertion | CheckFunction:
     body = _statements(test)
+    match body:
+        case [*above, ast.Expr(ast.Call(ast.Name(name), [candidate], []))] if any(
+            isinstance(each, ast.FunctionDef) and each.name == name for each in above
+        ):
+            source = ast.unparse(ast.Module(body[:-1], []))
+            return CheckFunction(source, name, ast.unparse(candidate))
     imports = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom)]
     modules = {getattr(each, "module", None) or each.names[0].name for each in imports}
     if modules & _RANDOM:
-        raise ValueError(f"a test must have the same values in each process, got {test!r}")
+        raise ValueError(f"assertions must have the same values in each process. {_USE}: {test!r}")
     tests = [each for each in body if isinstance(each, ast.Assert | ast.For | ast.Try)]
     setup = [each for each in body if each not in imports + tests]
     if not tests or body[-len(tests) :] != tests:
-        raise ValueError(f"a test is assertions, after imports and assignments, got {test!r}")
+        raise ValueError(
+            f"a test is assertions, after imports and assignments. {_USE}, got {test!r}"
+        )
     values: dict[str, ast.expr] = {}
     for each in setup:
         match each:
@@ -143,7 +164,7 @@ def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
             kinds = [each.id for each in ast.walk(kind) if isinstance(each, ast.Name)]
             names = split.ask(f"{RAISED}(lambda: ({ast.unparse(call)}))")
             return ast.parse(f"{names.id} & {set(kinds)!r}", mode="eval").body
-    raise ValueError(f"a test cannot have this statement: {ast.unparse(statement)!r}")
+    raise ValueError(f"no assertion: {ast.unparse(statement)!r}. {_USE}")
 
 
 def _truth(node: ast.expr) -> ast.expr:

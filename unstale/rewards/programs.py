@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from unstale.envs import EnvError, sandbox
-from unstale.rewards.assertions import Assertion, parse_assertion
+from unstale.rewards.assertions import Assertion, CheckFunction, parse_test
 
 LIMITS = sandbox.Limits(seconds=5.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
 """Limits of each test. Those of the output grow with the expected output."""
 
 ANSWER_LIMITS = replace(LIMITS, output_kb=4096, file_mb=8)
 """Limits of an assertion, whose answer may be long. Its length is not known before."""
+_MAX_ROUNDS = 64
+"""Times that a check function is called: twice, or more if its calls depend on answers."""
 _WORKER = Path(__file__).with_name("unit_test_worker.py").read_text("utf-8")
 
 
@@ -28,17 +30,17 @@ async def unit_tests(
     """Return the share of tests that a program passes.
 
     A test is an assertion such as `"assert gcd(12, 18) == 6"` or `"assert abs(area(1) - 3.14) <
-    0.01"`, with imports before it if it needs some, or a pair of standard input and expected output
-    such as `("3 4", "7")`. Outputs are compared without trailing space. The limits apply to each
-    test, and a time-out ends the testing. The number of tests times `limits.seconds` should be
-    below `rollout.timeout_s`. Raises ValueError for another form of test, and for a test that no
-    program can pass.
+    0.01"`, with imports before it if it needs some, a function that is called with one of the
+    program at the end (`"def check(f): ... \\ncheck(gcd)"`), or a pair of standard input and
+    expected output such as `("3 4", "7")`. Outputs are compared without trailing space. The limits
+    apply to each test, and a time-out ends the testing. The number of tests times `limits.seconds`
+    should be below `rollout.timeout_s`. Raises ValueError for another form of test, and for a test
+    that no program can pass.
     """
     if not tests:
         raise ValueError("tests must not be empty")
     parsed = [
-        parse_assertion(test) if isinstance(test, str) else _check_output(test, limits)
-        for test in tests
+        parse_test(test) if isinstance(test, str) else _check_output(test, limits) for test in tests
     ]
     answers = await _answers(program, parsed, limits)
     room = (limits or ANSWER_LIMITS).output_kb << 10
@@ -50,7 +52,13 @@ async def unit_tests(
     checked = iter(await _check(pairs, room))
     passed = 0
     for test, source, answer in zip(parsed, tests, answers, strict=True):
-        result = next(checked) if isinstance(test, Assertion) else _is_output(answer, test[1])
+        match test:
+            case Assertion():
+                result = next(checked)
+            case CheckFunction():
+                result = await _call_check(program, test, limits)
+            case (_, expected):
+                result = _is_output(answer, expected)
         if isinstance(result, str):
             raise ValueError(f"no program can pass the test {source!r}: {result}")
         passed += result
@@ -76,28 +84,78 @@ def _check_output(test: tuple[str, str], limits: sandbox.Limits | None) -> tuple
 
 
 async def _answers(
-    program: str, tests: Sequence[Assertion | tuple[str, str]], limits: sandbox.Limits | None
+    program: str,
+    tests: Sequence[Assertion | CheckFunction | tuple[str, str]],
+    limits: sandbox.Limits | None,
 ) -> list[str | None]:
     """Return what the program prints in each test. None if it fails, and after a time-out."""
     answers: list[str | None] = [None] * len(tests)
     for number, test in enumerate(tests):
-        if isinstance(test, Assertion):
-            arguments, default = ["-c", _WORKER, "ask"], ANSWER_LIMITS
-            stdin = json.dumps([test.imports, test.setup, *test.questions])
-        else:
-            arguments, stdin, default = ["program.py"], test[0], _for_output(test[1])
-        result = await sandbox.run(
-            [sys.executable, "-s", *arguments],
-            stdin=stdin,
-            files={"program.py": program},
-            limits=limits or default,
-            keep_stderr=False,
-        )
+        match test:
+            case Assertion():
+                result = await _evaluate(program, test.imports, test.setup, test.questions, limits)
+            case CheckFunction():
+                continue
+            case (question, expected):
+                result = await sandbox.run(
+                    [sys.executable, "-s", "program.py"],
+                    stdin=question,
+                    files={"program.py": program},
+                    limits=limits or _for_output(expected),
+                    keep_stderr=False,
+                )
         if result.ended == "timeout":
             break
         if result.code == 0 and result.ended == "exited":
             answers[number] = result.stdout
     return answers
+
+
+async def _evaluate(
+    program: str, imports: str, setup: str, questions: Sequence[str], limits: sandbox.Limits | None
+) -> sandbox.ProgramResult:
+    """Evaluate expressions in the module of the program."""
+    return await sandbox.run(
+        [sys.executable, "-s", "-c", _WORKER, "ask"],
+        stdin=json.dumps([imports, setup, *questions]),
+        files={"program.py": program},
+        limits=limits or ANSWER_LIMITS,
+        keep_stderr=False,
+    )
+
+
+async def _call_check(
+    program: str, test: CheckFunction, limits: sandbox.Limits | None
+) -> bool | str:
+    """Return if a check function passes, or why no program can pass it.
+
+    It is called where the program does not run, with random numbers of the same seed each time. The
+    program then answers the calls that the function makes, until none is new. After `_MAX_ROUNDS`
+    it does not pass.
+    """
+    calls: list[str] = []
+    values = ""
+    for _ in range(_MAX_ROUNDS):
+        row = {"source": test.source, "function": test.function, "calls": calls, "values": values}
+        result = await sandbox.run(
+            [sys.executable, "-s", "-c", _WORKER],
+            stdin=json.dumps([row]),
+            limits=replace(ANSWER_LIMITS, seconds=LIMITS.seconds + len(values) / 2e6),
+        )
+        if result.code or result.ended != "exited":
+            if calls:
+                return False  # the program's answers are too costly
+            raise EnvError(f"the test could not be evaluated: {result.stderr[-300:]}")
+        found = json.loads(result.stdout.rpartition("\n")[2])[0]
+        if not isinstance(found, list):
+            return found  # type: ignore[no-any-return]
+        calls = found
+        question = f"tuple(__answer__({test.candidate}, {calls!r}))"
+        answer = await _evaluate(program, "", "", [question], limits)
+        if answer.code or answer.ended != "exited":
+            return False
+        values = answer.stdout.rpartition("\n")[2]
+    return False
 
 
 def _for_output(expected: str) -> sandbox.Limits:
