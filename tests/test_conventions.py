@@ -52,7 +52,8 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/registry.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",
-        *["rewards/unit_test_worker.py"] * 3,
+        "model/template_limits.py",
+        *["rewards/unit_test_worker.py"] * 6,
         "rollout/episode.py",
         "rollout/timeouts.py",
     ]

@@ -80,22 +80,14 @@ class ContextPiece:
 class Sampled:
     """A run of tokens that one version of the weights sampled.
 
-    <<<<<<< HEAD
-        `version` is that of the weights that the engine had loaded. `behavior_logp` has the
-        log-probability of each token in the distribution that it was sampled from. If a weight update
-        interrupts a reply, the reply has one such piece for each version. `clean` is False if the
-        engine kept its KV cache over a weight update. Then no single version sampled the tokens.
-        `routed_experts` are those that an MoE model chose, if recorded.
-    =======
-        `behavior_logp` has the log-probability, in nats, of each token in the distribution from which
-        the engine sampled. If a weight update interrupts a reply, the reply has one such piece for each
-        version. `clean` is False if the engine kept its KV cache over a weight update. Then no single
-        version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
-        token, if recorded.
-    >>>>>>> words51
+    `version` is that of the weights that the engine had loaded. `behavior_logp` has the
+    log-probability, in nats, of each token in the distribution from which the engine sampled. If a
+    weight update interrupts a reply, the reply has one such piece for each version. `clean` is
+    False if the engine kept its KV cache over a weight update. Then no single version sampled the
+    tokens. `routed_experts` are the experts that an MoE model chose for each token, if recorded.
 
-        >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
-        3
+    >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
+    3
     """
 
     tokens: tuple[int, ...]
