@@ -475,7 +475,7 @@ class GroupRequest:
     turn_limit: TurnLimit | None = None
     """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
-    """The limits of each of its episodes, below the other limits of the run."""
+    """The limits of each episode of the group, in addition to the run's limits."""
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield the pieces that the group's episodes sampled before a resume.

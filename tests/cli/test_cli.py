@@ -241,8 +241,8 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
     assert "--help all describes" not in whole
     assert "--schedule.max_staleness" in text
     assert (
-        "Largest number of versions between the weights that sampled a token and those that "
-        "train on it. 0 trains synchronously." in text
+        "Largest number of versions between the weights that sampled a token and the weights "
+        "that train on it. 0 trains synchronously." in text
     )
 
 

@@ -34,7 +34,7 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
-    """Make a function from any file a choice of an option. Its decorator calls this."""
+    """Make a function from any file a choice of an option. The function's decorator calls this."""
     parameters = inspect.signature(function).parameters.values()
     options = frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
     choices(module, decorator)[function.__name__] = options

@@ -208,7 +208,7 @@ class ObjectiveConfig(VariantSection):
         return None
 
     def unlimited(self, *, capped: bool) -> str:
-        """Return in words what the objective does not limit. Empty if it limits S.
+        """Return in words what the objective does not limit. Empty if the objective limits S.
 
         `capped` is True if `ratio_cap` limits the weight of a token.
         """

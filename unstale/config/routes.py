@@ -26,7 +26,7 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a route needs from the training loop, and what it costs."""
+    """The requirements of a route on the training loop, and its costs."""
 
     now: bool = False
     """True if `logps` uses its argument `now`, which costs a forward pass of the current weights
@@ -224,8 +224,8 @@ class OldLogpsConfig(VariantSection):
         return self.makes(scorer)
 
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Create the part of the route that each trainer rank has. It is the whole route, unless
-        the route has `scoring_ranks`.
+        """Create the part of the route that each trainer rank has. This part is the whole route,
+        unless the route has `scoring_ranks`.
         """
         return self.make(scorer, lockstep=lockstep)
 

@@ -68,7 +68,7 @@ class RunConfig(Section):
     """Download files of the policy that the local cache lacks from the Hugging Face hub."""
     chat_template: str = ""
     """Chat template instead of the policy's own: `plain`, `chatml`, `python_calls` or a Jinja file,
-    whose text is recorded. It is saved with the trained policy (docs/models.md).
+    whose text is recorded. The template is saved with the trained policy (docs/models.md).
     """
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""

@@ -33,7 +33,7 @@ def keep_outputs() -> None:
 
 
 def _opened(file: IO[str]) -> tuple[int, int] | None:
-    """Return device and inode of an open file. A descriptor's number may be used again."""
+    """Return device and inode of an open file. Descriptor numbers are reused after closing."""
     try:
         status = os.fstat(file.fileno())
     except (OSError, ValueError, AttributeError):

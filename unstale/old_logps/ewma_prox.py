@@ -94,8 +94,8 @@ class EwmaProxSpec(OldLogpsConfig):
     decay that follows the staleness.
     """
     update_every: Literal["version", "step"] = "version"
-    """Only for `ewma_prox`: what is averaged, the weights of every published version or those after
-    every optimizer step.
+    """Only for `ewma_prox`: update the average with the weights of every published version, or
+    after every optimizer step.
     """
     placement: Literal["twin", "own"] = "twin"
     """Where past versions or averages are scored: in a second model, or (`own`) in the trained

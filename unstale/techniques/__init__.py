@@ -370,7 +370,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Diagnostic(Protocol):
-    """A technique that changes nothing, and adds figures to the metrics."""
+    """A technique that changes nothing, and adds metrics."""
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext

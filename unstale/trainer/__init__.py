@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(Protocol):
-    """A trainer of one policy. It also counts the versions of the policy's weights.
+    """A trainer of one policy, which also counts the versions of the policy's weights.
 
     `add`, `prepare`, `backward` and `step` run in the trainer's thread, one at a time. The other
     methods are called while that thread is idle, or read only values that no step changes.

@@ -114,7 +114,7 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 
 
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Return an estimate and its standard error as two named figures."""
+    """Return an estimate and its standard error as two metrics."""
     return {
         name: estimate.value if estimate else None,
         f"{name}_se": estimate.se if estimate else None,
@@ -284,7 +284,7 @@ class Auditor:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """Return the mean error of this step, and the other figures over recent steps."""
+        """Return the mean error of this step, and the other metrics over recent steps."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW

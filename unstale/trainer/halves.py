@@ -21,7 +21,7 @@ class GradientNoiseScale:
         self._first: dict[str, Tensor] = {}
 
     def split(self, batch: Batch, members: Sequence[int]) -> list[list[int]]:
-        """Return the sequences `members` in two halves: those of every second group, and the rest.
+        """Divide the sequences `members` into two halves: every second group, and the other groups.
 
         One half may be empty. Raises ValueError if the groups of the batch are unknown.
         """
@@ -32,7 +32,7 @@ class GradientNoiseScale:
         return [[i for i in members if numbers[group[i]] % 2 == half] for half in (0, 1)]
 
     def keep_first(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the gradients of the weights, after those of the first half were summed."""
+        """Copy the gradients of the weights after the backward passes of the first half."""
         self._first = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
 
     def noise(self, weights: Mapping[str, Tensor]) -> float:

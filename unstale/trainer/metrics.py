@@ -23,8 +23,8 @@ spaced over its tokens.
 """
 
 ENTROPY_SAMPLE = 1024
-"""Largest number of tokens of a batch for which the entropy is computed. It is costly, because it
-needs the logits of the whole vocabulary.
+"""Largest number of tokens of a batch for which the entropy is computed. An entropy is costly,
+because it needs the logits of the whole vocabulary.
 """
 
 

@@ -49,7 +49,7 @@ class OldScores:
 
 
 class Scoring:
-    """Computes what the optimizer steps of a batch need, apart from its loss."""
+    """Computes the inputs of a batch's loss: old log-probabilities, corrections, advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
         """`old` is the old-logit route. A copy of `policy` is kept if the loss or a technique

@@ -145,7 +145,7 @@ class DirectPublisher:
         await self._engine.resume()
 
     def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
-        """Return packed weights, or their difference from those that the engine has."""
+        """Return packed weights, or the difference from the engine's packed weights."""
         packed = pack(cast(weights, self._dtype), self._packed, self._dtype)
         (base, before), self._last_packed = self._last_packed, (version, packed)
         if base < 0 or base != self._loaded or not self._engine.takes_deltas:
