@@ -4,6 +4,7 @@ import linecache
 import os
 import re
 import sysconfig
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -21,8 +22,24 @@ _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 def is_hidden(file: str, function: str) -> bool:
     """Return True for code of this package, and generated code as `__init__` of a dataclass."""
-    generated = file == "<string>" and function.startswith("__")
-    return generated or file.startswith((PACKAGE, "<frozen "))
+    return _is_generated(file, function) or file.startswith((PACKAGE, "<frozen "))
+
+
+def _is_generated(file: str, function: str) -> bool:
+    return file == "<string>" and function.startswith("__")
+
+
+def format_error(error: BaseException) -> list[str]:
+    """Return the traceback of an error and its causes in parts, without generated code."""
+    shown = traceback.TracebackException.from_exception(error)
+    parts = [shown]
+    for each in parts:
+        each.stack[:] = [
+            frame for frame in each.stack if not _is_generated(frame.filename, frame.name)
+        ]
+        parts += [more for more in (each.__cause__, each.__context__) if more]
+        parts += each.exceptions or ()
+    return list(shown.format())
 
 
 def _is_user(file: str, function: str) -> bool:

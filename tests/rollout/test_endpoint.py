@@ -962,6 +962,9 @@ def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(
         answer = await client.post("chat/completions", content=b" " * (server.MAX_BODY_BYTES + 1))
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
         assert "2097152 bytes" in answer.json()["error"]["message"]
+        answer = await client.post("completions", content=b"", headers={"Content-Encoding": "gzip"})
+        message = "Content-Encoding 'gzip' is not supported: send the body uncompressed"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (415, message)
         assert (await client.post("completions", json={"prompt": [5] * 511})).status_code == 200
 
     assert CHAT.longest_token == 28

@@ -584,6 +584,13 @@ def test_a_slow_text_of_an_error_is_named_and_the_event_loop_runs_meanwhile() ->
 
     text, ticks = virtual_clock.run(main())
     assert "SlowError gave no result" in text and ticks > 5
+    with pytest.raises(ExceptionGroup) as raised:
+        try:
+            Turn(messages=[], reward="much")  # type: ignore[call-overload]
+        except Exception as error:
+            raise ExceptionGroup("all", [error]) from error
+    shown = guard.traceback_text(raised.value)
+    assert shown.count("Turn(messages") == 2 and "<string>" not in shown
     assert guard.traceback_text(SlowError()).startswith("SlowError: a traceback gave no result")
 
 

@@ -22,7 +22,16 @@ from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from unstale.envs import EnvError
-from unstale.frames import INSTALLED, PYTHON, is_hidden, one_line, show_frame, show_line, user_frame
+from unstale.frames import (
+    INSTALLED,
+    PYTHON,
+    format_error,
+    is_hidden,
+    one_line,
+    show_frame,
+    show_line,
+    user_frame,
+)
 from unstale.stop_signals import beat, end_process
 from unstale.threads import in_thread
 
@@ -468,7 +477,7 @@ def error_text(error: BaseException) -> str:
 def traceback_text(error: BaseException) -> str:
     """Return the traceback of an error. If it takes `HELD_S` seconds, the texts are left out."""
     try:
-        lines = finish_within(lambda: traceback.format_exception(error), HELD_S, "a traceback")
+        lines = finish_within(lambda: format_error(error), HELD_S, "a traceback")
     except Overdue as slow:
         lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__name__}: {slow}"]
     return "".join(lines)

@@ -8,7 +8,7 @@ test runs in a new process.
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from unstale.envs import EnvError, sandbox
@@ -136,7 +136,7 @@ async def _call_check(
     calls: list[str] = []
     values = ""
     for _ in range(_MAX_ROUNDS):
-        row = {"source": test.source, "function": test.function, "calls": calls, "values": values}
+        row = {"check": asdict(test), "calls": calls, "values": values}
         result = await sandbox.run(
             [sys.executable, "-s", "-c", _WORKER],
             stdin=json.dumps([row]),

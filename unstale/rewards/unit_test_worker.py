@@ -198,12 +198,12 @@ def replay(test: dict[str, Any]) -> bool | str | list[str]:
     """
     if not test["calls"]:
         first, again = _Replay([], ()), _Replay([], ())
-        result = first.run(test["source"], test["function"])
-        again.run(test["source"], test["function"])
+        result = first.run(**test["check"])
+        again.run(**test["check"])
         return result if first.calls == again.calls else "its values differ from call to call"
     try:
         (answers,) = unpack(test["values"])
-        return _Replay(test["calls"], answers).run(test["source"], test["function"])
+        return _Replay(test["calls"], answers).run(**test["check"])
     except Exception:  # noqa: BLE001 - of answers that the program chose
         return False
 
@@ -217,12 +217,13 @@ class _Replay:
         self._known = dict(enumerate(zip(known, answers, strict=True)))
         self._raised: list[Exception] = []
 
-    def run(self, source: str, function: str) -> bool | str | list[str]:
+    def run(self, source: str, function: str, candidate: str) -> bool | str | list[str]:
         tree = ast.fix_missing_locations(_Lenient().visit(ast.parse(source)))
         names: dict[str, Any] = {"__name__": "test", "_failed_": self._failed}
         random.seed(0)
         try:
             exec(compile(tree, "test.py", "exec"), names)
+            names[candidate] = self._call
             names[function](self._call)
         except Exception as error:  # noqa: BLE001 - of the test, or of the program's values
             if not self._is_missing:

@@ -185,6 +185,12 @@ class RecordingEndpoint:
     async def _receive(self, request: Request) -> tuple[AgentSession, bytes]:
         self._require_token(request)
         session = self._session(request)
+        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+            raise Refused(
+                f"Content-Encoding {encoding!r} is not supported: send the body uncompressed",
+                status=415,
+                code="unsupported_encoding",
+            )
         data = bytearray()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
