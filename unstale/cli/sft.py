@@ -89,8 +89,8 @@ def sft(
     """Train the policy on the replies of a file, and write it to a new or empty folder.
 
     It takes `config.max_steps` optimizer steps with the options of `trainer`. Prompts, tools and
-    the sampling temperature are those of the recipe. Raises `ConfigError` before training if an option
-    or a row of the file is wrong.
+    the sampling temperature are those of the recipe. Raises `ConfigError` before training if an
+    option or a row of the file is wrong.
     """
     folder = Path(folder)
     config = config.with_policy(config.model)  # the recipe's own supervised start is not made
