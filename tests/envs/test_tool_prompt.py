@@ -90,5 +90,6 @@ def test_hidden_tools_are_told_to_the_user(
     assert not warning(Chat(tokenizer_of("qwen2.5"), TOOLS))
     agent = ExternalAgent(lambda url, task, seed, key: 1.0, ["x"])
     assert "which tools an agent sends" in warning(hidden.with_tools([]), tasks=agent)
+    assert "gsm8k" not in warning(hidden.with_tools([]), tasks=agent)
     assert not warning(hidden, replace(config, tools_in_prompt=True), agent)
     assert not warning(Chat(tokenizer_of("qwen2.5"), ()), tasks=agent)

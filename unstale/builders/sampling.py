@@ -163,7 +163,7 @@ def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> Non
     prompts, names = f"the prompts of {config.task.env}", "which tools there are"
     hides = chat.hides_tools
     if isinstance(taskset, ExternalAgent):
-        names = "which tools an agent sends, if it sends any"
+        prompts, names = "the prompts", "which tools an agent sends, if it sends any"
         hides = not (chat.renders_tools or config.tools_in_prompt)
     if hides and config.policy_folder.resolve() not in folders:
         _print_note(
