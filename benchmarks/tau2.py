@@ -28,6 +28,7 @@ from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.durability.machine import commit, machine
+from unstale.engines import Stopwatch
 from unstale.envs import Message, ToolCall
 from unstale.envs.registry import build_taskset
 from unstale.recipes import make_recipe
@@ -86,6 +87,7 @@ class ScriptedRollout:
         self._tasks = tasks
         self._replies = replies
         self._free = asyncio.Semaphore(AT_ONCE)
+        self.wait_times = Stopwatch("generation_wait", "tool_wait")
 
     async def episode(self, task: Task, *, env_seed: int, noise_seed: int) -> Trajectory:
         async with self._free:
@@ -107,7 +109,7 @@ def measure_scripted(config: RunConfig, name: str, attempts: int, saved: Path) -
     taskset = build_taskset(config.task)
     tasks = taskset.held_out(config.eval.tasks)
 
-    def progress(text: str, *, done: int, total: int) -> None:
+    def progress(text: str, *, done: int, total: int, detail: object = None) -> None:
         if done % 20 == 0:
             CONSOLE.print(f"{name}: {done} of {total}")
 

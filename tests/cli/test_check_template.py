@@ -447,10 +447,9 @@ def test_the_command_says_it_in_its_exit_code(
     ("template", "reason"),
     [
         ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError: Range too big"),
-        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth exceeded"),
         ("{% for i in [1] %}" * 60 + "{% endfor %}" * 60, "SyntaxError: too many statically"),
         (
-            "{% if messages | length > 2 %}{% for i in range(99999) %}{% for j in range(99999) %}"
+            "{% if messages | length > 3 %}{% for i in range(99999) %}{% for j in range(99999) %}"
             "{% endfor %}{% endfor %}{% endif %}",
             "the chat template: it blocked",
         ),

@@ -143,7 +143,7 @@ def with_plain_numbers(text: str) -> str:
 def last_number(text: str) -> Fraction | float | None:
     """Return the last number in the text, or None. `last_quantity` describes the rule.
 
-    >>> last_number("from 1,350 to -$5.50"), last_number("three quarters, or 3/4")
+    >>> last_number("first 1,350, then -$5.50"), last_number("three quarters, or 3/4")
     (Fraction(-11, 2), Fraction(3, 4))
     >>> last_number("1.5 * 10^3 cm^2"), last_number(r"\\boxed{2\\pi}"), last_number("on 3/4/2024")
     (Fraction(1500, 1), None, None)
