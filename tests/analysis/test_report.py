@@ -477,8 +477,8 @@ def test_each_bottleneck_is_named_with_its_share_and_a_knob(
 
 
 def test_what_goes_on_beside_training_counts_as_far_as_time_is_left() -> None:
-    """Of 10 s, 9 are waiting, training and scoring: a checkpoint of 4 s held nobody up for more
-    than one."""
+    """Waiting, training and scoring take 9 of 10 s, so a checkpoint of 4 s can have delayed the run
+    by at most 1 s."""
     row = {
         "trainer/update_s": 7.0,
         "old_logps/prepare_s": 1.5,
@@ -493,7 +493,7 @@ def test_what_goes_on_beside_training_counts_as_far_as_time_is_left() -> None:
 
 
 def route_row(route: str, error: float, **figures: Any) -> dict[str, Any]:
-    """As `audit.json` has it."""
+    """Return the row of a route in `audit.json`."""
     points = {
         "log_d": [error * i / 30 for i in range(-30, 30)],
         "log_s": [0.001 * i for i in range(-30, 30)],
@@ -509,7 +509,7 @@ def route_row(route: str, error: float, **figures: Any) -> dict[str, Any]:
 
 
 def audit_it(folder: Path) -> Path:
-    """What the audit adds to a run's folder."""
+    """Write what `unstale audit` adds to a run folder. Return the folder."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for step, row in enumerate(rows):
         row |= {

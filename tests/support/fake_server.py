@@ -84,7 +84,7 @@ class FakeServer:
         self.running: dict[str, Any] = {}
         self.policy = policy
         self.recorder: ExpertRecorder | None = None
-        """Set by `record_experts`, which stands for --enable-return-routed-experts."""
+        """Records the experts if a test calls `record_experts`; None if the server returns none."""
         self.head: Tensor | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))

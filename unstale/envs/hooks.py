@@ -165,6 +165,10 @@ async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
 
     Raises `EnvError` for an error of the task set, or if the next task takes too long.
     """
+    if is_own(taskset):
+        for task in taskset.train(seed):
+            yield task
+        return
     tasks: Iterator[Task] | None = None
 
     def take() -> Sequence[Task]:
@@ -173,10 +177,6 @@ async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
             tasks = iter(taskset.train(seed))
         return tuple(islice(tasks, 1))
 
-    if is_own(taskset):
-        for task in taskset.train(seed):
-            yield task
-        return
     while True:
         try:
             taken = await hook_of(taskset, "train()", take)

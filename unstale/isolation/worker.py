@@ -33,7 +33,6 @@ from unstale.envs.guard import (
     UnjoinedThreads,
     Watchdog,
     describe,
-    time_limit,
     user_line,
     watch_tasks,
 )
@@ -270,7 +269,7 @@ class Server:
         if call.cancelled():
             answer: Row = {"op": "answer", "call": number, "blocked_s": 0.0, "busy": False}
             error = _describe(asyncio.CancelledError(), episode)
-            self._send({**answer, "code": _code_name(episode.caller.env), "error": error})
+            self._send({**answer, "code": _code_name(episode.caller), "error": error})
 
     async def _answer(self, episode: Episode, previous: Call | None, row: Row) -> None:
         """Carry out a call and send its result, also if the environment raises an error."""
@@ -284,7 +283,7 @@ class Server:
             answer["line"] = user_line(error)[2:-1]
             answer["error"] = _describe(error, episode)
         answer |= {
-            "code": _code_name(episode.caller.env),
+            "code": _code_name(episode.caller),
             "blocked_s": episode.blocked_s,
             "busy": episode.caller.thread.busy,
         }
@@ -339,9 +338,8 @@ class Server:
         return {}
 
 
-def _code_name(env: Any) -> str:
-    with time_limit("an attribute of the environment"):
-        name = str(getattr(env, "code_name", "the environment"))[:_MAX_NAME]
+def _code_name(caller: EnvCaller) -> str:
+    name = caller.code_name[:_MAX_NAME]
     return name if name.isprintable() else ascii(name)
 
 
