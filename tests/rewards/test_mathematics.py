@@ -132,3 +132,14 @@ def test_a_frozen_process_is_an_error_and_is_replaced(monkeypatch: pytest.Monkey
         math_answer("5", {"answer": "5"})
     monkeypatch.setattr(workers, "WALL_S", 60.0)
     assert math_answer("5", {"answer": "5"}) == 1.0
+
+
+@pytest.mark.usefixtures("new_processes")
+def test_an_interrupted_comparison_leaves_no_answer_to_the_next_one() -> None:
+    pool = mathematics._POOL
+    for _ in range(workers.WORKERS):
+        with pytest.raises(KeyboardInterrupt), pool.worker() as worker:
+            worker.send(["5", "5"])
+            raise KeyboardInterrupt
+    assert math_answer("6", {"answer": "5"}) == 0.0
+    assert math_answer("5", {"answer": "5"}) == 1.0

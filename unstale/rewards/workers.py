@@ -92,12 +92,18 @@ class WorkerPool:
 
     @contextmanager
     def worker(self) -> Iterator[Worker]:
-        """Lend a process, once one is idle. If its user closes it, another one replaces it."""
-        worker = self._idle.get()
+        """Lend a process, once one is idle. Another one replaces it if its user closes it or fails.
+
+        The answer that an interrupted user left unread would be the next user's.
+        """
+        worker, is_done = self._idle.get(), False
         try:
             worker = worker or Worker(self._program)
             yield worker
+            is_done = True
         finally:
+            if worker and not is_done:
+                worker.close()
             self._idle.put(None if worker is None or worker.is_closed else worker)
 
     def renew(self) -> None:
