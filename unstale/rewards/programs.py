@@ -148,7 +148,7 @@ async def _call_check(
             raise EnvError(f"the test could not be evaluated: {result.stderr[-300:]}")
         found = json.loads(result.stdout.rpartition("\n")[2])[0]
         if not isinstance(found, list):
-            return found  # type: ignore[no-any-return]
+            return found
         calls = found
         question = f"tuple(__answer__({test.candidate}, {calls!r}))"
         answer = await _evaluate(program, "", "", [question], limits)
