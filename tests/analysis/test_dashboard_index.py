@@ -1004,6 +1004,7 @@ def test_only_run_folders_below_the_root_have_names(run: Path, tmp_path: Path) -
     (root / "study" / "linked").symlink_to(outside)
     folders = RunFolders(root)
     assert folders.names() == ["first", "study/arm/seed0"]
+    assert folders.problem.startswith("linked is a link, and links are not followed: start the")
     assert folders.path("study/arm/seed0") == root.resolve() / "study" / "arm" / "seed0"
     wrong = ["", ".", "..", "../outside", "first/..", "first/../first", "/first", str(outside)]
     wrong += ["linked", "study/linked", "empty", "first\0", "first/", "study//arm", "a/b/c/d/e/f"]

@@ -194,9 +194,9 @@ def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Pat
             '{"prompt": "a"}\n{"prompt": "b"\n',
             r"line 2: .* JSON: Expecting ',' delimiter, column 15$",
         ),
-        ('{"prompt": "a"}\n', r"1 rows with 1 different prompts, none for"),
-        ('{"prompt": "a"}\n' * 60, r"60 rows with 1 .* Equal prompts are in one split"),
-        ("", r"bad.jsonl has no rows$"),
+        ('{"prompt": "a"}\n', r"1 rows with 1 different prompts, and none for"),
+        ('{"prompt": "a"}\n' * 60, r"60 rows with 1 .* task.held_out_share = 0"),
+        ("", r"bad.jsonl has no rows: name data with at least one row$"),
     ],
 )
 def test_mistakes_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:

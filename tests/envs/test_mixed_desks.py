@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import pytest
@@ -12,8 +12,10 @@ from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RolloutCon
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import HasTaskTools
+from unstale.envs.calculator import CalculatorTasks
 from unstale.envs.chat import Chat
 from unstale.envs.desk import desk_names, shipped_desks
+from unstale.envs.mixed import MixedTasks
 from unstale.envs.registry import build_taskset
 from unstale.isolation.tasks import IsolatedTasks
 from unstale.records import Task, Trajectory
@@ -77,3 +79,18 @@ def test_worker_processes_keep_the_tools_of_each_desk() -> None:
         assert isolated.tools_of(task) == mixed.tools_of(task)
     plain = IsolatedTasks(build_taskset(make_task("retail")), workers=None)  # type: ignore[arg-type]
     assert not isinstance(plain, HasTaskTools)
+
+
+def test_a_mixture_names_the_part_that_is_wrong() -> None:
+    class Ends(CalculatorTasks):
+        name = "ends"
+
+        def train(self, seed: int) -> Iterator[Task]:
+            yield from islice(super().train(seed), 2)
+
+    tasks = MixedTasks("both", [CalculatorTasks(), Ends()]).train(0)
+    assert [task.env for task in islice(tasks, 4)] == ["calculator", "ends"] * 2
+    with pytest.raises(ConfigError, match=r"train\(0\) of ends ended; it must be endless"):
+        list(islice(tasks, 2))
+    with pytest.raises(ConfigError, match="parts of both must have different names, got calc"):
+        MixedTasks("both", [CalculatorTasks(), CalculatorTasks()])

@@ -146,7 +146,7 @@ class DatasetTasks(ListedTasks):
         other = options.held_out_file or f"{options.env}, split {options.held_out_split}"
         for where, given in ((options.env, rows), (other, held_out)):
             if given is not None and not given:
-                raise ConfigError(f"{where} has no rows")
+                raise ConfigError(f"{where} has no rows: name data with at least one row")
         if held_out is not None:
             _openings(held_out, options)
             self.data = {"train": list(rows), "held_out": list(held_out)}
@@ -157,10 +157,11 @@ class DatasetTasks(ListedTasks):
             data["held_out" if is_held_out else "train"].append(row)
         for split, chosen in data.items():
             if not chosen and (split == "train" or options.held_out_share):
+                num_prompts = len(set(map(_share_of, openings)))
                 raise ConfigError(
-                    f"{options.env} has {len(rows)} rows with {len(set(map(_share_of, openings)))} "
-                    f"different prompts, none for {split.replace('_', '-')} tasks. Equal prompts "
-                    f"are in one split: change task.held_out_share ({options.held_out_share:g})"
+                    f"{options.env} has {len(rows)} rows with {num_prompts} different prompts, and "
+                    f"none for {split.replace('_', '-')} tasks: add rows with other prompts, name "
+                    "task.held_out_file, or set task.held_out_share = 0 to hold none out"
                 )
         self.data = data
 

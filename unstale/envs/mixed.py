@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any
 
+from unstale.config import ConfigError
 from unstale.envs import Env, HasGiveaways, Taskset, implements, task_identity, task_text
 from unstale.records import Task
 
@@ -14,6 +15,9 @@ class MixedTasks:
     def __init__(self, name: str, parts: Sequence[Taskset]) -> None:
         self.name = name
         self._parts = {part.name: part for part in parts}
+        if len(self._parts) < len(parts):
+            names = ", ".join(part.name for part in parts)
+            raise ConfigError(f"the parts of {name} must have different names, got {names}")
         schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
 
@@ -29,8 +33,12 @@ class MixedTasks:
         return self.part_of(task).tools
 
     def train(self, seed: int) -> Iterator[Task]:
-        for tasks in zip(*(part.train(seed) for part in self._parts.values()), strict=True):
-            yield from tasks
+        streams = {name: iter(part.train(seed)) for name, part in self._parts.items()}
+        while streams:
+            for name, tasks in streams.items():
+                if (task := next(tasks, None)) is None:
+                    raise ConfigError(f"train({seed}) of {name} ended; it must be endless")
+                yield task
 
     def held_out(self, count: int) -> list[Task]:
         """Return up to `count` held-out tasks. A part that has no more is left out."""

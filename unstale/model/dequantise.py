@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from unstale.config import ConfigError
 from unstale.config.gguf import ORIGIN
@@ -114,4 +115,5 @@ def _print_reason(kind: type[BaseException], error: BaseException, trace: object
 
 if __name__ == "__main__":
     sys.excepthook = _print_reason
+    logging.set_verbosity_error()  # reports have names of the file, and codes for terminals
     dequantise(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -58,6 +58,12 @@ class RunFolders:
                 break
             if is_run:
                 found.append(name)
+        links = [path.name for path in self.root.glob("*") if path.is_symlink() and _is_run(path)]
+        if links and not self.problem:
+            self.problem = (
+                f"{', '.join(sorted(links)[:3])} is a link, and links are not followed: start the "
+                "dashboard on the run itself"
+            )
         return sorted(found)
 
     def path(self, name: str) -> Path:
