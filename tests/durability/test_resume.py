@@ -316,7 +316,7 @@ def test_a_killed_run_draws_the_random_bits_of_rounding_again(
     options = {
         "trainer.dtype": dtype,
         "trainer.rounding": "stochastic",
-        "trainer.weight_decay": 0.1,
+        "trainer.weight_decay": 0.02,
     }
     made = override(config(deterministic=True), options)
     toy.require_equal_resume(tmp_path, made, "prepare", 3)
@@ -534,6 +534,36 @@ def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path)
     said = str(error.value)
     assert "state.safetensors was changed after it was written" in said
     assert said.endswith("Restore the folder from a copy, or start a new run")
+
+
+def test_the_journal_of_another_run_is_refused_and_the_own_one_still_serves(
+    toy: Toy, tmp_path: Path
+) -> None:
+    made, folders = config(), (tmp_path / "run", tmp_path / "other")
+    for folder in folders:
+        with killed("step", 4):
+            toy.begin(folder, made)
+    own, other = ({path.name: path.read_bytes() for path in journal_files(f)} for f in folders)
+    put_journal(folders[0], other)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"run/journal\.sqlite is the journal of another run"
+    ):
+        toy.go_on(folders[0], made)
+    assert {path.name: path.read_bytes() for path in journal_files(folders[1])} == other
+    put_journal(folders[0], own)
+    toy.go_on(folders[0], made)
+    require_sound(folders[0])
+
+
+def journal_files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{JOURNAL}*") if not path.name.endswith("-shm")]
+
+
+def put_journal(folder: Path, files: dict[str, bytes]) -> None:
+    for path in folder.glob(f"{JOURNAL}*"):
+        path.unlink()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def test_a_checkpoint_of_other_options_names_those_that_decide(tmp_path: Path) -> None:

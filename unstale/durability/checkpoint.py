@@ -43,6 +43,7 @@ from unstale.durability.checkpoint_shards import (
     read_whole_policy,
     write_parts,
 )
+from unstale.durability.journal import JOURNAL, identity
 from unstale.durability.run_folder import flush_to_disk
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.weights.bits import words
@@ -101,6 +102,7 @@ class Checkpoints:
         copies: bool = False,
     ) -> None:
         self._folder = run / CHECKPOINTS
+        self._journal = run / JOURNAL
         self._versions = run / VERSIONS
         self._parts = parts
         self._keep = keep
@@ -121,7 +123,7 @@ class Checkpoints:
         if self._copies:
             states[TRAINER] = copied(states[TRAINER])
             weights = copied(weights)
-        return Checkpoint(progress, source.version, states, weights)
+        return Checkpoint(progress, source.version, states, weights, identity(self._journal))
 
     def save(self, progress: Progress, source: VersionedWeights) -> str:
         """Collect the state of the run, write it as a checkpoint, and return its name."""
@@ -199,6 +201,17 @@ class Checkpoints:
             trainer = self._parts.get(TRAINER)
             layout = trainer.state()["weights"] if trainer else {}
             return read_parts(folder, body, layout, self._peers)
+
+    def require_journal(self, name: str) -> None:
+        """Raise `CheckpointError` if a checkpoint was written with the journal of another run."""
+        folder = self._folder / name
+        with wrap_file_errors(folder):
+            number = int(read_manifest(folder).get("journal", 0))
+        if number and number != identity(self._journal):
+            raise CheckpointError(
+                f"{self._journal} is the journal of another run: {folder} was written with a "
+                "different one. Put the run's own journal and checkpoints back"
+            )
 
     def _read_manifest(self, folder: Path) -> dict[str, Any]:
         """Return the content of a manifest. All ranks call this, and any error is raised on all."""

@@ -95,6 +95,8 @@ class Checkpoint:
     """
     policy: Mapping[str, Tensor]
     """The weights that a forward pass uses, by the parameter's name."""
+    journal: int = 0
+    """The `identity` of the run's journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def write_manifest(checkpoint: Checkpoint, folder: Path, content: Mapping[str, A
         "format": FORMAT,
         "progress": to_json(progress, "", {}),
         "version": checkpoint.version,
+        "journal": checkpoint.journal,
         "files": {name: _size_and_checksum(path) for name, path in files.items()},
         **content,
     }

@@ -83,6 +83,7 @@ def load_resume_state(
     with Journal.read(run) as reader:
         rows = reader.checkpoints()
         row, checkpoint = _newest_sound(run, checkpoints, rows, on_event)
+        checkpoints.require_journal(row.name)
         logged, metrics = reader.logged_step(row.step)
     evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     progress = replace(checkpoint.progress, row={**checkpoint.progress.row, **evaluated})

@@ -14,6 +14,7 @@ from unstale.durability.journal.reader import (
     JournalReader,
     StoredEpisode,
     holds_journal,
+    identity,
 )
 from unstale.durability.journal.survivors import survivors
 from unstale.durability.journal.tables import (
@@ -44,6 +45,7 @@ __all__ = [
     "conversation",
     "export_rows",
     "holds_journal",
+    "identity",
     "page",
     "survivors",
     "trained_episodes",

@@ -711,6 +711,17 @@ def holds_journal(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
+def identity(path: Path) -> int:
+    """Return the random number that a journal got when it was created, and that checkpoints repeat.
+
+    0 without a journal, or for one that an earlier release created.
+    """
+    if not holds_journal(path):
+        return 0
+    with path.open("rb") as file:  # the application id in the header of an SQLite file
+        return int.from_bytes(file.read(72)[68:])
+
+
 def _roll_back(path: Path) -> None:
     """Undo the unfinished transaction of a killed writer.
 

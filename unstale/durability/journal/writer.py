@@ -7,6 +7,7 @@ together.
 import asyncio
 import json
 import queue
+import secrets
 import sqlite3
 import time
 from collections import Counter
@@ -550,6 +551,7 @@ def _create(path: Path) -> None:
     with closing(sqlite3.connect(new, isolation_level=None)) as connection:
         connection.executescript(
             "PRAGMA synchronous=FULL; "
+            f"PRAGMA application_id={1 + secrets.randbelow(2**31 - 1)}; "
             f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;"
         )
     new.rename(path)
