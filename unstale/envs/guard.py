@@ -511,7 +511,6 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
         raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
     finally:
         thread.interrupt()
-        del limit  # it holds the task, whose error holds this frame
 
 
 class Line(str):
