@@ -576,6 +576,18 @@ def test_a_state_that_was_written_down_has_every_bit(optimizer: str) -> None:
     assert torch.equal(weights(one.policy), weights(other.policy))
 
 
+def test_the_state_of_another_optimizer_is_refused_before_anything_is_loaded() -> None:
+    one, other = (
+        make(tiny_policy(seed=seed), route="rollout", optimizer=name, lr=0.01)
+        for seed, name in ((0, "AdamW"), (5, "SGD"))
+    )
+    learn(one, a_batch())
+    before = weights(other.policy).clone()
+    with pytest.raises(ValueError, match="the optimizer was AdamW"):
+        other.restore(one.state())
+    assert torch.equal(weights(other.policy), before)
+
+
 def test_lag_is_counted_in_batches_after_a_resume() -> None:
     trainer = make(tiny_policy(), route="rollout")
     trainer.policy.assign_new_version(4)

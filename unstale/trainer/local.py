@@ -393,6 +393,7 @@ class LocalTrainer:
         return {
             "weights": {name: tensor.detach() for name, tensor in self._master.items()},
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_name": self.config.optimizer,
             "steps": self.steps,
             "version": self.policy.version,
             "at_version": self.policy.weights_match_version,
@@ -407,9 +408,14 @@ class LocalTrainer:
         """Load the state of a checkpoint. The optimizer uses the checkpoint's tensors without a
         copy.
 
-        Raises ConfigError if the checkpoint's adapters were trained on another base model.
+        Raises ConfigError if the checkpoint's adapters were trained on another base model, and
+        ValueError if it is of another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
+        # torch loads the state of another optimizer without an error, and fails at the next step
+        used = state.get("optimizer_name", self.config.optimizer)
+        if used != self.config.optimizer:
+            raise ValueError(f"the optimizer was {used}, and trainer.optimizer is now another one")
         self._masters.restore(state["weights"], state.get("rounded_at", 0))
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
