@@ -3,9 +3,10 @@
 The trained reward is often a stand-in for what counts, such as a judge's grade for success. The
 figures are the means of both, and two shares of the pairs of siblings with different rewards: those
 with scores in the reverse order, and those with equal scores. Such pairs teach the wrong thing, or
-only the reward. The trained reward has the terms of techniques (`flaw`, `tool_bonus`). The mean
-that `truncated.rule` = reward gives to cut-off episodes is not in it. From GDRO (group-level direct
-reward optimization of diffusion models), which reports reward and corrected score together.
+only the reward. The trained reward has the terms of techniques (`flawed_success_penalty`,
+`tool_bonus`). The mean that `truncated.rule` = reward gives to cut-off episodes is not in it. From
+GDRO (group-level direct reward optimization of diffusion models), which reports reward and
+corrected score together.
 """
 
 from __future__ import annotations
