@@ -45,7 +45,7 @@ ROWS: Sequence[Row] = (
         1,
         "Unmasking OPD",
         "where distillation follows success",
-        "unstale align RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
+        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "works",
     ),
     _row(
