@@ -15,7 +15,7 @@ from unstale.builders import LocalComponents
 from unstale.config import RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.durability.journal import EPISODE_BUDGET, Journal, check
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 class Choosing(Toy):

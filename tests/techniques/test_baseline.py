@@ -22,7 +22,7 @@ from unstale.research.techniques.baseline import (
     make_baseline,
     shrink,
 )
-from unstale.techniques import Observer, Outcome, Techniques
+from unstale.techniques.hooks import Observer, Outcome, Techniques
 
 
 def numbers(*values: float) -> Tensor:

@@ -22,7 +22,7 @@ from unstale.lint import check
 from unstale.recipes import RECIPES
 from unstale.research.techniques.catalogue import ROWS
 from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 NONE = RunConfig(recipe="mine")
 

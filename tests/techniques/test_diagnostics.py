@@ -13,7 +13,7 @@ from unstale.algorithms.advantages import grpo
 from unstale.records import Failure, Group, Sampled
 from unstale.research.techniques.balance import Balance, BalanceConfig, logit_changes, mass_balance
 from unstale.research.techniques.rollout_figures import RolloutFigures, RolloutFiguresConfig
-from unstale.techniques import CreditContext, Techniques
+from unstale.techniques.hooks import CreditContext, Techniques
 
 
 def test_the_change_of_the_right_mass_by_hand_and_by_a_finite_difference() -> None:

@@ -17,7 +17,7 @@ from unstale.research.techniques.difficulty_bin_weights import (
     DifficultyBinWeights,
     DifficultyBinWeightsConfig,
 )
-from unstale.techniques import GroupSoFar, Outcome
+from unstale.techniques.hooks import GroupSoFar, Outcome
 
 SEEDS, TASKS, HARD, GROUPS, SIZE = 20, 24, 6, 6, 8
 

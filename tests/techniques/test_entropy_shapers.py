@@ -26,7 +26,7 @@ from unstale.research.techniques.unlikely_token_bonus import (
     UnlikelyTokenBonus,
     UnlikelyTokenBonusConfig,
 )
-from unstale.techniques import Shaper
+from unstale.techniques.hooks import Shaper
 
 NONE = RunConfig(recipe="mine")
 

@@ -29,7 +29,7 @@ from unstale.research.techniques.episode_filter import (
     largest_variance,
     split,
 )
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 RUN = RunConfig(recipe="mine", techniques="episode_filter")
 

@@ -11,7 +11,7 @@ from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.research.techniques.hard_task_stages import HardTaskStages, HardTaskStagesConfig
-from unstale.techniques import Draw, DrawContext, Outcome
+from unstale.techniques.hooks import Draw, DrawContext, Outcome
 
 SEEDS, TASKS, GROUPS = 20, 64, 8
 NAMES = [f"{i:02}" for i in range(20)]

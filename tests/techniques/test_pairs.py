@@ -33,7 +33,7 @@ from unstale.recipes import retail
 from unstale.records import Task
 from unstale.research.recipes import systems
 from unstale.research.recipes import techniques as combined
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "baseline": {"selection.pool": 6},

@@ -17,7 +17,7 @@ from unstale.research.techniques.flawed_success_penalty import (
     FlawedSuccessPenaltyConfig,
 )
 from unstale.research.techniques.proxy import Proxy, ProxyConfig
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 def measured(*groups: Group, score: str = "success") -> list[float]:

@@ -23,7 +23,7 @@ from unstale.research.techniques.reward_channels import (
     whiten_nonzero,
 )
 from unstale.research.techniques.tool_bonus import ToolBonus, ToolBonusConfig
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 def graded(*rewards: tuple[float, float]) -> Group:

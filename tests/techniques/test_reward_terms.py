@@ -18,7 +18,7 @@ from unstale.research.techniques.flawed_success_penalty import (
 )
 from unstale.research.techniques.tool_bonus import ToolBonus, ToolBonusConfig
 from unstale.rewards import first_error
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 def flawed(reward: float, flaw: float, **fields: object) -> Trajectory:

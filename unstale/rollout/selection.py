@@ -23,7 +23,7 @@ from unstale.envs import Taskset, task_identity, task_text
 from unstale.envs.hooks import Identities, tasks_of
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
+from unstale.techniques.hooks import Draw, DrawContext, GroupSoFar, Techniques, TextReader
 
 if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState

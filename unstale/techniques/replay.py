@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.config import RunConfig
-    from unstale.techniques import FreshGroup, Outcome
+    from unstale.techniques.hooks import FreshGroup, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ class Settings:
 
     def rules(self) -> "LossSpec":
         """Return the trainer's rules: correction, objective, and the techniques in the loss."""
-        from unstale.techniques import Techniques
+        from unstale.techniques.hooks import Techniques
         from unstale.trainer.rules import LossSpec
 
         options = completed_options(self.config)

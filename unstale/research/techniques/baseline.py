@@ -45,7 +45,7 @@ from unstale.research.techniques.probe import (
     without_replies,
 )
 from unstale.research.techniques.success import SuccessTracker, VisitOptions
-from unstale.techniques import CreditContext, HiddenStates, Outcome, StatesQuery
+from unstale.techniques.hooks import CreditContext, HiddenStates, Outcome, StatesQuery
 
 if TYPE_CHECKING:
     from torch import Tensor

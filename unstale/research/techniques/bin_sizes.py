@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.research.techniques.difficulty import FIXED_BINS, BinOptions, Bins, spread_of
-from unstale.techniques import GroupSoFar, Outcome
+from unstale.techniques.hooks import GroupSoFar, Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

@@ -16,7 +16,7 @@ from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section
 from unstale.config.techniques import Entry, require_value
 from unstale.objectives.clips import ClippedObjective
 from unstale.research.techniques.sequences import mean_of
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor

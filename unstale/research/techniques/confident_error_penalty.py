@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from unstale.config.checks import Positive, Section
 from unstale.config.techniques import Entry
 from unstale.research.techniques.sequences import mean_of, sum_of
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from unstale.records import Batch

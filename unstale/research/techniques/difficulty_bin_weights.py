@@ -20,7 +20,7 @@ from unstale.config.checks import NonNegative, Positive, Section, Share
 from unstale.config.techniques import Entry
 from unstale.records import Group, ScoredTrajectory
 from unstale.research.techniques.difficulty import FIXED_BINS, BinOptions, Bins
-from unstale.techniques import CreditContext, Outcome
+from unstale.techniques.hooks import CreditContext, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from unstale.config.checks import ConfigError, Range, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.records import Group, ScoredTrajectory, Trajectory
 from unstale.research.techniques.facts import RequiredFact
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

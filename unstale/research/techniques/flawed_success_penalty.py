@@ -18,7 +18,7 @@ from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
 from unstale.research.techniques.facts import RequiredFact
 from unstale.research.techniques.rewards import add_reward
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 FLAWED = 0.5
 """Value of the fact from which on a success counts as flawed. A judge may report a probability."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen, require_sequences
 from unstale.research.techniques.success import RateOptions, SuccessShare, SuccessTracker
-from unstale.techniques import Draw, DrawContext, Outcome
+from unstale.techniques.hooks import Draw, DrawContext, Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

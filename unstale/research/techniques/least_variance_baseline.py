@@ -16,7 +16,7 @@ from unstale.config.checks import ConfigError, NonNegative, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import group_of
 from unstale.research.techniques.sequences import mean_of, sum_of
-from unstale.techniques import GradientPart, Shaped, Signals
+from unstale.techniques.hooks import GradientPart, Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry
 from unstale.records import ENDED_BY_ENVIRONMENT, ROUNDED, Group, Trajectory
 from unstale.research.techniques.facts import Seen
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

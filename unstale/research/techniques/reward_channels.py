@@ -22,7 +22,7 @@ from unstale.config.checks import ConfigError, JsonObject, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import ENDED_BY_ENVIRONMENT, Group, ScoredTrajectory, Trajectory
 from unstale.research.techniques.facts import Seen
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unstale.config.checks import Section
 from unstale.config.techniques import Entry
 from unstale.records import Group
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
