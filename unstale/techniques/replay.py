@@ -110,7 +110,7 @@ class Replay:
                 self._offered.append(StoredGroup(number, each.task, age, _compact(part)))
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Store the groups of the batch that was trained on, and drop old ones."""
+        """Store the fresh groups of the last batch. Drop stored groups older than `max_age`."""
         older = {each.task: replace(each, age=each.age + 1) for each in self.stored}
         for each in self._offered:
             older.pop(each.task, None)

@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def correction(self) -> CorrectionConfig:
-        """The correction. Its weights are not normalized, which changes no token's outcome."""
+        """The run's correction without `normalize`, which never decides if a token is dropped."""
         return replace(self.config.correction, normalize=False)
 
     @property

@@ -48,10 +48,10 @@ class Proxy:
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the figures of the episodes that have the score. A mean of nothing is NaN.
+        """Return the figures of episodes with the fact or reward `proxy.score`. NaN if none has it.
 
-        Raises `ConfigError` if the environment ended episodes of a whole batch, and none so far has
-        the score.
+        Raises `ConfigError` if the environment has ended episodes of a whole batch, and no episode
+        so far has it.
         """
         ended = [
             each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT
