@@ -100,6 +100,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("report", __file__), "is not a run folder: it is a file"),
         (("journal", "nope"), "nope holds no journal: it does not exist"),
         (("journal", __file__), "holds no journal: it is a file"),
+        (("align", "runs/x", "teacher"), "align is now probe-distillation"),
         (("exprt", "runs/x"), "unknown command 'exprt'; did you mean export?"),
         (("export", "runs/x"), "missing: folder; see unstale export --help"),
         (("export", "runs/x", "out", "--step", "-1"), "--step: must be between 0 and "),

@@ -26,7 +26,7 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, Group, ScoredTrajectory
 from unstale.rollout.generator import Generator
-from unstale.techniques import NO_TECHNIQUES, HiddenStates, StatesQuery, Techniques
+from unstale.techniques.hooks import NO_TECHNIQUES, HiddenStates, StatesQuery, Techniques
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer

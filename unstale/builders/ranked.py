@@ -34,7 +34,7 @@ from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import delta_store
 from unstale.rollout.generator import Generator
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 from unstale.trainer.threads import trainer_threads
 from unstale.weights.publish import Publisher
 

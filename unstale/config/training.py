@@ -117,7 +117,7 @@ class SftConfig(Section):
     demonstrations: PositiveInt = 64
     """Number of training tasks to demonstrate."""
     batch: PositiveInt = 8
-    """Demonstrations in an optimizer step."""
+    """Number of demonstrations in an optimizer step."""
     lr: Positive = 3e-5
     """Learning rate of the supervised start, after one step of warm-up."""
 
@@ -157,6 +157,6 @@ class CheckpointConfig(Section):
     minutes: NonNegative = 0.0
     """Also write a checkpoint this many minutes after the last one; 0 sets no time."""
     keep: Annotated[int, Range(2)] = 2
-    """Number of checkpoints to keep: at least 2, because tokens of an older version may arrive
-    while the newest is written. The one being written is not counted.
+    """Number of complete checkpoints to keep. At least 2: a resumed run may need a version before
+    the newest checkpoint, and rebuilds it from the older one.
     """

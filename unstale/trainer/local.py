@@ -25,7 +25,7 @@ from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
-from unstale.techniques import (
+from unstale.techniques.hooks import (
     NO_TECHNIQUES,
     HiddenStates,
     StatesQuery,

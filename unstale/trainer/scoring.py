@@ -20,7 +20,7 @@ from unstale.model.forward import Scored
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.records import Batch, StoredLogps
-from unstale.techniques import GradientPart, HiddenStates, Signals, StatesQuery
+from unstale.techniques.hooks import GradientPart, HiddenStates, Signals, StatesQuery
 from unstale.trainer import bitwise
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics

@@ -359,7 +359,7 @@ class AnalyticCosts:
         return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
 
     def train_compute_s(self, tokens: int) -> float:
-        """Return the seconds of computing in a forward and a backward pass."""
+        """Return the seconds that a forward and backward pass over `tokens` tokens computes."""
         passes = 4 if self.setup.gradient_checkpointing else 3
         return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
 
