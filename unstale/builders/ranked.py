@@ -9,7 +9,7 @@ import torch
 
 from unstale.builders.components import Components
 from unstale.builders.local import build_scorer, build_trainer
-from unstale.builders.policy import load_policy
+from unstale.builders.policy import load_policy, warn_of_float32
 from unstale.cluster.components import connect_run
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.ranked_trainer import (
@@ -128,6 +128,7 @@ def build_ranked(
         if ranks.scorers:
             ranks.scorers.make(partial(build_scoring_rank, config), notify)
         on_error.pop_all()
+    warn_of_float32(config, on_gpu=ranks.on_gpus)
     trainer = RankedTrainer(ranks, policy)
     own = (_route(config, trainer), RankedAuditor(trainer), trainer)
     return RankedComponents(policy, taskset, generator, *own, techniques=techniques)

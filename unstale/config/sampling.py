@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -51,10 +52,18 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
 def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
     """Return bfloat16 on a GPU or a CPU with bfloat16 units, otherwise float32: the faster one."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    has_driver = Path("/proc/driver/nvidia").exists()
-    has_gpu = has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     has_products = "avx512_bf16" in flags or "amx_bf16" in flags
-    return "bfloat16" if has_gpu or has_products else "float32"
+    return "bfloat16" if has_gpu() or has_products else "float32"
+
+
+def has_gpu() -> bool:
+    """Return True if there is an NVIDIA GPU and a torch that uses it. Neither is loaded."""
+    has_driver = Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()  # Linux or WSL
+    if not has_driver or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    spec = find_spec("torch")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in folders)
 
 
 @cache
