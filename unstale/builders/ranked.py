@@ -30,6 +30,7 @@ from unstale.engines.pool import EnginePool
 from unstale.envs import (
     Taskset,
 )
+from unstale.model.pass_size import MOST
 from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import delta_store
@@ -138,5 +139,6 @@ def _route(config: RunConfig, trainer: RankedTrainer) -> RankedOldLogps:
     needs, scorers = config.old_logps.needs, trainer.ranks.scorers
     if scorers is None:
         return RankedOldLogps(trainer, needs)
-    link = RanksLink(scorers, max_tokens=config.trainer.max_tokens_per_microbatch)
+    max_tokens = config.trainer.max_tokens_per_microbatch or MOST["cpu"]
+    link = RanksLink(scorers, max_tokens=max_tokens)
     return RankedOldLogitModel(trainer, needs, link, lockstep=config.deterministic)

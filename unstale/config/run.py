@@ -198,6 +198,11 @@ class RunConfig(Section):
                 "checkpoint.minutes must be 0 in a deterministic run, because it depends on the "
                 f"clock; got {self.checkpoint.minutes:g}. Set checkpoint.interval"
             )
+        if self.deterministic and not self.trainer.max_tokens_per_microbatch:
+            raise ConfigError(
+                "trainer.max_tokens_per_microbatch must be > 0 in a deterministic run, because 0 "
+                "depends on the free memory"
+            )
         if self.deterministic and self.cluster.engine_hosts:
             raise ConfigError(
                 "deterministic needs cluster.engine_hosts = 0 (a virtual clock does not wait for "

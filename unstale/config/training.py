@@ -59,8 +59,10 @@ class TrainerConfig(Section):
     """Layers that get a LoRA adapter: `all-linear` (without the output head), or endings of module
     names, such as `q_proj`.
     """
-    max_tokens_per_microbatch: PositiveInt = 4096
-    """Largest number of tokens in one forward and backward pass."""
+    max_tokens_per_microbatch: Count = 4096
+    """Largest number of tokens in one forward and backward pass; 0 chooses the largest that fits
+    into memory, and a larger one for passes without gradient.
+    """
     share_prompts: bool = True
     """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
     gradient_checkpointing: bool = False
