@@ -314,6 +314,9 @@ def test_full_copies_are_refused_if_memory_holds_too_few_versions() -> None:
     assert not check(configured(f"{short} --trainer.dtype bfloat16")).refusals
 
 
+NEAREST = "--trainer.rounding nearest --trainer.lr 1e-6"
+
+
 @pytest.mark.parametrize(("stored", "is_lost"), [("bfloat16", True), ("float32", False)])
 def test_lost_updates_are_warned_of_only_if_most_weights_are_bfloat16(
     tmp_path: Path, stored: str, is_lost: bool
@@ -325,7 +328,7 @@ def test_lost_updates_are_warned_of_only_if_most_weights_are_bfloat16(
     }
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    found = check(configured(f"--model {tmp_path} --trainer.dtype bfloat16 --trainer.lr 1e-6"))
+    found = check(configured(f"--model {tmp_path} {NEAREST} --trainer.dtype bfloat16"))
     assert is_lost == any("rounded to nearest" in each.wrong for each in found.warnings)
 
 
@@ -355,11 +358,11 @@ WARNED = [
     (NARROW, "narrower than the noise"),
     (f"{NARROW} --correction.unit sequence --correction.aggregate max", "D at 0.005"),
     (
-        "--model nobody/unknown --trainer.dtype bfloat16 --trainer.lr 1e-6",
+        f"--model nobody/unknown --trainer.dtype bfloat16 {NEAREST}",
         "a learning rate of 1e-06 with weights that are rounded to nearest in bfloat16",
     ),
     (
-        "--model nobody/unknown --trainer.dtype float16 --trainer.lr 1e-6",
+        f"--model nobody/unknown --trainer.dtype float16 {NEAREST}",
         "a learning rate of 1e-06 with weights that are rounded to nearest in float16",
     ),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),

@@ -107,7 +107,7 @@ def trainer_threads(
         return config.trainer.threads
     if config.deterministic:
         return 1
-    engine_threads = config.engine.threads * config.engine.processes
+    engine_threads = config.engine.threads * config.engine.num_started
     if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
         engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
     if with_engine_cores:
