@@ -72,6 +72,10 @@ class EngineOptions:
     transfer: Transfer = "auto"
     """The way of weights to a vLLM server: by NCCL from the trainer's GPU, or as a file in memory.
     """
+    probe_tolerance: float = 0.0
+    """Largest mean absolute error, in nats, of the log-probabilities of a server's probe. 0 chooses
+    by the number format.
+    """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_experts: bool = False

@@ -167,6 +167,10 @@ class EmbeddedEngine:
         if self._routed_experts:
             self._routed_experts.drop(number)
 
+    async def stage(self, update: Update, version: int) -> None:
+        """Check that the process works. `load` does all the work."""
+        self._live_child()
+
     async def interrupt(self) -> None:
         self._running = False
         await self._command({"op": "interrupt"})
