@@ -7,6 +7,8 @@ meanwhile gets whole weights. Replies are held back until the probe of their ver
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.support.run_engine import run_engine
 from tests.support.waits import LIMIT_S, until
+from unstale.builders import shares_deltas
+from unstale.config import ClusterConfig, EngineConfig, RunConfig, TrainerConfig
 from unstale.engines import Engine, SamplingParams, remote
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.pool import EnginePool, Recovery
@@ -27,7 +31,8 @@ from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.policy import Policy
 from unstale.testing import nudge, plain_logps, tiny_policy
-from unstale.weights.store import VersionStore
+from unstale.weights.publish import DeltaInParts
+from unstale.weights.store import Delta, VersionStore
 
 PROMPT = [3, 1, 4, 1, 5]
 FEW = SamplingParams(8, ())
@@ -186,6 +191,49 @@ def test_replies_are_held_back_until_the_probe_has_passed(
         assert not (checking.done() or interrupting.done())
         blocked.released.set()
         await asyncio.gather(checking, interrupting)
+
+    run_engine(engine, story)
+
+
+def halves(versions: Versions, base: int) -> Iterator[Delta]:
+    """Return the delta from one version to the next in two parts, as two trainer ranks have it."""
+    for half in (0, 1):
+        store, starts = VersionStore(), dict[str, int]()
+        for version in (base, base + 1):
+            parts = {}
+            for name, tensor in versions.policies[version].weights().items():
+                middle = tensor.numel() // 3
+                starts[name] = half * middle
+                parts[name] = tensor.flatten()[middle:] if half else tensor.flatten()[:middle]
+            store.put(version, parts)
+        yield replace(store.delta(base + 1), starts=starts)
+
+
+def test_the_deltas_of_trainer_ranks_change_the_file_of_a_server(
+    model: Path, server: FakeServer
+) -> None:
+    config = RunConfig(
+        recipe="x",
+        engine=EngineConfig(backend="vllm", dtype="float32"),
+        trainer=TrainerConfig(dtype="float32"),
+        cluster=ClusterConfig(trainers=2),
+    )
+    assert shares_deltas(config)
+    assert not shares_deltas(replace(config, engine=EngineConfig(backend="vllm")))
+    assert not shares_deltas(replace(config, engine=EngineConfig(dtype="float32")))
+    engine, versions = attached(model, server, deltas=True), Versions()
+
+    async def story() -> None:
+        await versions.switch(engine, 0)
+        for version in (1, 2):
+            read = partial(halves, versions, version - 1)
+            update = DeltaInParts(version - 1, version, 0, {}, read=read)
+            await engine.stage(update, version)
+            await versions.check(engine, version - 1)
+            await engine.interrupt()
+            await engine.load(update, version)
+            await engine.resume()
+            await versions.check(engine, version)
 
     run_engine(engine, story)
 

@@ -33,7 +33,7 @@ def config(
         base,
         runs=runs,
         name=name,
-        steps=steps,
+        max_steps=steps,
         minutes=0,
         deterministic=True,
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),

@@ -112,6 +112,8 @@ class EngineSpec:
     """True if the engine accepts deltas of LoRA adapters, because it keeps the adapters that it
     loaded.
     """
+    deltas_in_parts: bool = False
+    """True if the engine accepts the deltas of trainer ranks, each of which has a part."""
     reads_gpu: bool = False
     """True if an engine on this machine reads weights from the memory of the trainer's GPU."""
 

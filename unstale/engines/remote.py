@@ -56,6 +56,7 @@ from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts, num_experts, pack_experts
 from unstale.threads import in_thread
 from unstale.weights.codec import advance
+from unstale.weights.publish import DeltaInParts
 from unstale.weights.store import Delta
 
 HANG_S = 60.0
@@ -351,7 +352,8 @@ class RemoteEngine(ABC):
             if session.error:  # a later start has written other weights
                 raise EngineDied(session.error)
             if isinstance(update, Delta):
-                advance(self._weights.weights, update)
+                for part in update.read() if isinstance(update, DeltaInParts) else (update,):
+                    advance(self._weights.weights, part)
                 return self._weights
             weights = self._reference.cast(update)
             if isinstance(update, SharedWeights) and update.holds(weights):

@@ -1,6 +1,7 @@
 """Publication of a version: engines load the new weights. An engine never mixes two versions."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,6 +37,14 @@ class VersionedWeights(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights of the forward pass by name. They are not copied."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaInParts(Delta):
+    """A delta in several parts, such as those of trainer ranks. It has no `tensors` of its own."""
+
+    read: Callable[[], Iterable[Delta]]
+    """A function that fetches one part after the other."""
 
 
 class Publisher(Protocol):

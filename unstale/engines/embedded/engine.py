@@ -168,7 +168,10 @@ class EmbeddedEngine:
             self._routed_experts.drop(number)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Check that the process works. `load` does all the work."""
+        """Check that the process works. `load` does the rest.
+
+        On a GPU the process reads weights in place. On a CPU it would take the cores from sampling.
+        """
         self._live_child()
 
     async def interrupt(self) -> None:

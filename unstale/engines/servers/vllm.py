@@ -329,4 +329,4 @@ def make_engine(options: EngineOptions) -> Engine:
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
 
 
-SPEC = EngineSpec(make_engine)
+SPEC = EngineSpec(make_engine, deltas_in_parts=True)
