@@ -526,11 +526,13 @@ class Publication:
             snapshot, trainer_s = await run.trainer_thread.run(self._prepare, run.pending.versions)
             await run.journal.publishing(version)
             await run.publisher.stage()
+            staged = time.monotonic()
             with run.log.span("standstill", f"version {version}"):
                 await run.publisher.publish()
         return snapshot, {
             "publish/duration_s": time.monotonic() - began,
             "publish/trainer_s": trainer_s,
+            "publish/standstill_s": time.monotonic() - staged,
             "publish/bytes": run.publisher.bytes,
         }
 
