@@ -72,8 +72,8 @@ class CannedEngine(ScriptedEngine):
 class UnprobedVllm(VllmEngine):
     """An engine on a `CannedServer`, which has no model that a probe could be compared with."""
 
-    async def _probe(self, session: Any, version: int, weights: Mapping[str, Tensor]) -> float:
-        return 0.0
+    async def _probe(self, session: Any, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Do nothing."""
 
 
 class CannedServer:

@@ -157,6 +157,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     "publication": (
         Place(Checkpoints, "write_version", 4, 0.03),
         Place(DirectPublisher, "prepare", 5, 0.05),
+        Place(DirectPublisher, "stage", 5, 0.1),
         Place(DirectPublisher, "publish", 5, 0.1),
         Place(Journal, "publishing", 5),
     ),

@@ -107,6 +107,7 @@ async def standstill(check: "Check", transfer: Transfer) -> float:
             policy.version = version
             async with watched.speaking(check.size.vocab) if version else nullcontext():
                 await asyncio.to_thread(publisher.prepare, policy)
+                await publisher.stage()
                 await publisher.publish()
             found.append(watched.standstill_s)
     finally:

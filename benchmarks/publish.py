@@ -94,6 +94,9 @@ class Watched:
         self.takes_deltas = engine.takes_deltas
         self.standstill_s = self._stopped = 0.0
 
+    async def stage(self, update: Update, version: int) -> None:
+        await self.engine.stage(update, version)
+
     async def interrupt(self) -> None:
         await self.engine.interrupt()
         self._stopped = time.perf_counter()
@@ -151,6 +154,7 @@ class Sender:
         async with self._engine.speaking(self._vocab) if policy.version else nullcontext():
             with timed() as clock:
                 await asyncio.to_thread(self._publisher.prepare, policy, (policy.version - 1,))
+            await self._publisher.stage()
             await self._publisher.publish()
         if count:
             self.spent.bytes.append(self._publisher.bytes)

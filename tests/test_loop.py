@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ from unstale.config.options import override
 from unstale.durability.journal import Journal, trained_episodes
 from unstale.durability.resume import ResumeState, init_run
 from unstale.durability.run_folder import RunLog
-from unstale.engines import SamplingParams
+from unstale.engines import Engine, SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.envs.hooks import Identities
@@ -489,6 +489,36 @@ def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
         build(config, machine, Outputs(log, Quiet()), first_state(machine, config, folder)),
         log=Log(log),
     )
+
+
+def test_engines_sample_while_a_version_that_the_journal_has_is_staged(tmp_path: Path) -> None:
+    parts = keeping(tmp_path)
+    heard = list[str]()
+    note, stage, bring = parts.journal.publishing, parts.publisher.stage, parts.publisher.publish
+
+    async def publishing(version: int) -> None:
+        await note(version)
+        heard.append(f"journal {version}")
+
+    async def staging() -> None:
+        if parts.trainer.version:
+            reply = await cast(Engine, parts.engine).sample([1, 1], SamplingParams(1, ()))
+            heard.append(f"stage, a reply of {reply.piece.version}")
+        await stage()
+
+    async def publish() -> None:
+        heard.append("load")
+        await bring()
+
+    parts.journal.publishing = publishing  # type: ignore[method-assign]
+    parts.publisher.stage = staging  # type: ignore[method-assign]
+    parts.publisher.publish = publish  # type: ignore[method-assign]
+    run(parts)
+    told = [
+        [f"journal {version}", f"stage, a reply of {version - 1}", "load"]
+        for version in range(1, 4)
+    ]
+    assert heard == ["journal 0", "load", *(call for calls in told for call in calls)]
 
 
 @pytest.mark.parametrize("snapshots", [True, False])

@@ -430,7 +430,8 @@ class Publication:
 
     It is an asyncio task that starts in the constructor and runs while the next batch is prepared:
 
-        stage    in the trainer's thread: write the version to disk, copy the data of a checkpoint
+        prepare  in the trainer's thread: write the version to disk, copy the data of a checkpoint
+        stage    engines decode and check the weights while they generate
         load     interrupt generation, load the weights into all engines, resume generation
         then     notify route and auditor, free the batch's tickets, write checkpoint and metrics
     """
@@ -522,17 +523,20 @@ class Publication:
         version = run.trainer.version
         began = time.monotonic()
         with run.log.span("publish", f"version {version}"):
-            snapshot, trainer_s = await run.trainer_thread.run(self._stage, run.pending.versions)
+            snapshot, trainer_s = await run.trainer_thread.run(self._prepare, run.pending.versions)
             await run.journal.publishing(version)
+            await run.publisher.stage()
+            staged = time.monotonic()
             with run.log.span("standstill", f"version {version}"):
                 await run.publisher.publish()
         return snapshot, {
             "publish/duration_s": time.monotonic() - began,
             "publish/trainer_s": trainer_s,
+            "publish/standstill_s": time.monotonic() - staged,
             "publish/bytes": run.publisher.bytes,
         }
 
-    def _stage(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
+    def _prepare(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
         """Write the weights and copy a checkpoint's data, before the next batch is trained on.
 
         Return the data of a checkpoint (None if no checkpoint is due), and the seconds this took.

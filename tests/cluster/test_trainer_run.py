@@ -11,11 +11,13 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from tests.support.fake_vllm import FakeVllm
 from tests.support.ranked_runs import config, train
 from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli import session
@@ -26,6 +28,9 @@ from unstale.config import (
 )
 from unstale.durability.compare_runs import differences
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
+from unstale.engines.remote import RemoteEngine
+from unstale.model.policy import Policy
+from unstale.weights.publish import DeltaInParts
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,32 @@ def test_ranks_that_divide_each_pass_train_as_ranks_that_do_not(
     ):
         with pytest.raises(ConfigError, match=why):
             session.resume(half, config(tmp_path, "run", steps=5, **change))
+
+
+def test_a_server_gets_whole_weights_once_and_then_the_deltas_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replace(config(tmp_path, "run"), deterministic=False)
+    whole, deltas = [], []
+    share = RemoteEngine._share
+
+    def count(self: RemoteEngine, session: Any, update: Any) -> Any:
+        (deltas if isinstance(update, DeltaInParts) else whole).append(update)
+        return share(self, session, update)
+
+    monkeypatch.setattr(RemoteEngine, "_share", count)
+    with FakeVllm(tmp_path, Policy.load(made.policy_folder, dtype="float32")) as server:
+        engine = replace(made.engine, backend="vllm", urls=server.url)
+        folder = train(replace(made, engine=engine))
+    assert len(whole) == 1 and len(deltas) == 4
+    rows = [row for row in RunFolder(folder).metrics() if row["step"]]
+    assert max(row["engine/probe_logp_error"] for row in rows) < 1e-3
+    assert [row["old_logps/exact_share"] for row in rows] == [1.0] * 4
+    assert all(row["publish/bytes"] < whole_bytes(whole[0]) for row in rows)
+
+
+def whole_bytes(weights: Any) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:

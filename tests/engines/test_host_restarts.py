@@ -65,7 +65,9 @@ def full(version: int) -> list[Part]:
     return arrays(file_of({"weight": torch.full((2,), float(version))}))
 
 
-def test_an_engine_that_restarts_during_a_load_gets_the_new_version(tmp_path: Path) -> None:
+def test_an_engine_that_restarts_while_a_version_is_staged_gets_the_new_version(
+    tmp_path: Path,
+) -> None:
     tiny_policy().save(tmp_path)
     engines: list[Gated] = []
 
@@ -73,24 +75,26 @@ def test_an_engine_that_restarts_during_a_load_gets_the_new_version(tmp_path: Pa
         engines.append(Gated(options))
         return engines[-1]
 
-    async def main() -> HostReport:
+    async def main() -> list[HostReport]:
         host = EngineHost(HostOptions(make, (EngineOptions(tmp_path),), restarts=1))
         await host.start(0)
-        await host.load(0, full(0))
+        await host.stage(0, -1, full(0))
+        await host.load(0)
         await host.resume()
-        await host.interrupt(1)
         (engine,) = engines
-        waiting = asyncio.ensure_future(host.sample(1, [1], SamplingParams(2, ())))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
         engine.die("a bad page")
+        waiting = asyncio.ensure_future(host.sample(0, [1], SamplingParams(2, ())))
         loop = asyncio.get_running_loop()
 
         def restart() -> None:
             loop.call_soon_threadsafe(engine.gate.set)
-            time.sleep(0.1)  # until the engine waits for the weights, which the load holds
+            time.sleep(0.1)  # until the engine waits for the weights, which `stage` changes
 
-        loaded = await host.load(1, Slow(full(1), restart))
+        reports = [
+            await host.stage(1, 0, Slow(full(1), restart)),
+            await host.interrupt(1),
+            await host.load(1),
+        ]
         await host.resume()
         reply = (await waiting).reply
         assert (
@@ -100,11 +104,11 @@ def test_an_engine_that_restarts_during_a_load_gets_the_new_version(tmp_path: Pa
         assert reply.piece.version == 1 and len(reply.piece.tokens) == 2
         assert engine.loads == [0, 1]
         await host.close()
-        return loaded
+        return reports
 
-    report = asyncio.run(main())
-    assert report.held == 1
-    assert [kind for kind, _ in report.events] == [
+    reports = asyncio.run(main())
+    assert reports[-1].held == 1
+    assert [kind for report in reports for kind, _ in report.events] == [
         "engine_lost",
         "engine_restarted",
         "engine_back",

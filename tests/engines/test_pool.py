@@ -46,6 +46,10 @@ class _Fake(ScriptedEngine):
         await super().start()
         self._note("start")
 
+    async def stage(self, update: Update, version: int) -> None:
+        self._note(f"stage {version}")
+        await super().stage(update, version)
+
     async def interrupt(self) -> None:
         self._note("interrupt")
         await super().interrupt()
@@ -176,15 +180,15 @@ def test_who_waits_for_a_new_life_may_go_without_it() -> None:
         speaking = [asyncio.ensure_future(_speak(engine, [0], 3)) for _ in range(2)]
         await coming.wait()
         speaking[0].cancel()
-        publishing = asyncio.ensure_future(engine.interrupt())
+        await engine.interrupt()
+        resuming = asyncio.ensure_future(engine.resume())
         await asyncio.sleep(0.01)
         assert fake.told[-1] == "start", "it was told something before it was back"
         gate.set()
-        await publishing
-        await engine.resume()
+        await resuming
         (piece,) = await speaking[1]
         assert piece.tokens == (1, 2, 3) and speaking[0].cancelled()
-        assert fake.told[4:] == ["death", "start", "disk 7", "resume", "interrupt", "resume"]
+        assert fake.told[4:] == ["death", "start", "disk 7", "resume"]
         assert engine.metrics()["restarts"] == 1
         await engine.close()
 
@@ -220,12 +224,16 @@ def test_closing_ends_the_way_back() -> None:
 @pytest.mark.parametrize(
     ("dies_at", "told"),
     [
-        (["interrupt"], ["interrupt", "start", "disk 0", "trainer 1", "resume"]),
-        (["trainer 1"], ["interrupt", "trainer 1", "start", "disk 1", "resume"]),
-        (["resume"], ["interrupt", "trainer 1", "resume", "start", "disk 1", "resume"]),
+        (["stage 1"], ["stage 1", "start", "disk 1", "resume"]),
+        (["interrupt"], ["stage 1", "interrupt", "start", "disk 1", "resume"]),
+        (["trainer 1"], ["stage 1", "interrupt", "trainer 1", "start", "disk 1", "resume"]),
+        (
+            ["resume"],
+            ["stage 1", "interrupt", "trainer 1", "resume", "start", "disk 1", "resume"],
+        ),
         (
             ["resume", "disk 1"],
-            ["interrupt", "trainer 1", "resume", "start", "disk 1", "start", "disk 1", "resume"],
+            ["stage 1", "interrupt", "trainer 1", "resume", *["start", "disk 1"] * 2, "resume"],
         ),
     ],
 )
@@ -238,6 +246,7 @@ def test_a_death_at_publication_leads_to_what_was_asked_for(
         await engine.start()
         await _publish(engine, 0)
         fake.told, fake.dies_at = [], dies_at
+        await engine.stage({"from": "trainer"}, 1)  # type: ignore[dict-item]
         await _publish(engine, 1)
         assert fake.told == told
         (piece,) = await _speak(engine, [0], 3)

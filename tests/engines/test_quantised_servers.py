@@ -109,8 +109,9 @@ def test_an_fp8_server_computes_with_weights_rounded_anew_at_each_load(
                 errors.append((logp - torch.tensor(piece.behavior_logp)).abs())
         server.corrupt = "model.layers.1.mlp.down_proj.weight"
         await engine.interrupt()
+        await engine.load({name: 3 * each for name, each in policy.weights().items()}, 2)
         with pytest.raises(ProbeFailed, match="after loading version 2"):
-            await engine.load({name: 3 * each for name, each in policy.weights().items()}, 2)
+            await engine.interrupt()
         await engine.close()
 
     with FakeVllm(tmp_path, wide_policy(seed=99), quantization="fp8_per_block") as server:

@@ -245,7 +245,8 @@ def test_an_engine_host_sends_few_routes_with_their_reply(model: Path) -> None:
 
     async def story() -> HostReply:
         await host.start(0)
-        await host.load(0, arrays(file_of({"weight": torch.zeros(2)})))
+        await host.stage(0, -1, arrays(file_of({"weight": torch.zeros(2)})))
+        await host.load(0)
         await host.resume()
         answer = await host.sample(0, PROMPT, PARAMS)
         await host.close()

@@ -131,8 +131,8 @@ def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(
             nudge(policy, seed=version, size=0.01)
             store.put(version, policy.weights())
         await hold(engine, 0)
-        assert not list(memory.iterdir())
         await engine.interrupt()
+        assert not list(memory.iterdir())
         with pytest.raises(ValueError, match="takes full weights"):
             await engine.load(store.delta(1), 1)
 
@@ -265,12 +265,14 @@ def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, kind: Kind, fa
             moved = tiny_policy(seed=5)
             nudge(moved, seed=1, size=0.01)
             await engine.interrupt()
+            await engine.load(moved.weights(), 1)
+            await engine.resume()
             with pytest.raises(
                 EngineDied if fault == "no record" else ProbeFailed, match="version 1"
             ):
-                await engine.load(moved.weights(), 1)
-            with pytest.raises(EngineDied):
                 await engine.sample(PROMPT, SamplingParams(2, ()))
+            with pytest.raises(EngineDied):
+                await engine.interrupt()
 
         run_engine(engine, story)
 
@@ -800,11 +802,11 @@ def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> Non
     """Both versions cached a whole block, and the server may find either."""
     usage = UsageCounters(keep_cache=True)
     assert usage.count([1] * 16, [2, 3], cached=0)
-    usage.loaded(0.0)
+    usage.loaded()
     assert usage.count([1] * 16, [2, 3], cached=0), "all of it was computed again"
     assert not usage.count([1] * 20, [4], cached=16)
-    usage.loaded(0.0)
-    usage.loaded(0.0)
+    usage.loaded()
+    usage.loaded()
     assert usage.count([1] * 17, [5], cached=0)
     assert not usage.count([1] * 20, [6], cached=16)
 

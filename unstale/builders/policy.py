@@ -67,14 +67,15 @@ def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Return True if the route's weight differences can also be sent to the engines.
+    """Return True if the weight differences that the route or the disk needs can also be sent.
 
     A delta is the lossless difference of the weights of two versions. A shared delta is computed
-    only once. Trainer ranks have deltas of their shards only, so whole weights are sent.
+    only once. Trainer ranks always have one, each of its part.
     """
-    if config.cluster.trainers:
-        return False
     same_precision = config.engine.dtype == config.trainer.dtype
+    if config.cluster.trainers:
+        takes_parts = engine_spec(config.engine.backend).deltas_in_parts
+        return takes_parts and same_precision and not config.trainer.lora_rank
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
 
 

@@ -220,6 +220,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),
             packed=packs_weights(config),
             transfer=options.transfer,
+            probe_tolerance=options.probe_tolerance,
             merging=merging,
             record_experts=config.trainer.routing_replay,
             lockstep=config.deterministic,

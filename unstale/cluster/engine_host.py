@@ -7,7 +7,6 @@ It restarts an engine that dies from there, without the rest of the run. The oth
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,16 +149,23 @@ class EngineHost:
             task.cancel()
         return self._report(pool.metrics())
 
-    async def load(
-        self, version: int, full: Sequence[Part] | None, *deltas: Sequence[Part]
+    async def stage(
+        self, version: int, held: int, full: Sequence[Part] | None, *deltas: Sequence[Part]
     ) -> HostReport:
-        """Load a version from full weights, if they are given, and the deltas after them.
+        """Make a version from full weights, or from version `held` without, and the deltas after.
 
         Full weights of several trainer ranks are a file of zeros and a delta from each rank. Raises
         ValueError for weights that do not fit, or deltas of other weights. The host then needs full
         weights.
         """
-        await in_thread(self._weights.change, version, full, deltas)
+        await in_thread(self._weights.change, version, held, full, deltas)
+        await self._started().stage(self._weights.shared, version)
+        return self._report()
+
+    async def load(self, version: int) -> HostReport:
+        """Load the version that was staged last."""
+        if self._weights.version != version:
+            raise EngineDied(f"version {version} was not staged, but {self._weights.version}")
         await self._started().load(self._weights.shared, version)
         self._version = version
         return self._report()
@@ -202,13 +208,18 @@ class _HeldWeights:
     def __init__(self) -> None:
         self.shared = SharedWeights()
         self.version = -1
-        self._lock = threading.Lock()
 
     def change(
-        self, version: int, full: Sequence[Part] | None, deltas: Sequence[Sequence[Part]]
+        self,
+        version: int,
+        held: int,
+        full: Sequence[Part] | None,
+        deltas: Sequence[Sequence[Part]],
     ) -> None:
         """Turn the weights into those of `version`. ValueError if the deltas do not lead there."""
-        with self._lock:
+        with self.shared.changing():
+            if full is None and self.version != held:  # another call came between
+                raise EngineDied(f"the host has version {self.version}, not {held}")
             self.version = -1
             if full is not None:
                 self.shared.write_file([part.data for part in full])
@@ -221,7 +232,7 @@ class _HeldWeights:
 
         Raises `WeightsReplaced` if the shared weights are not of this version.
         """
-        with self._lock:
+        with self.shared.reading():
             if self.version != version:
                 raise WeightsReplaced(
                     f"the host holds version {self.version}, and the engine needs {version}"

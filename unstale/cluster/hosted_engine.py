@@ -75,6 +75,7 @@ class HostedEngine:
         """The version that the host has in shared memory, -1 if unknown."""
         self._version = -1
         """The version that its engines have loaded."""
+        self._staged: tuple[Update, int] | None = None
         self._counters: Counter[str] = Counter()
         self._machine = ""
         self.on_event: Callable[..., None] = lambda kind, **_: None
@@ -86,6 +87,7 @@ class HostedEngine:
             self._session.end("the engine was started again")
         session = self._session = EngineSession(self._check_health)
         self._version = -1
+        self._staged = None
         self._counters.clear()
         if self._placed:
             try:
@@ -140,17 +142,28 @@ class HostedEngine:
             while session.pending:
                 await session.while_alive(session.quiet.wait())
 
-    async def load(self, update: Update, version: int) -> None:
-        """Send the host what it lacks, and make its engines load it."""
+    async def stage(self, update: Update, version: int) -> None:
+        """Send the host what it lacks."""
         session = self._live_session()
-        sampling = session.open.is_set()
-        check_load(update, version, self._version, sampling=sampling, deltas=True)
+        check_load(update, version, self._version, sampling=False, deltas=True)
+        if self._staged and self._staged[0] is update and self._staged[1] == version:
+            return
+        self._staged = None
         held, self._held = self._held, -1  # if this fails, the host needs full weights
         try:
             full, deltas = await in_thread(_objects, update, held)
         except LookupError as error:
             raise self._fail(session, f"its weights are gone: {error}") from error
-        await self._control("load", version, full, *deltas, timeout_s=LOAD_S)
+        await self._control("stage", version, held, full, *deltas, timeout_s=LOAD_S)
+        self._staged = update, version
+
+    async def load(self, update: Update, version: int) -> None:
+        session = self._live_session()
+        sampling = session.open.is_set()
+        check_load(update, version, self._version, sampling=sampling, deltas=True)
+        await self.stage(update, version)
+        self._staged = None
+        await self._control("load", version, timeout_s=LOAD_S)
         self._version = version
 
     async def resume(self) -> None:

@@ -8,7 +8,7 @@
 The components of the training loop have these classes if the trainer has ranks.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from unstale.token_values import TokenValues
 from unstale.weights import codec
 from unstale.weights.bits import words
 from unstale.weights.publish import VersionedWeights
+from unstale.weights.store import Delta
 
 
 class RankedTrainer:
@@ -83,16 +84,18 @@ class RankedTrainer:
             return posted
         return self.post("weight_part")
 
-    def advance(self, weights: Mapping[str, Tensor], step: PostedStep) -> None:
-        """Turn the weights of the step's base into those of its version, in place.
+    def parts(self, step: PostedStep) -> Iterator[Delta]:
+        """Fetch the part of one rank after the other."""
+        for part in step.deltas:
+            yield read_delta(self.ranks.fetch(part, FETCH_S))
 
-        This process fetches the part of one rank after the other.
-        """
+    def advance(self, weights: Mapping[str, Tensor], step: PostedStep) -> None:
+        """Turn the weights of the step's base into those of its version, in place."""
         if step.base == -1:
             for tensor in weights.values():
                 words(tensor).zero_()
-        for part in step.deltas:
-            codec.advance(weights, read_delta(self.ranks.fetch(part, FETCH_S)))
+        for part in self.parts(step):
+            codec.advance(weights, part)
 
     def _send_version(self) -> None:
         self.ranks.later("follow_version", self.policy.version, self.policy.version_gaps)

@@ -1,12 +1,19 @@
 """Publication of weights that are divided among trainer ranks."""
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.ranked_trainer import RankedTrainer
-from unstale.weights.publish import DirectPublisher, VersionedWeights, WeightReceiver, cast
+from unstale.weights.publish import (
+    DeltaInParts,
+    DirectPublisher,
+    VersionedWeights,
+    WeightReceiver,
+    cast,
+)
 from unstale.weights.store import Update
 
 
@@ -15,8 +22,9 @@ class RankedPublisher(DirectPublisher):
 
     Each rank writes its part of a version to disk, as the difference from the version before, and
     returns it as an object in Ray's store. Engine hosts fetch these objects from `posts`. Without
-    engine hosts, they change the driver's copy of the weights, which engines of this machine load
-    in the precision `dtype`. No rank gathers whole weights for it.
+    engine hosts, an engine that takes deltas applies them to the weights that it has. Other engines
+    load the driver's copy of the weights, which is changed first, in the precision `dtype`. No rank
+    gathers whole weights for it.
     """
 
     def __init__(
@@ -37,6 +45,9 @@ class RankedPublisher(DirectPublisher):
         self.bytes = step.nbytes
         if self._posts:
             update: Update = self._posts.post_parts(step, weights)
+        elif self._engine.takes_deltas and step.base == self._loaded >= 0:
+            read = partial(self._trainer.parts, step)
+            update = DeltaInParts(step.base, step.version, 0, {}, read=read)
         else:
             self._trainer.advance(weights, step)
             update = cast(weights, self._dtype)

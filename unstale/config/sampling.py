@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from unstale.config.checks import (
     ConfigError,
     Count,
+    NonNegative,
     OneOf,
     Positive,
     PositiveInt,
@@ -73,8 +74,8 @@ def backends() -> dict[str, Sequence[str]]:
     A backend is a file in `engines/servers/`, or an entry point of another distribution. None is
     imported, because that loads torch.
     """
-    servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls",))
-    vllm = ("urls", "python", "servers", "args", "gpu_memory_utilization")
+    servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls", "probe_tolerance"))
+    vllm = (*servers["vllm"], "python", "servers", "args", "gpu_memory_utilization")
     own = {"embedded": ("processes",), **servers, "vllm": vllm}
     return {**own, **dict.fromkeys(added_names("unstale.engines", own), ("urls", "args"))}
 
@@ -161,6 +162,11 @@ class EngineConfig(Section):
     prefill_ratio: Positive = 8.0
     """With `prefill_engines`: ratio of context tokens that no decode engine has cached to expected
     reply tokens, above which a request goes to a prefill engine.
+    """
+    probe_tolerance: NonNegative = 0.0
+    """Largest mean difference, in nats, between the log-probabilities of a server and of the
+    trainer on the 32 tokens that test each new version. 0 is 0.001 for float32, 0.2 for FP8 and
+    0.05 for other formats.
     """
     restarts: Count = 2
     """Number of restarts of a crashed engine before the run stops. Interrupted replies continue."""

@@ -274,6 +274,13 @@ class Engine(GenerationControl, Protocol):
         """
         ...
 
+    async def stage(self, update: Update, version: int) -> None:
+        """Do the part of a later `load` of this update that is possible while the engine samples.
+
+        The engine keeps the version that it has. Calling `stage` is optional: a `load` of what was
+        not staged, such as after a `start`, does this part itself. Raises ValueError like `load`.
+        """
+
     async def load(self, update: Update, version: int) -> None:
         """Load the weights of `version`. Must be called between `interrupt` and `resume`.
 

@@ -188,9 +188,9 @@ class EnginePool:
         if self.patience_s:
             for member in self._members:
                 self._begin_start(member, None)
-            await self._wait_until_up()
         else:
             await self._call_all(lambda engine: engine.start())
+        await self._wait_until_up()
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         blocks = self._hash_blocks(tokens)
@@ -230,8 +230,14 @@ class EnginePool:
         """Return True if no engine has a request. May be called from any thread."""
         return not any(member.num_running for member in self._members)
 
+    async def stage(self, update: Update, version: int) -> None:
+        """Stage the update in all working engines. Those that restart later load it whole."""
+        await self._call_all(lambda engine: engine.stage(update, version))
+
     async def interrupt(self) -> None:
-        await self._wait_until_up()
+        """Interrupt the working engines. The others are not waited for: they load what comes next,
+        and the weights of the present version may be gone.
+        """
         self._running = False
         await self._call_all(lambda engine: engine.interrupt())
 
@@ -242,6 +248,7 @@ class EnginePool:
             await self._wait_until_up()
             older = [member for member in self._up if member.version != version]
             await self._call_all(lambda engine: engine.load(update, version), older)
+            await self._wait_until_up()
         except (ValueError, RuntimeError):
             self._set_version(before)
             raise
@@ -257,6 +264,7 @@ class EnginePool:
         self._running = True
         try:
             await self._call_all(lambda engine: engine.resume())
+            await self._wait_until_up()
         except RuntimeError:
             self._running = before
             raise
@@ -371,6 +379,7 @@ class EnginePool:
 
         An error of another kind is raised after all engines have answered.
         """
+        self._pending_restarts()
         members = self._up if members is None else members
         generations = [member.generation for member in members]
         calls = [asyncio.ensure_future(call(member.engine)) for member in members]
@@ -387,7 +396,6 @@ class EnginePool:
             lost = isinstance(result, EngineDied | asyncio.CancelledError)
             if isinstance(result, BaseException) and not lost:
                 raise result
-        await self._wait_until_up()
 
     async def _cancel_stragglers(self, calls: "Sequence[asyncio.Future[None]]") -> None:
         """Wait for one call that succeeds, then `MAX_LAG_S` for the others. Cancel the rest."""
@@ -403,14 +411,20 @@ class EnginePool:
             for call in calls:
                 call.cancel()
 
+    def _pending_restarts(self) -> "list[asyncio.Task[None]]":
+        """Return the restarts. Raise the last error if no engine works and there are none."""
+        restarts = [member.restart for member in self._members if member.restart is not None]
+        if not (restarts or self._up):
+            raise self._error
+        return restarts
+
     async def _wait_until_up(self) -> None:
         """Wait until an engine works. Raise the last error if none will."""
         while not self._up:
-            restarts = [member.restart for member in self._members if member.restart is not None]
-            if not restarts:
-                raise self._error
             ended, _ = await asyncio.wait(
-                restarts, timeout=self.patience_s or None, return_when=asyncio.FIRST_COMPLETED
+                self._pending_restarts(),
+                timeout=self.patience_s or None,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if self.patience_s and self._version < 0:
                 _raise_refusals(ended)

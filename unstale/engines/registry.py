@@ -78,6 +78,10 @@ class EngineOptions:
     transfer: Transfer = "auto"
     """The way of weights to a vLLM server: by NCCL from the trainer's GPU, or as a file in memory.
     """
+    probe_tolerance: float = 0.0
+    """Largest mean absolute error, in nats, of the log-probabilities of a server's probe. 0 chooses
+    by the number format.
+    """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_experts: bool = False
@@ -114,6 +118,8 @@ class EngineSpec:
     """True if the engine accepts deltas of LoRA adapters, because it keeps the adapters that it
     loaded.
     """
+    deltas_in_parts: bool = False
+    """True if the engine accepts the deltas of trainer ranks, each of which has a part."""
     reads_gpu: bool = False
     """True if an engine on this machine reads weights from the memory of the trainer's GPU."""
 

@@ -3,7 +3,8 @@
 Two checks find a server that does not sample from the weights it was sent. First, the server
 returns the version that sampled each token, which must be the version loaded last. Second, after
 every load the engine samples a few tokens (the probe). It compares their log-probabilities with
-those of the trainer's model under the same weights. See docs/engines.md.
+those of the trainer's model under the same weights. Until they agree, no reply of this version is
+returned. See docs/engines.md.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts, num_experts, pack_experts
 from unstale.threads import in_thread
 from unstale.weights.codec import advance
+from unstale.weights.publish import DeltaInParts
 from unstale.weights.store import Delta
 
 HANG_S = 60.0
@@ -62,8 +64,8 @@ HANG_S = 60.0
 LOAD_S = 600.0
 """Seconds after which a start, a load or a probe fails. These take longer than a request."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "fp8": 0.2}
-"""Largest mean absolute error of a probe's log-probabilities in nats, by `engine.dtype` or
-`engine.quantise`. Rounding errors are smaller, also if only weights are rounded and not inputs.
+"""Default of `engine.probe_tolerance` in nats, by `engine.dtype` or `engine.quantise`. Rounding
+errors are smaller, also if only weights are rounded and not inputs.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Sampling parameters of the probe. At temperature 1 it would not find a server whose
@@ -164,7 +166,9 @@ class RemoteEngine(ABC):
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._session: _Session | None = None
         self._version = -1
-        """The version that was loaded and probed last."""
+        """The version that was loaded last."""
+        self._staged: tuple[Update, int, Mapping[str, Tensor]] | None = None
+        """An update, its version, and the weights that `_share` made of it."""
 
     @abstractmethod
     async def _handshake(self) -> int:
@@ -218,10 +222,10 @@ class RemoteEngine(ABC):
 
     async def start(self) -> None:
         """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
-        if self._session is not None:
-            self._session.end("the engine was started again")
+        await self._end_session("the engine was started again")
         session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
         self._version = -1
+        self._staged = None
         if self.server is not None and not self.server.alive:
             await in_thread(self.server.start, lambda: not session.error)
         await self._wait_until_reachable(session)
@@ -251,6 +255,7 @@ class RemoteEngine(ABC):
         session.begin(request_id)
         try:
             reply = await self._while_alive(session, self.generate(request_id, tokens, params))
+            await self._verified(session)
             routed_experts = None
             if self.options.record_experts and reply.has_experts:
                 stop = len(tokens) + len(reply.tokens)
@@ -292,9 +297,20 @@ class RemoteEngine(ABC):
             raise ValueError(f"{routed_experts.stop} rows for {stop} tokens")
         return routed_experts
 
+    async def stage(self, update: Update, version: int) -> None:
+        session = self._live_session()
+        check_load(update, version, self._version, sampling=False, deltas=self.takes_deltas)
+        if self._staged and self._staged[0] is update and self._staged[1] == version:
+            return
+        self._staged = None
+        await self._verified(session)  # the probe reads the file
+        shared = await self._while_alive(session, in_thread(self._share, session, update))
+        self._staged = update, version, shared
+
     async def interrupt(self) -> None:
         session = self._live_session()
         session.open.clear()
+        await self._verified(session)  # the pause would end the probe
         await self._pause(keep_cache=self.options.keep_cache)
         while left := len(session.pending):  # these requests reached the server after the pause
             async with self._deadline(session, HANG_S, "aborted replies did not return"):
@@ -308,35 +324,42 @@ class RemoteEngine(ABC):
         session = self._live_session()
         sampling = session.open.is_set()
         check_load(update, version, self._version, sampling=sampling, deltas=self.takes_deltas)
-        try:
-            weights = await self._send_weights(update, version)
-            probe_error = await self._probe(session, version, weights)
-        finally:
+        await self.stage(update, version)
+        assert self._staged is not None
+        (*_, weights), self._staged = self._staged, None
+        with ExitStack() as until_probed:
             if not self.takes_deltas:
-                self._weights.close()
-        self._version = version
-        session.usage.loaded(probe_error)
+                until_probed.callback(self._weights.close)
+            until_probed.enter_context(_reading(weights))
+            await self._send_weights(weights, version)
+            self._version = version
+            session.usage.loaded()
+            session.probe = asyncio.ensure_future(self._probe(session, version, weights))
+            session.probe.add_done_callback(partial(_probe_ended, until_probed.pop_all()))
 
-    async def _send_weights(self, update: Update, version: int) -> Mapping[str, Tensor]:
-        """Pause the server and make it load an update. Return the whole weights."""
-        shared = await in_thread(self._share, update)
+    async def _send_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Pause the server and make it load the result of `_share`."""
+        assert isinstance(weights, SharedWeights)
         await self._pause(keep_cache=self.options.keep_cache)
-        await self._load_weights(shared.folder, version)
-        return shared.weights
+        await self._load_weights(weights.folder, version)
 
-    def _share(self, update: Update) -> SharedWeights:
-        """Write the weights to the file for the server, or apply a delta to it.
+    def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
+        """Write the weights to the file for the server, or apply a delta to it. Runs in a thread.
 
         A file that has exactly what the server loads is used as it is.
         """
-        if isinstance(update, Delta):
-            advance(self._weights.weights, update)
+        with _reading(update), self._weights.changing():
+            if session.error:  # a later start has written other weights
+                raise EngineDied(session.error)
+            if isinstance(update, Delta):
+                for part in update.read() if isinstance(update, DeltaInParts) else (update,):
+                    advance(self._weights.weights, part)
+                return self._weights
+            weights = self._reference.cast(update)
+            if isinstance(update, SharedWeights) and update.holds(weights):
+                return update
+            self._weights.write(weights)
             return self._weights
-        weights = self._reference.cast(update)
-        if isinstance(update, SharedWeights) and update.holds(weights):
-            return update
-        self._weights.write(weights)
-        return self._weights
 
     async def resume(self) -> None:
         session = self._live_session()
@@ -346,8 +369,7 @@ class RemoteEngine(ABC):
 
     async def close(self) -> None:
         """Close the engine. If it started the server, end the server and wait for its end."""
-        if self._session is not None:
-            self._session.end("the engine is closed")
+        await self._end_session("the engine is closed")
         self._weights.close()
         if self.server is not None:
             await in_thread(self.server.close)
@@ -415,12 +437,18 @@ class RemoteEngine(ABC):
             logps = (0.0,) * len(tokens)
         return Sampled(tokens, logps, version)
 
+    async def _verified(self, session: "_Session") -> None:
+        """Wait until the probe of the loaded version has passed. Raise its error if it fails."""
+        if session.probe is not None:
+            await asyncio.wait((session.probe,))
+            session.probe.result()
+
     async def _probe(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
-    ) -> float:
+    ) -> None:
         """Sample a few tokens, and compare their log-probabilities with the trainer's model.
 
-        Return the mean absolute error in nats. Raises `ProbeFailed` if it exceeds `TOLERANCE`.
+        Raises `ProbeFailed` if the mean absolute error exceeds `options.probe_tolerance`.
         """
         prompt = self._probe_prompt(version)
         request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
@@ -435,24 +463,28 @@ class RemoteEngine(ABC):
                 "with --enable-return-routed-experts"
             )
             raise self._fail(session, reason)
-        expected = await in_thread(
-            self._reference.logps,
-            weights,
-            [*prompt, *piece.tokens],
-            temperature=_PROBE_PARAMS.temperature,
+        expected = await session.while_alive(
+            in_thread(self._expected_logps, weights, [*prompt, *piece.tokens])
         )
         errors = (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
         mean = float(errors.mean())
+        session.usage.probed(mean)
         options = self.options
-        tolerance = TOLERANCE[options.dtype if options.quantise == "none" else options.quantise]
+        number_format = options.dtype if options.quantise == "none" else options.quantise
+        tolerance = options.probe_tolerance or TOLERANCE[number_format]
         if not mean <= tolerance:
             reason = (
                 f"after loading version {version}, the log-probabilities of {len(errors)} tokens "
-                f"differ by {mean:.2g} on average and {errors.max():.2g} at most; float noise "
-                f"stays below {tolerance:g}. The server has other weights or no temperature"
+                f"differ by {mean:.2g} on average and {errors.max():.2g} at most; "
+                f"engine.probe_tolerance allows {tolerance:g}. The server has other weights or no "
+                "temperature"
             )
             raise ProbeFailed(str(self._fail(session, reason)))
-        return mean
+
+    def _expected_logps(self, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
+        """Return the log-probabilities of the probe's tokens. Runs in a thread."""
+        with _reading(weights):  # the thread may run on after the probe was cancelled
+            return self._reference.logps(weights, tokens, temperature=_PROBE_PARAMS.temperature)
 
     def _probe_prompt(self, version: int) -> list[int]:
         """Return random tokens for the probe, the same for every engine that loads this version."""
@@ -513,6 +545,12 @@ class RemoteEngine(ABC):
         """Raise `EngineDied` with the reason `failure` if the context's body takes too long."""
         return deadline(seconds, partial(self._fail, session), failure)
 
+    async def _end_session(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.end(reason)
+            if self._session.probe is not None:
+                await asyncio.wait((self._session.probe,))
+
     def _live_session(self) -> "_Session":
         if self._session is None:
             raise RuntimeError(NOT_STARTED)
@@ -550,6 +588,17 @@ class RemoteEngine(ABC):
             self.server.kill()
         session.end(f"{self.NAME} at {self.url}: {reason}{log}")
         return EngineDied(session.error)
+
+
+def _reading(weights: Update) -> AbstractContextManager[None]:
+    """Return a context in which nobody changes `weights`, if they are in a file."""
+    return weights.reading() if isinstance(weights, SharedWeights) else contextlib.nullcontext()
+
+
+def _probe_ended(resources: ExitStack, probe: "asyncio.Future[None]") -> None:
+    resources.close()
+    if not probe.cancelled():
+        probe.exception()  # marks it as retrieved: nobody may wait for this probe
 
 
 def _in_range(logps: Sequence[float]) -> bool:
@@ -596,6 +645,8 @@ class _Session(EngineSession):
     def __init__(self, check_health: "Callable[[_Session], Awaitable[None]]", *, keep_cache: bool):
         super().__init__(partial(check_health, self))
         self.usage = UsageCounters(keep_cache=keep_cache)
+        self.probe: asyncio.Task[None] | None = None
+        """The probe of the version that was loaded last."""
 
     def begin(self, request_id: str) -> None:
         self.usage.begin()

@@ -138,6 +138,10 @@ class ScriptedEngine:
             f"{params.max_tokens}: end it with one of {params.stop_tokens}"
         )
 
+    async def stage(self, update: Update, version: int) -> None:
+        """Check that the engine works. There is nothing to prepare."""
+        self._check_alive()
+
     async def interrupt(self) -> None:
         self._check_alive()
         self._open.clear()

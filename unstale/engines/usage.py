@@ -47,9 +47,12 @@ class UsageCounters:
             self._counters["busy_s"] += time.monotonic() - self._busy_since
             self._busy_since = None
 
-    def loaded(self, probe_error: float) -> None:
-        """Count a weight update, and the mean log-probability error of its probe in nats."""
-        self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], probe_error)
+    def probed(self, error: float) -> None:
+        """Count the mean log-probability error of a probe in nats."""
+        self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], error)
+
+    def loaded(self) -> None:
+        """Count a weight update."""
         if self._keep_cache:
             self._current.update(self._older)
         self._older = self._current

@@ -139,7 +139,7 @@ async def _refuses(call: Awaitable[object], reason: str, kind: type[Exception]) 
 
 
 async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Interrupt a long reply, change the version, and continue from the same tokens."""
+    """Stage a version during long replies, interrupt them, and continue with this version."""
     await _publish(engine, update, 3)
     order: list[str] = []
 
@@ -151,6 +151,9 @@ async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt:
     async with asyncio.TaskGroup() as tasks:
         samples = [tasks.create_task(sample()) for _ in range(3)]
         await engine.sample(prompt, _params(2))
+        await engine.stage(update, 4)
+        _check_reply(await engine.sample(prompt, _params(2)), version=3)
+        assert not order, "stage must not interrupt replies"
         await engine.interrupt()
         order.append("interrupt")
     assert order == ["reply"] * 3 + ["interrupt"], (

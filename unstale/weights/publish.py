@@ -1,6 +1,7 @@
 """Publication of a version: engines load the new weights. An engine never mixes two versions."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ class WeightReceiver(Protocol):
 
     @property
     def takes_deltas(self) -> bool: ...
+
+    async def stage(self, update: Update, version: int) -> None: ...
 
     async def interrupt(self) -> None: ...
 
@@ -36,8 +39,16 @@ class VersionedWeights(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaInParts(Delta):
+    """A delta in several parts, such as those of trainer ranks. It has no `tensors` of its own."""
+
+    read: Callable[[], Iterable[Delta]]
+    """A function that fetches one part after the other."""
+
+
 class Publisher(Protocol):
-    """Sends the newest version of the weights to every engine, in two steps."""
+    """Sends the newest version of the weights to every engine, in three steps."""
 
     bytes: int
     """Size in bytes of the last update that was prepared."""
@@ -48,6 +59,10 @@ class Publisher(Protocol):
         `live` are older versions that must be kept, because tokens from them are still to be
         trained on.
         """
+        ...
+
+    async def stage(self) -> None:
+        """Let the engines prepare to load the update, while they still generate."""
         ...
 
     async def publish(self) -> None:
@@ -130,19 +145,26 @@ class DirectPublisher:
             self.bytes = update.nbytes if isinstance(update, Delta) else num_bytes(update)
         self._prepared = update, source.version
 
+    async def stage(self) -> None:
+        """Stage the update. If that fails, the error ends the run, and engines still generate."""
+        await self._engine.stage(*self._update())
+
     async def publish(self) -> None:
         """Interrupt the engine, load the update, and let the engine generate again.
 
         If loading fails, the engine stays interrupted, and the error ends the run.
         """
-        if self._prepared is None:
-            raise RuntimeError("nothing to publish: call prepare first")
-        update, version = self._prepared
+        update, version = self._update()
         self._prepared = None
         await self._engine.interrupt()
         await self._engine.load(update, version)
         self._loaded = version
         await self._engine.resume()
+
+    def _update(self) -> tuple[Update, int]:
+        if self._prepared is None:
+            raise RuntimeError("nothing to publish: call prepare first")
+        return self._prepared
 
     def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
         """Return packed weights, or the difference from the engine's packed weights."""

@@ -287,6 +287,8 @@ class SimulatedPublisher:
         if source.version and self._due:
             self._trainer.owed["publish"] += self._costs.publish_s()
 
+    async def stage(self) -> None: ...
+
     async def publish(self) -> None:
         if not self._due:
             return

@@ -167,6 +167,13 @@ class EmbeddedEngine:
         if self._routed_experts:
             self._routed_experts.drop(number)
 
+    async def stage(self, update: Update, version: int) -> None:
+        """Check that the process works. `load` does the rest.
+
+        On a GPU the process reads weights in place. On a CPU it would take the cores from sampling.
+        """
+        self._live_child()
+
     async def interrupt(self) -> None:
         self._running = False
         await self._command({"op": "interrupt"})

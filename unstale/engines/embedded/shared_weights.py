@@ -6,8 +6,9 @@ The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` ha
 import mmap
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -35,6 +36,28 @@ class SharedWeights(Mapping[str, Tensor]):
         self.folder = Path()
         """The folder with the file. Set by the first `write`."""
         self._resources = ExitStack()
+        self._readers = 0
+        self._free = threading.Condition()
+        """Guards `_readers`. Notified when they become fewer."""
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Prevent changes of the file within a context. Several threads may read at once."""
+        with self._free:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._readers -= 1
+                self._free.notify_all()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Wait until nobody reads or changes the file, and prevent both within a context."""
+        with self._free:
+            self._free.wait_for(lambda: not self._readers)
+            yield
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Write all weights to the file, without a change of dtype.

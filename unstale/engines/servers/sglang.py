@@ -191,4 +191,4 @@ class SglangEngine(RemoteEngine):
         return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
-SPEC = EngineSpec(SglangEngine, needs_urls=True)
+SPEC = EngineSpec(SglangEngine, needs_urls=True, deltas_in_parts=True)

@@ -29,6 +29,7 @@ from unstale.engines.remote import (
     VersionSpan,
     malformed_as_connection_error,
 )
+from unstale.engines.session import EngineSession
 from unstale.engines.vllm_server import (
     EXTENSION,
     QUANTIZATION,
@@ -246,9 +247,15 @@ class NcclVllmEngine(VllmEngine):
         self._end_group()
         await super().close()
 
-    async def _send_weights(self, update: Update, version: int) -> Mapping[str, Tensor]:
+    async def load(self, update: Update, version: int) -> None:
+        await super().load(update, version)
+        await self._verified(self._live_session())  # the probe may read the trained weights
+
+    def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
         assert isinstance(update, Mapping), "check_load refuses deltas"
-        weights = await in_thread(self._reference.cast, update)
+        return self._reference.cast(update)
+
+    async def _send_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         await self._pause(keep_cache=self.options.keep_cache)
         with ExitStack() as on_error:
             on_error.callback(self._end_group)
@@ -260,7 +267,6 @@ class NcclVllmEngine(VllmEngine):
             await self._post("/finish_weight_update", finish, timeout_s=LOAD_S)
             on_error.pop_all()
         await self._post("/resume")
-        return weights
 
     async def _join_group(self) -> TransferGroup:
         """Make a group with all workers of the server."""
@@ -325,4 +331,4 @@ def make_engine(options: EngineOptions) -> Engine:
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
 
 
-SPEC = EngineSpec(make_engine)
+SPEC = EngineSpec(make_engine, deltas_in_parts=True)
