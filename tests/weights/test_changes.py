@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unstale.native import compile_library
-from unstale.weights import changes, codec
+from unstale.weights import bits, changes, codec
 from unstale.weights.bits import bytes_of, checksum, has_checksum, sum64, words, xxh3
 from unstale.weights.changes import (
     apply_changes,
@@ -205,6 +205,7 @@ def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     delta = Delta(1, 2, checksum(after), encode_all(before, after, before))
     recorded = checksum(before), sum64([*before.values()])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(bits, "MIN_SHARED_BYTES", 0)
     assert (checksum(before), sum64([*before.values()])) == recorded
     assert has_checksum(before, xxh3(bytes_of(before[name]) for name in sorted(before)))
     broken = replace(delta.tensors["w7"], streams=(b"", *delta.tensors["w7"].streams[1:]))

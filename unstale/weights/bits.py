@@ -32,8 +32,8 @@ Checksum = int | str
 """`tensors:`, `sum64:` or `xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
 
 MIN_SHARED_BYTES = 1 << 25
-"""Smallest number of bytes for which more threads than torch's are used. Starting threads takes
-longer than processing fewer bytes.
+"""Smallest number of bytes for which threads are used. Starting them takes longer than processing
+fewer bytes.
 """
 _KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,18 +58,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
     """Return the results of a function for all items, which have so many bytes.
 
-    They are computed on torch's threads. Many bytes are processed on half of the processor's cores
-    if these are more, because torch has one thread only in processes that compute little. The
-    threads have torch's default stream and modes, not those of the caller.
+    Many bytes are processed on as many threads as torch has, or on half of the processor's cores if
+    these are more, because torch has one thread only in processes that compute little. The threads
+    have torch's default stream and modes, not those of the caller.
     """
-    threads = torch.get_num_threads()
-    if sum(sizes) >= MIN_SHARED_BYTES:
-        threads = max(threads, len(os.sched_getaffinity(0)) // 2)
-    threads = min(threads, len(items))
-    if threads <= 1:
+    threads = max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // 2)
+    if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
         return [call(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:  # the largest first, so that all end together
-        order = sorted(range(len(items)), key=lambda i: -sizes[i])
+    order = sorted(range(len(items)), key=lambda i: -sizes[i])  # so that all threads end together
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
         made = dict(zip(order, pool.map(call, [items[i] for i in order]), strict=True))
     return [made[i] for i in range(len(items))]
 
