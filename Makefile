@@ -57,7 +57,7 @@ PYTEST = $(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.l
 test: setup
 	$(PYTEST) --quick
 
-# Only the core: algorithms, old log-probabilities, trainer, model, loop (less than 90 s).
+# Only the core: algorithms, old log-probabilities, trainer, contracts, loop, records (goal: less than 90 s).
 test-core: setup
 	$(PYTEST) --quick tests/algorithms tests/old_logps tests/trainer tests/contracts tests/test_loop.py tests/test_records.py
 
