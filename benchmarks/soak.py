@@ -270,10 +270,10 @@ def main(words: Sequence[str] | None = None) -> int:
         problems += grown(counts, chosen.minutes)
         lines = [
             "A third of all tasks misbehave. Counts are of the process itself, after the given "
-            "minutes of the run. Flat means: the median of the last third is at most 10% above that "
-            "of the second third, or at most 32 descriptors or 8 threads. Memory is flat if its "
-            "first decile is at most 5%, or 16 MB, above. "
-            "The agents keep some connections open for 60 s, with both ends in the process.",
+            "minutes of the run. Flat means: the median of the last third is at most 10% above "
+            "that of the second third, or at most 32 descriptors or 8 threads. Memory is flat if "
+            "its first decile is at most 5%, or 16 MB, above. The agents keep some connections "
+            "open for 60 s, with both ends in the process.",
             "",
             *table(counts, chosen.minutes, folder),
             "",
