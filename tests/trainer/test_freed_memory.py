@@ -1,5 +1,6 @@
 """Freed memory goes back to the system when the process has grown."""
 
+import platform
 import subprocess
 import sys
 import time
@@ -57,3 +58,31 @@ def test_old_reference_cycles_are_collected_at_checkpoints_and_each_minute(
         assert not is_freed(after_s=59.0)
         assert is_freed(after_s=1.0)
         assert is_freed(after_s=0.0, now=True)
+
+
+THREADS = """
+import ctypes, sys, threading
+from unstale.cli.process import limit_threads
+if sys.argv[1] == "limited":
+    limit_threads()
+begin = threading.Barrier(8)
+held = []
+def allocate():
+    begin.wait()
+    held.append([bytes(60_000) for _ in range(100)])
+    begin.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for each in threads: each.start()
+for each in threads: each.join()
+ctypes.CDLL(None).malloc_stats()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_stats is of glibc")
+def test_all_threads_of_a_run_share_two_heaps() -> None:
+    def num_heaps(word: str) -> int:
+        command = [sys.executable, "-c", THREADS, word]
+        return subprocess.run(command, capture_output=True, text=True).stderr.count("Arena ")
+
+    assert num_heaps("free") > 2
+    assert num_heaps("limited") == 2
