@@ -44,7 +44,7 @@ def load_shard(
     transformers cannot make them.
     """
     mixed = wide and passes == torch.bfloat16
-    sizes = {"fsdp_size": peers.count // peers.replicas}
+    sizes: dict[str, Any] = {"fsdp_size": peers.count // peers.replicas}
     if peers.replicas > 1:
         sizes["dp_replicate_size"] = peers.replicas
     try:
