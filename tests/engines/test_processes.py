@@ -76,6 +76,13 @@ def test_wrong_options_of_a_cluster_are_refused(wrong: dict[str, Any], why: str)
         RunConfig(recipe="x", cluster=ClusterConfig(**wrong))
 
 
+def test_copies_of_the_divided_model_have_no_adapters() -> None:
+    cluster = ClusterConfig(trainers=4, replicas=2)
+    assert RunConfig(recipe="x", cluster=cluster).cluster.replicas == 2
+    with pytest.raises(ConfigError, match=r"replicas must be 1 with trainer.lora_rank > 0, got 2"):
+        RunConfig(recipe="x", cluster=cluster, trainer=TrainerConfig(lora_rank=4))
+
+
 def test_engine_hosts_are_not_deterministic() -> None:
     with pytest.raises(ConfigError, match=r"deterministic needs cluster.engine_hosts = 0"):
         RunConfig(recipe="x", deterministic=True, cluster=ClusterConfig(engine_hosts=1))
