@@ -66,11 +66,21 @@ def test_several_are_not_deterministic() -> None:
         ({"context": 2}, r"cluster.context must divide cluster.trainers \(0\), got 2"),
         ({"context": 2, "trainers": 3}, r"must divide cluster.trainers \(3\), got 2"),
         ({"context": 0, "trainers": 2}, "cluster.context must be >= 1, got 0"),
+        ({"replicas": 2}, r"replicas must divide cluster.trainers \(0\) into copies of at least 2"),
+        ({"replicas": 2, "trainers": 3}, r"must divide cluster.trainers \(3\) into .* got 2"),
+        ({"replicas": 4, "trainers": 4}, r"into copies of at least 2 ranks, got 4"),
     ],
 )
 def test_wrong_options_of_a_cluster_are_refused(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         RunConfig(recipe="x", cluster=ClusterConfig(**wrong))
+
+
+def test_copies_of_the_divided_model_have_no_adapters() -> None:
+    cluster = ClusterConfig(trainers=4, replicas=2)
+    assert RunConfig(recipe="x", cluster=cluster).cluster.replicas == 2
+    with pytest.raises(ConfigError, match=r"replicas must be 1 with trainer.lora_rank > 0, got 2"):
+        RunConfig(recipe="x", cluster=cluster, trainer=TrainerConfig(lora_rank=4))
 
 
 def test_engine_hosts_are_not_deterministic() -> None:

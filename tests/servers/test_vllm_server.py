@@ -391,8 +391,8 @@ def test_a_server_dies_or_hangs_in_mid_run(
     pids: list[int] = []
     start = VllmServer.start
 
-    def noted(self: VllmServer) -> None:
-        start(self)
+    def noted(self: VllmServer, is_wanted: Callable[[], bool]) -> None:
+        start(self, is_wanted)
         pids.append(self.pid)
 
     monkeypatch.setattr(VllmServer, "start", noted)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.support.ranks import run_ranks
 from unstale.builders import build_old_logps, build_scorer, build_trainer
@@ -307,6 +308,41 @@ def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
             assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6)
         for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
             assert one.metrics[-1][name] == other.metrics[-1][name]
+
+
+REPLICATED = ("plain", "stochastic", "own", "replay")
+
+
+def learn_in_replicas(peers: RankGroup, folder: Path) -> dict[str, Outcome]:
+    return learn_all(peers.in_replicas(2), folder, REPLICATED)
+
+
+@cache
+def replicated_outcomes(folder: Path) -> list[dict[str, Outcome]]:
+    return run_ranks(4, learn_in_replicas, folder)
+
+
+needs_replicas = pytest.mark.skipif(
+    "dp_replicate_size" not in DistributedConfig.__dataclass_fields__,
+    reason="needs a later transformers",
+)
+
+
+@needs_replicas
+@pytest.mark.costly(cases=0)
+@pytest.mark.parametrize("variant", REPLICATED)
+def test_two_copies_of_two_ranks_learn_what_one_process_learns(variant: str, folder: Path) -> None:
+    (alone,) = outcomes(folder, 0)
+    one = alone[variant]
+    for rank in replicated_outcomes(folder):
+        other = rank[variant]
+        error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
+        wide = VARIANTS[variant].trainer.dtype == "float32"
+        assert error <= (1e-6 if wide else 3e-5) and other.moved > 1e-4
+        assert all(other.exact) and len(other.exact) == len(one.exact)
+        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
+            values = [[row[name] for row in each.metrics] for each in (one, other)]
+            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)
 
 
 def gradient(peers: RankGroup, folder: Path) -> Tensor:
@@ -611,6 +647,43 @@ def test_ranks_publish_differences_of_their_parts(folder: Path, tmp_path: Path) 
                 Checkpoints(run, {}).weights(1)
         Checkpoints(run, {}).remove_after(0)
         assert Checkpoints(run, {}).versions == [0]
+
+
+def publish_and_save(peers: RankGroup, folder: Path, runs: Path) -> tuple[Published, str]:
+    peers = peers.in_replicas(2)
+    published = publish(peers, folder, runs / "published", SMALL)
+    name, _ = save(peers, folder, runs / "saved", SMALL)
+    return published, name
+
+
+def load_in_replicas(
+    peers: RankGroup, folder: Path, run: Path, name: str, replicas: int
+) -> list[Tensor]:
+    return load(peers.in_replicas(replicas), folder, run, name, SMALL)[0]
+
+
+@needs_replicas
+@pytest.mark.costly(cases=0)
+def test_one_of_two_copies_is_published_and_saved(folder: Path, tmp_path: Path) -> None:
+    """A difference that were applied twice would cancel itself. Other ranks read the checkpoint."""
+    ranks = run_ranks(4, publish_and_save, folder, tmp_path)
+    published = [each for each, _ in ranks]
+    weights = {name: torch.zeros_like(tensor) for name, tensor in published[0][0][2].items()}
+    for version in (0, 1):
+        for rank, versions in enumerate(published):
+            size, part, whole = versions[version]
+            assert bool(size.words) == bool(part) == (rank < 2)
+            if part:
+                advance(weights, read_delta(part))
+        stored = Checkpoints(tmp_path / "published", {}).weights(version)
+        for found in (weights, stored):
+            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    loads = [(4, 2), (2, 1)]
+    first, other = (
+        run_ranks(count, load_in_replicas, folder, tmp_path / "saved", ranks[0][1], replicas)[0]
+        for count, replicas in loads
+    )
+    assert all(map(torch.equal, first, other))
 
 
 def refused(peers: RankGroup, folder: Path, run: Path, name: str) -> str:

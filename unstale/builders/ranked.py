@@ -43,7 +43,8 @@ from unstale.weights.publish import Publisher
 def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call it."""
     torch.set_num_threads(trainer_threads(config))
-    policy = load_policy(config, peers.in_context_groups(config.cluster.context))
+    peers = peers.in_context_groups(config.cluster.context).in_replicas(config.cluster.replicas)
+    policy = load_policy(config, peers)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer, on_rank=True)
     store = delta_store(scorer) if config.old_logps.shares_deltas else None

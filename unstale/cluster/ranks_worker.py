@@ -149,7 +149,9 @@ class Rank:
         return self._returned(replace(delta, starts=self.policy.part_starts()))
 
     def _returned(self, delta: Delta) -> tuple[PublishedPart, list[Part]]:
-        if delta.starts is None and self.policy.peers.rank:  # the first rank returns the whole
+        peers = self.policy.peers
+        is_whole = delta.starts is None and peers.rank  # the first rank returns the whole
+        if is_whole or not peers.is_first_replica:
             return PublishedPart(delta.base, 0, 0), []
         words = sum(encoded.words for encoded in delta.tensors.values())
         return PublishedPart(delta.base, words, delta.nbytes), arrays(file_parts(delta))

@@ -22,6 +22,11 @@ class ClusterConfig(Section):
     """Number of trainer ranks over which the tokens of each pass are split (context parallelism),
     for long episodes; 1 does not split (docs/long-context.md).
     """
+    replicas: PositiveInt = 1
+    """Number of copies of the model among the trainer ranks, each divided among equally many of
+    them. With one copy for each machine, weights are gathered within a machine alone, and each GPU
+    needs more memory (docs/trainer-ranks.md).
+    """
     address: str = ""
     """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine alone."""
     patience_s: Positive = 600.0
@@ -45,6 +50,14 @@ class ClusterConfig(Section):
                 f"got {self.context}"
             )
 
+        if self.replicas > 1 and (
+            self.trainers % self.replicas or self.trainers // self.replicas < 2
+        ):
+            raise ConfigError(
+                f"cluster.replicas must divide cluster.trainers ({self.trainers}) into copies of "
+                f"at least 2 ranks, got {self.replicas}"
+            )
+
     def applies(self, option: str) -> bool:
         # `address` and `patience_s` are also read with task.isolate = ray
-        return option not in ("context", "restarts") or self.trainers > 0
+        return option not in ("context", "replicas", "restarts") or self.trainers > 0

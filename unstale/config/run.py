@@ -305,6 +305,11 @@ class RunConfig(Section):
                 "no test covers the two on ranks",
             ),
         }
+        if self.cluster.replicas > 1 and self.trainer.lora_rank:
+            raise ConfigError(
+                "cluster.replicas must be 1 with trainer.lora_rank > 0, got "
+                f"{self.cluster.replicas}: torch does not gather the frozen weights of such copies"
+            )
         if self.old_logps.scoring_ranks > 1 and not self.cluster.trainers:
             raise ConfigError(
                 "old_logps.ranks must be 1 without trainer ranks, got "

@@ -289,7 +289,7 @@ class Checkpoints:
                     _remove(partial)
                     (partial if is_divided else self._versions).mkdir(exist_ok=True)
             with self._peers.fail_together((OSError,)):
-                if is_divided or self._peers.rank == 0:
+                if self._peers.is_first_replica if is_divided else self._peers.rank == 0:
                     with own.open("wb") as file:
                         file.writelines(file_parts(delta))
                     flush_to_disk(own)

@@ -94,7 +94,8 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
     with peers.fail_together(_FILE_ERRORS):
         if peers.rank == 0:
             shapes = dtypes_and_shapes(trained)
-            write_manifest(checkpoint, folder, {**others, "shapes": shapes, "parts": written[1:]})
+            own_keys = {"shapes": shapes, "parts": written[1:], "replicas": peers.replicas}
+            write_manifest(checkpoint, folder, {**others, **own_keys})
 
 
 def read_parts(
@@ -113,15 +114,17 @@ def read_parts(
             verify_file(folder, name, body)
     targets = {name: _target(name, shape, layout) for name, shape in body["shapes"].items()}
     trained = _load(targets, folder, peers)
-    written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
+    others = body.get("parts", [])
+    layout_written = (1 + len(others), body.get("replicas", 1))
     with peers.fail_together(_FILE_ERRORS):
-        if len(written) == peers.count:
+        if layout_written == (peers.count, peers.replicas):
+            written = body if peers.rank == 0 else others[peers.rank - 1]
             own = load_file(folder / state_file(peers.rank))
             parts = own | {name: local(tensor) for name, tensor in trained.items()}
-            policy = forward_weights(written[peers.rank], parts)
-            states = from_json(written[peers.rank]["states"], own | trained, policy)
+            policy = forward_weights(written, parts)
+            states = from_json(written["states"], own | trained, policy)
         else:
-            states, policy = _divided_anew(folder, body, written, layout)
+            states, policy = _divided_anew(folder, body, layout)
             trainer = {TRAINER: from_json(_of(body["states"], TRAINER), trained, {})}
             states = {name: state for name, state in states.items() if name != TRAINER} | trainer
     progress = Progress(*from_json(body["progress"], {}, {}))
@@ -137,7 +140,38 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
         for name, shape in body["shapes"].items()
         if name.startswith(WEIGHTS_PREFIX)
     }
-    return forward_weights(body, load_file(folder / state_file(0)) | _load(wanted, folder))
+    trained = _load(wanted, folder)
+    written = _first_copy(body)
+    if all(all(part["policy"].values()) for part in written):
+        return forward_weights(body, trained)
+    files = [load_file(folder / state_file(rank)) for rank in range(len(written))]
+    return {
+        name: _whole(name, trained.get(WEIGHTS_PREFIX + name), written, files)
+        for name in body["policy"]
+    }
+
+
+def _first_copy(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what each rank wrote to the manifest, without further copies of the model."""
+    written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
+    return written[: len(written) // body.get("replicas", 1)]
+
+
+def _whole(
+    name: str,
+    trained: Tensor | None,
+    written: Sequence[Mapping[str, Any]],
+    files: Sequence[Mapping[str, Tensor]],
+) -> Tensor:
+    """Return a weight of a forward pass. A rank wrote its part if it is no cast of `trained`."""
+    parts = [
+        files[rank][POLICY_PREFIX + name]
+        if trained is None or not part["policy"][name]
+        else _chunk(trained, rank, len(written)).to(getattr(torch, part["policy"][name]))
+        for rank, part in enumerate(written)
+    ]
+    is_divided = trained is not None and any(part.shape != trained.shape for part in parts)
+    return torch.cat(parts) if is_divided else parts[0]
 
 
 def _load(
@@ -164,7 +198,7 @@ def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
 
 
 def _divided_anew(
-    folder: Path, body: Mapping[str, Any], written: Sequence[Mapping[str, Any]], layout: Layout
+    folder: Path, body: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the states and weights of this rank from a checkpoint of another number of ranks.
 
@@ -172,23 +206,26 @@ def _divided_anew(
     """
     wholes = read_whole_policy(folder, body)
     states = []
+    written = _first_copy(body)
     for rank, part in enumerate(written):
+        file = load_file(folder / state_file(rank))
         policy = {
-            name: _chunk(whole, rank, len(written), part, name) for name, whole in wholes.items()
+            name: _chunk(whole, rank, len(written))
+            if part["policy"][name]
+            else file[POLICY_PREFIX + name]
+            for name, whole in wholes.items()
         }
         tree = {
             "mapping": [pair for pair in part["states"]["mapping"] if pair[0] != TRAINER],
         }
-        states.append(from_json(tree, load_file(folder / state_file(rank)), policy))
+        states.append(from_json(tree, file, policy))
     own = {name: _own_part(name, whole, layout) for name, whole in wholes.items()}
     joined: dict[str, Any] = _join("", states, wholes, layout)
     return joined, own
 
 
-def _chunk(whole: Tensor, rank: int, count: int, part: Mapping[str, Any], name: str) -> Tensor:
-    """Return the part of a weight that one of `count` ranks had. Adapters are not divided."""
-    if count == 1 or not part["policy"][name]:
-        return whole
+def _chunk(whole: Tensor, rank: int, count: int) -> Tensor:
+    """Return the part of a weight that one of `count` ranks had."""
     chunks = whole.chunk(count)
     return chunks[rank] if rank < len(chunks) else whole[:0]
 

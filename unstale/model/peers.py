@@ -34,6 +34,10 @@ class RankGroup:
     """The ranks that divide the tokens of each forward pass with this one. None if a pass runs on
     one rank.
     """
+    replicas: int = 1
+    """Number of copies of the divided model. Each copy is divided among `count // replicas`
+    neighbouring ranks.
+    """
     group: "ProcessGroup | None" = None
     """The group with which the methods communicate. None for torch's default process group."""
 
@@ -53,6 +57,21 @@ class RankGroup:
             return self
         groups = _divided_groups(dist.group.WORLD, self.count, size)
         return replace(self, context=ContextGroup.of(groups[self.rank // size]))
+
+    def in_replicas(self, count: int) -> "RankGroup":
+        """Return these ranks with `count` copies of the model. ValueError unless that divides them.
+
+        >>> RankGroup(3, 4).in_replicas(2).is_first_replica
+        False
+        """
+        if self.count % count:
+            raise ValueError(f"{self.count} ranks cannot have {count} copies of a model")
+        return replace(self, replicas=count)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """True if this rank has a part of the first copy, which is the one that is published."""
+        return self.rank < self.count // self.replicas
 
     def for_another_thread(self) -> "RankGroup":
         """Return the same ranks with a second group, which one other thread may use meanwhile.

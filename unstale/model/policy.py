@@ -149,12 +149,9 @@ class Policy:
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             options = _expert_options(folder, device, independent_rows=independent_rows)
             if peers.count > 1:
+                is_wide = trained and lora is None
                 model = sharding.load_shard(
-                    folder,
-                    passes=DTYPES[dtype],
-                    wide=trained and lora is None,
-                    count=peers.count,
-                    **options,
+                    folder, peers, passes=DTYPES[dtype], wide=is_wide, **options
                 )
             else:
                 model = load_model(folder, DTYPES[dtype], **options)
@@ -358,7 +355,7 @@ class Policy:
                 folder, self.device.type, independent_rows=self.independent_rows
             )
             model = sharding.load_shard(
-                folder, passes=self.dtype, wide=False, count=self.peers.count, **options
+                folder, self.peers, passes=self.dtype, wide=False, **options
             )
             twin.model = _use_packing(model).requires_grad_(False)
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)

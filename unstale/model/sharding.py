@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,25 +23,37 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import MergeModulelist
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from unstale.config import ConfigError
 from unstale.model.forward import run_model
 from unstale.model.head import LogpQuery, query_head
 from unstale.model.loading import load_model
+from unstale.model.peers import RankGroup
 from unstale.model.prefix_tree import PrefixTree
 
 MAX_CHECKED_LAYERS = 2
 
 
 def load_shard(
-    folder: Path, *, passes: torch.dtype, wide: bool, count: int, **options: Any
+    folder: Path, peers: RankGroup, *, passes: torch.dtype, wide: bool, **options: Any
 ) -> PreTrainedModel:
     """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
 
     With `wide` the parameters are float32, because an optimizer needs that, with the values of the
-    checkpoint. A pass rounds them to nearest. All `count` ranks of the process group must call
-    this. `options` are those of `load_model`. Raises ConfigError for the same reasons.
+    checkpoint. A pass rounds them to nearest. All ranks must call this. `options` are those of
+    `load_model`. Raises ConfigError for the same reasons, and for copies of the model if this
+    transformers cannot make them.
     """
     mixed = wide and passes == torch.bfloat16
-    config = DistributedConfig(fsdp_size=count, fsdp_mixed_precision=mixed)
+    sizes: dict[str, Any] = {"fsdp_size": peers.count // peers.replicas}
+    if peers.replicas > 1:
+        sizes["dp_replicate_size"] = peers.replicas
+    try:
+        config = DistributedConfig(**sizes, fsdp_mixed_precision=mixed)
+    except TypeError:
+        raise ConfigError(
+            f"cluster.replicas = {peers.replicas} needs a later transformers than "
+            f"{transformers.__version__}: install 5.23, or set it to 1"
+        ) from None
     with _ranks_without_experts():
         model = load_model(
             folder, torch.float32 if mixed else passes, distributed_config=config, **options
