@@ -258,7 +258,7 @@ def test_a_run_goes_on_when_a_node_with_engines_dies(
     config = replace(
         configured("base", restarts=4),
         runs=tmp_path,
-        steps=4,
+        max_steps=4,
         cluster=ClusterConfig(engine_hosts=2, address=cluster.address),
     )
     load = HostedEngine.load

@@ -91,7 +91,7 @@ def test_replies_of_16k_tokens_stall_nothing(
         replace(
             config,
             runs=tmp_path,
-            steps=2,
+            max_steps=2,
             audit=AuditConfig(share=0.0),
             rollout=replace(config.rollout, max_turns=1, timeout_s=600.0),
             schedule=ScheduleConfig(max_staleness=1, groups_per_step=1, group_size=2),
