@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-kernels check docs bench wheel fuzz sizes \
+.PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-oldest test-kernels check docs bench wheel fuzz sizes \
 	env-openenv env-verifiers env-cluster env-peers
 
 # A pretrained model for `--model smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
@@ -108,6 +108,20 @@ test-cluster: .venv-cluster/.ready
 		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 env-cluster: .venv-cluster/.ready
+
+# Test models, MoE, ranks and cluster with the oldest transformers of pyproject.toml, the one that vLLM installs
+# (constraints/engines.txt). Its environment is on top of .venv-cluster.
+OLDEST := .venv-oldest/bin/python -m pytest -p no:cacheprovider
+test-oldest: .venv-oldest/.ready
+	PYTHONPATH=$(CURDIR) $(OLDEST) -n 2 --dist loadfile tests/model tests/test_moe.py tests/trainer tests/engines/test_remote.py
+	PYTHONPATH=$(CURDIR) $(OLDEST) tests/cluster \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
+.venv-oldest/.ready: .venv-cluster/.ready constraints/engines.txt
+	$(PYTHON) -m venv .venv-oldest
+	for each in .venv-cluster .venv; do $$each/bin/python $(PURELIB); done > $$(.venv-oldest/bin/python $(PURELIB))/shared.pth
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --no-deps $$(grep ^transformers== constraints/engines.txt)
+	touch $@
 
 .venv-cluster/.ready: .venv/.ready constraints.txt
 	$(PYTHON) -m venv .venv-cluster

@@ -151,7 +151,7 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
         max_steps=num_steps,
         correction=CorrectionConfig(mode="none"),
         objective=ObjectiveConfig(loss_type="none"),
-        trainer=TrainerConfig(dtype="bfloat16", lr=rate, **size.options),
+        trainer=TrainerConfig(dtype="bfloat16", rounding="nearest", lr=rate, **size.options),
     )
     return LocalTrainer(size.policy(), config, RolloutRoute())
 

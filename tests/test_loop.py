@@ -57,7 +57,7 @@ from unstale.records import Batch, Group, GroupRequest, PendingPiece, Task
 from unstale.rollout.generator import Generator
 from unstale.rollout.selection import training_requests
 from unstale.rollout.timeouts import first_error
-from unstale.techniques import Draw, DrawContext, Outcome, Techniques
+from unstale.techniques.hooks import Draw, DrawContext, Outcome, Techniques
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import LocalTrainer, LossSpec

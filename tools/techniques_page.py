@@ -57,7 +57,7 @@ the plain recipe was 67% and 59%. Mean differences, in points:
 | `ess_lr` (half of the rate alone: +6, +7) | +11 | +2 |
 | `replay` | +7 | +3 |
 | `allocate` | -1 | +2 |
-| `pick` (`clean_success`) | +2 | 0 |
+| `episode_filter` (`clean_success`) | +2 | 0 |
 | `beta_sampler` (its pool alone: -2, -5) | -2 | -5 |
 | `minpro` (its objective `cispo` alone: -21, -35) | -7 | -8 |
 | `baseline` (`shrink`, the same pool) | -13 | -5 |

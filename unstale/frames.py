@@ -47,7 +47,7 @@ def _is_user(file: str, function: str) -> bool:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside this package and installed libraries, if there is one."""
+    """Return the innermost frame of user code, which is neither this package nor a library."""
     while frame and not _is_user(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame

@@ -174,8 +174,8 @@ async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None)
 async def produce(run: RunComponents) -> None:
     """Start groups of episodes, one for each free ticket of the staleness queue.
 
-    A ticket is the permission to start a group. A task is drawn when its ticket is free, so that
-    the draw has the newest state. The function runs until it is cancelled or the tasks end.
+    A ticket is the permission to start a group. A task is drawn when a ticket is free, so that a
+    sampler has the newest results. The function runs until it is cancelled or the tasks end.
     """
     async with asyncio.TaskGroup() as in_flight:
         for request in run.resumed_requests:

@@ -213,9 +213,15 @@ def test_a_recorded_run_brings_its_techniques_and_is_not_cut_off_twice() -> None
 
 
 def test_a_recorded_run_with_other_techniques_is_refused_unless_they_are_left_out() -> None:
-    options = {"techniques": "stages ace", "selection.pool": 9, "stages.steps": 5}
+    options = {
+        "techniques": "hard_task_stages confident_error_penalty",
+        "selection.pool": 9,
+        "hard_task_stages.steps": 5,
+    }
     run = override(RunConfig(recipe="mine"), options)
-    with pytest.raises(ConfigError, match=r"cannot be simulated: stages\. Set --techniques ''"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be simulated: hard_task_stages\. Set --techniques ''"
+    ):
         of_run(run, None)
     assert of_run(run, SimulatedTechniques()) == SimulatedTechniques()
 

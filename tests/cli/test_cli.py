@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 
 import unstale
 from tests.support.fake_run import fake_run
+from unstale.builders.policy import warn_of_float32
 from unstale.cli import evaluate, main, recipe_options
 from unstale.cli.grades import EvalResult
 from unstale.config import (
@@ -28,9 +30,11 @@ from unstale.config import (
     TaskConfig,
     TrainerConfig,
     fast_dtype,
+    training,
 )
 from unstale.config.names import VALUES
 from unstale.config.options import field_docs, options
+from unstale.config.sampling import has_gpu
 from unstale.durability.run_folder import RunLog
 from unstale.recipes import RECIPES
 
@@ -100,6 +104,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("report", __file__), "is not a run folder: it is a file"),
         (("journal", "nope"), "nope holds no journal: it does not exist"),
         (("journal", __file__), "holds no journal: it is a file"),
+        (("align", "runs/x", "teacher"), "align is now probe-distillation"),
         (("exprt", "runs/x"), "unknown command 'exprt'; did you mean export?"),
         (("export", "runs/x"), "missing: folder; see unstale export --help"),
         (("export", "runs/x", "out", "--step", "-1"), "--step: must be between 0 and "),
@@ -688,6 +693,25 @@ def test_auto_is_the_precision_that_the_processor_multiplies(
         found[flags] = fast_dtype(tmp_path / "cpuinfo")
     assert list(found.values()) == ["float32", "bfloat16", "bfloat16"]
     assert EngineConfig(dtype="auto").dtype == fast_dtype()
+
+
+def test_the_trainer_computes_in_bfloat16_on_a_gpu_and_in_float32_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The choice is recorded. Weights that are rounded for a pass are rounded stochastically."""
+    for is_there, expected in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr(training, "has_gpu", lambda found=is_there: found)
+        chosen = TrainerConfig()
+        assert (chosen.dtype, chosen.rounding) == (expected, "stochastic")
+        assert TrainerConfig(dtype="float32").dtype == "float32"
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not has_gpu() and TrainerConfig().dtype == "float32"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_float32(RunConfig(recipe="x"), on_gpu=False)
+        with pytest.raises(RuntimeWarning, match=r"trainer.dtype = float32 on a GPU: .*bfloat16"):
+            warn_of_float32(RunConfig(recipe="x"), on_gpu=True)
 
 
 def test_help_and_techniques_fit_80_columns(

@@ -136,7 +136,7 @@ def test_what_cannot_run_is_refused_before_torch_is_imported(tmp_path: Path) -> 
             ("nowhere is not a run folder", [command, "./nowhere", *rest])
             for command, *rest in (
                 ("audit",),
-                ("align", "teacher"),
+                ("probe-distillation", "teacher"),
                 ("export", "out"),
                 ("push-to-hub",),
                 ("replay",),

@@ -28,7 +28,7 @@ COMMANDS = (
     *(("export-trajectories", "RUN", "--content", "text"), ("export-trajectories", "RUN")),
     *(("export", "RUN", "OUT"), ("same", "RUN", "RUN"), ("audit", "RUN"), ("eval", "RUN")),
     *(("train", "--resume", "RUN"), ("compare", "--report", "RUN"), ("push-to-hub", "RUN")),
-    *(("align", "RUN", "RUN"), ("check-template", "RUN"), ("check-template", "MODEL")),
+    *(("probe-distillation", "RUN", "RUN"), ("check-template", "RUN"), ("check-template", "MODEL")),
     *(("eval", "MODEL", "calculator"), ("train", "calculator", "--model", "MODEL")),
     ("lint", "CONFIG"),
     ("train", "CONFIG"),

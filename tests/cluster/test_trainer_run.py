@@ -27,7 +27,7 @@ from unstale.config import (
     ConfigError,
 )
 from unstale.durability.compare_runs import differences
-from unstale.durability.run_folder import EVENTS, RunFolder
+from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 from unstale.engines.remote import RemoteEngine
 from unstale.model.policy import Policy
 from unstale.weights.publish import DeltaInParts
@@ -137,7 +137,7 @@ def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(
 
     def has_trained() -> bool:
         assert driver.poll() is None, "the driver must not end by itself"
-        return folder.is_dir() and len(RunFolder(folder).metrics()) >= 3
+        return (folder / METRICS).is_file() and len(RunFolder(folder).metrics()) >= 3
 
     driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
     try:

@@ -573,7 +573,7 @@ def test_a_checkpoint_of_other_options_names_those_that_decide(tmp_path: Path) -
     stored: Any = SimpleNamespace(checkpoint=None)
     checkpoints: Any = SimpleNamespace(restore=fail)
     absent: Any = None
-    says = r"does not fit the options of the run \(KeyError: 'exp_avg'\).*: policy, trainer.optim"
+    says = r"does not fit the options of the run \(KeyError: 'exp_avg'\).*: model, trainer.optim"
     with pytest.raises(checkpoint.CheckpointError, match=says):
         restore(stored, checkpoints, tmp_path, absent, (absent, absent))
 

@@ -15,7 +15,7 @@ from unstale.builders import LocalComponents
 from unstale.config import RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.durability.journal import EPISODE_BUDGET, Journal, check
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 class Choosing(Toy):
@@ -44,12 +44,18 @@ def groups(folder: Path) -> list[tuple[str, int, int]]:
 
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
-    ("beta_sampler bins bin_sizes", {"bin_sizes.mean": 3.5, "bin_sizes.min": 2, "bins.beta": 1.0}),
+    (
+        "beta_sampler difficulty_bin_weights bin_sizes",
+        {"bin_sizes.mean": 3.5, "bin_sizes.min": 2, "difficulty_bin_weights.beta": 1.0},
+    ),
     ("", {}),
     ("beta_sampler", {"beta_sampler.decay": 0.9}),
     ("predicted_sampler", {"predicted_sampler.tau": 0.1}),
     ("predicted_sampler", {"predicted_sampler.forecast": "model", "predicted_sampler.tau": 0.1}),
-    ("stages", {"stages.steps": 2, "stages.size": 4, "selection.candidates": 6}),
+    (
+        "hard_task_stages",
+        {"hard_task_stages.steps": 2, "hard_task_stages.size": 4, "selection.candidates": 6},
+    ),
     ("allocate", {"allocate.gain": "interval", "allocate.mean": 4.0, "allocate.max": 6}),
     ("beta_sampler allocate", {"allocate.gain": "v0", "allocate.mean": 4.0, "allocate.max": 8}),
     ("allocate", {"allocate.gain": "sqrt_law", "allocate.mean": 3.5, "allocate.prior": 0.1}),
@@ -72,7 +78,7 @@ def test_a_killed_deterministic_run_chooses_as_an_unkilled_one(
     assert len({task for task, _, _ in found}) < len(found)  # some come again
     assert len({(task, seed) for task, seed, _ in found}) == len(found)
     assert (len({size for _, _, size in found}) > 1) == bool(
-        {"allocate", "bin_sizes", "stages"} & set(techniques.split())
+        {"allocate", "bin_sizes", "hard_task_stages"} & set(techniques.split())
     )
 
 
@@ -101,8 +107,12 @@ def replies(folder: Path) -> dict[int, set[int]]:
 
 @pytest.mark.costly
 def test_replies_of_the_first_stage_are_shorter_also_after_a_kill(tmp_path: Path) -> None:
-    options = {"stages.steps": 2, "stages.size": 4, "stages.first_reply": REPLY - 2}
-    made = chosen("stages", deterministic=True, **options, **{"selection.candidates": 6})
+    options = {
+        "hard_task_stages.steps": 2,
+        "hard_task_stages.size": 4,
+        "hard_task_stages.first_reply": REPLY - 2,
+    }
+    made = chosen("hard_task_stages", deterministic=True, **options, **{"selection.candidates": 6})
     with played(Choosing(lambda: Numbers(count()))) as toy:
         toy.require_equal_resume(tmp_path, made, "step", 4)
     found = replies(tmp_path / "run")

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
-from unstale.engines import SamplingParams
+from unstale.engines import SamplingParams, vllm_server
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed
 from unstale.engines.servers import vllm
@@ -49,7 +49,7 @@ def test_a_machine_without_fp8_is_refused_before_the_start(
         cpuinfo.write_text(f"flags : {flags}")
         assert can_quantise(cpuinfo) == expected
     monkeypatch.setattr(vllm, "can_quantise", lambda: False)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_server, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match="needs a GPU, or a CPU with AMX"):
         VllmEngine(EngineOptions(tmp_path, quantise="fp8"))
 

@@ -122,7 +122,7 @@ def test_a_server_that_is_closed_during_its_start_does_not_outlive_its_engine(
         return started[-1]
 
     tiny_policy().save(tmp_path)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_server, "find_spec", lambda name: object())
     monkeypatch.setattr(vllm_server, "remove_leftovers", prepare)
     monkeypatch.setattr(subprocess, "Popen", popen)
     engine = vllm.SPEC.make(EngineOptions(tmp_path))
@@ -241,7 +241,7 @@ def test_variables_of_the_environment_hold_but_for_the_runs_own(
 ) -> None:
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
         monkeypatch.delenv(name, raising=False)
-    usual = server_environment(tmp_path, threads=1)
+    usual = server_environment(tmp_path, python=sys.executable, threads=1)
     assert (usual["VLLM_CPU_OMP_THREADS_BIND"], usual["VLLM_CPU_KVCACHE_SPACE"]) == ("nobind", "1")
     mine = {
         "VLLM_CPU_OMP_THREADS_BIND": "0-3",
@@ -251,7 +251,7 @@ def test_variables_of_the_environment_hold_but_for_the_runs_own(
     not_mine = {"VLLM_HOST_IP": "0.0.0.0", "VLLM_RPC_BASE_PATH": "/", "VLLM_SERVER_DEV_MODE": "0"}
     for name, value in (mine | not_mine).items():
         monkeypatch.setenv(name, value)
-    found = server_environment(tmp_path, threads=1)
+    found = server_environment(tmp_path, python=sys.executable, threads=1)
     assert {name: found[name] for name in mine} == mine
     assert all(found[name] != value for name, value in not_mine.items())
 

@@ -314,6 +314,9 @@ def test_full_copies_are_refused_if_memory_holds_too_few_versions() -> None:
     assert not check(configured(f"{short} --trainer.dtype bfloat16")).refusals
 
 
+NEAREST = "--trainer.rounding nearest --trainer.lr 1e-6"
+
+
 @pytest.mark.parametrize(("stored", "is_lost"), [("bfloat16", True), ("float32", False)])
 def test_lost_updates_are_warned_of_only_if_most_weights_are_bfloat16(
     tmp_path: Path, stored: str, is_lost: bool
@@ -325,7 +328,7 @@ def test_lost_updates_are_warned_of_only_if_most_weights_are_bfloat16(
     }
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    found = check(configured(f"--model {tmp_path} --trainer.dtype bfloat16 --trainer.lr 1e-6"))
+    found = check(configured(f"--model {tmp_path} {NEAREST} --trainer.dtype bfloat16"))
     assert is_lost == any("rounded to nearest" in each.wrong for each in found.warnings)
 
 
@@ -355,11 +358,11 @@ WARNED = [
     (NARROW, "narrower than the noise"),
     (f"{NARROW} --correction.unit sequence --correction.aggregate max", "D at 0.005"),
     (
-        "--model nobody/unknown --trainer.dtype bfloat16 --trainer.lr 1e-6",
+        f"--model nobody/unknown --trainer.dtype bfloat16 {NEAREST}",
         "a learning rate of 1e-06 with weights that are rounded to nearest in bfloat16",
     ),
     (
-        "--model nobody/unknown --trainer.dtype float16 --trainer.lr 1e-6",
+        f"--model nobody/unknown --trainer.dtype float16 {NEAREST}",
         "a learning rate of 1e-06 with weights that are rounded to nearest in float16",
     ),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
@@ -372,13 +375,19 @@ WARNED = [
     ("--engine.quantise fp8 --trainer.quantise fp8", "removes little"),
     ("--task.level 2", "the policy base at level 2"),
     ("--techniques ess_lr --trainer.lr 5e-5", "ess_lr at a learning rate of 5e-05"),
-    ("--techniques ace --ace.max_shift 100", "ace.max_shift is 100"),
-    ("--techniques minpro", "minpro with ppo_clip"),
-    ("--techniques aepo --aepo.a 0.5", "aepo.a is 0.5"),
     (
-        "--techniques pick --pick.rule contrast --advantage.estimator reinforce_batch "
-        "--advantage.group_baseline false",
-        "pick.rule is contrast",
+        "--techniques confident_error_penalty --confident_error_penalty.max_shift 100",
+        "confident_error_penalty.max_shift is 100",
+    ),
+    ("--techniques minpro", "minpro with ppo_clip"),
+    (
+        "--techniques token_entropy_advantage --token_entropy_advantage.a 0.5",
+        "token_entropy_advantage.a is 0.5",
+    ),
+    (
+        "--techniques episode_filter --episode_filter.rule contrast --advantage.estimator "
+        "reinforce_batch --advantage.group_baseline false",
+        "episode_filter.rule is contrast",
     ),
     ("--techniques allocate", "allocate.gain dars_et with advantage.estimator"),
     (
@@ -395,15 +404,18 @@ WARNED = [
         "baseline.centre median with truncated",
     ),
     (
-        "--techniques 'allocate channels tool_bonus'",
-        "allocate.gain dars_et with channels",
+        "--techniques 'allocate reward_channels tool_bonus'",
+        "allocate.gain dars_et with reward_channels",
     ),
     (
         "--techniques 'allocate baseline' --allocate.gain v05_risk --selection.pool 9 "
         "--baseline.leave_out true",
         "allocate.gain v05_risk with baseline.centre shrink",
     ),
-    ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
+    (
+        "--techniques 'allocate episode_filter' --advantage.estimator rloo_first",
+        "episode_filter with allocate",
+    ),
     ("--techniques 'limits truncated'", "limits with truncated"),
     (
         "--techniques segments --segments.table 64:4:2 --segments.max_concurrent_episodes 9999",
@@ -415,13 +427,14 @@ WARNED = [
     ),
     ("--techniques novelty --novelty.success_at 2", "novelty.success_at is 2"),
     (
-        "--techniques 'bins bin_sizes baseline' --selection.pool 64 --bins.success_at 3 "
-        "--bin_sizes.success_at 2",
-        "bins.success_at is 3, bin_sizes.success_at is 2",
+        "--techniques 'difficulty_bin_weights bin_sizes baseline' --selection.pool 64 "
+        "--difficulty_bin_weights.success_at 3 --bin_sizes.success_at 2",
+        "difficulty_bin_weights.success_at is 3, bin_sizes.success_at is 2",
     ),
     (
-        "--techniques 'bins baseline' --selection.pool 64 --baseline.reward_max 0.5",
-        "bins.success_at is 1",
+        "--techniques 'difficulty_bin_weights baseline' --selection.pool 64 "
+        "--baseline.reward_max 0.5",
+        "difficulty_bin_weights.success_at is 1",
     ),
 ]
 

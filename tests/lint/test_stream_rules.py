@@ -29,14 +29,16 @@ REFUSED = {
     "--correction.normalize true": "mean weight of the batch",
     "--old_logps.route ppo_ewma_async": "depends on the lag of all tokens",
     "--techniques m2po": "m2po needs all groups",
-    "--techniques 'aepo top_tokens'": "aepo and top_tokens",
+    "--techniques 'token_entropy_advantage top_tokens'": "token_entropy_advantage and top_tokens",
     "--techniques outer_step": "outer_step needs all groups",
     "--techniques replay": "replay needs all groups",
     "--techniques truncated": "truncated needs all groups",
-    "--techniques pick": "pick needs all groups",
-    "--techniques 'tool_bonus channels'": "channels needs all groups",
+    "--techniques episode_filter": "episode_filter needs all groups",
+    "--techniques 'tool_bonus reward_channels'": "reward_channels needs all groups",
     "--techniques baseline --baseline.centre mean --baseline.scale batch": "baseline needs all",
-    "--techniques opob --opob.scope batch": "opob needs all groups",
+    "--techniques least_variance_baseline --least_variance_baseline.scope batch": (
+        "least_variance_baseline needs all groups"
+    ),
     "--techniques top_turns --top_turns.over batch": "top_turns needs all groups",
 }
 ACCEPTED = (
@@ -47,11 +49,12 @@ ACCEPTED = (
     "--correction.mode mask --correction.unit sequence",
     "--objective.loss_aggregation kept",
     "--objective.kl_coef 0.01 --objective.entropy_coef 0.01",
-    "--techniques 'ear mssr novelty ace top_turns minpro ess_lr preserve_clip'",
+    "--techniques 'entropy_advantage_reweighting unlikely_token_bonus novelty "
+    "confident_error_penalty top_turns minpro ess_lr preserve_clip'",
     "--techniques 'tool_bonus step_groups'",
-    "--techniques opob",
+    "--techniques least_variance_baseline",
     "--techniques baseline --baseline.centre loo",
-    "--techniques 'bins beta_sampler' --selection.pool 100",
+    "--techniques 'difficulty_bin_weights beta_sampler' --selection.pool 100",
     "--trainer.lora_rank 8 --trainer.lr 1e-3",
 )
 

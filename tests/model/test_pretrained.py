@@ -27,7 +27,7 @@ from unstale.envs.chat import Chat
 from unstale.envs.references import Reference, encode_conversation
 from unstale.model.policy import Policy
 from unstale.records import Batch
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, reference_batch

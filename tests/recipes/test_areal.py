@@ -13,7 +13,7 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.recipes import RECIPES
 from unstale.records import Batch, ScoredTrajectory, collate
 from unstale.research.techniques.m2po import under_limit
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 

@@ -58,6 +58,7 @@ from unstale.records import (
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.check import check_agent
 from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.endpoint.wire import CompletionRequest
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import Attempt, first_error
 
@@ -890,6 +891,23 @@ def test_what_an_agent_cannot_be_trained_for_is_told_beforehand(agent: Any, word
         warnings.simplefilter("ignore", ResourceWarning)
         KEPT.clear()
         gc.collect()
+
+
+def test_a_refused_request_is_freed_without_the_collector() -> None:
+    """A request may be large. The collector would keep it until it next looks at old objects."""
+
+    async def too_long(base_url: str, task: str, seed: int, api_key: str) -> float:
+        with pytest.raises(Refusal):
+            await asker(base_url, api_key)([{"role": "user", "content": "more " * 1000}])
+        return 0.0
+
+    gc.collect()
+    gc.disable()
+    try:
+        World().play(too_long)
+        assert not [each for each in gc.get_objects() if isinstance(each, CompletionRequest)]
+    finally:
+        gc.enable()
 
 
 def test_an_agent_whose_last_reply_was_cut_has_not_ended_by_itself() -> None:

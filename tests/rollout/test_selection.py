@@ -16,7 +16,7 @@ from unstale.durability.resume import ResumeState
 from unstale.records import ContextPiece, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.hooks import RunHooks
 from unstale.rollout.selection import Selection, make_pool
-from unstale.techniques import NO_TECHNIQUES, Draw, DrawContext, GroupSoFar, Techniques
+from unstale.techniques.hooks import NO_TECHNIQUES, Draw, DrawContext, GroupSoFar, Techniques
 
 CONFIG = RunConfig(
     recipe="mine", schedule=ScheduleConfig(groups_per_step=2), selection=SelectionConfig(pool=4)

@@ -245,7 +245,7 @@ def _config(
         recipes.retail(),
         runs=folder,
         name="run",
-        steps=20,
+        max_steps=20,
         engine=EngineConfig(
             backend="vllm", urls=urls, dtype="float32", max_running=24, max_context=768
         ),
@@ -282,7 +282,9 @@ def test_an_asynchronous_run(
         return answer
 
     monkeypatch.setattr(VllmEngine, "generate", noted)
-    rows = session.train(_config(tmp_path, route, urls=url, steps=steps), console=_quiet()).metrics
+    rows = session.train(
+        _config(tmp_path, route, urls=url, max_steps=steps), console=_quiet()
+    ).metrics
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert all(
@@ -368,7 +370,7 @@ def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     rows = session.train(
-        _config(tmp_path, urls=f"{url} {other.url}", steps=8), console=_quiet()
+        _config(tmp_path, urls=f"{url} {other.url}", max_steps=8), console=_quiet()
     ).metrics
     killer.join()
     asyncio.run(other.close())
@@ -405,7 +407,7 @@ def test_a_server_dies_or_hangs_in_mid_run(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    rows = session.train(_config(tmp_path, steps=8), console=_quiet()).metrics
+    rows = session.train(_config(tmp_path, max_steps=8), console=_quiet()).metrics
     killer.join()
     assert len(rows) == 8 and sum(row["engine/restarts"] for row in rows) == 1 and len(pids) == 2
     events = RunFolder(tmp_path / "run").rows(EVENTS)

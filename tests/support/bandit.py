@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 from tests.support.groups import group, made
 from unstale.algorithms.advantages import grpo
 from unstale.records import ScoredTrajectory
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 STOP = 2
 """The last token of an answer that was not cut off."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unstale.records import ContextPiece, Group, Piece, Sampled, Task, Trajectory
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 TASK = Task("toy", "train", 0)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unstale.records import Batch
-from unstale.techniques import Signals
+from unstale.techniques.hooks import Signals
 
 
 def made(batch: Batch, **values: Any) -> Signals:

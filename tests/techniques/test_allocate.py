@@ -23,7 +23,7 @@ from unstale.research.techniques.budget import (
     v0_utility,
 )
 from unstale.research.techniques.success import SuccessTracker
-from unstale.techniques import GroupSoFar, Outcome
+from unstale.techniques.hooks import GroupSoFar, Outcome
 
 SEEDS, TASKS, GROUPS, LAG = 20, 64, 8, 2
 

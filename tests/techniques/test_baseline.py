@@ -22,7 +22,7 @@ from unstale.research.techniques.baseline import (
     make_baseline,
     shrink,
 )
-from unstale.techniques import Observer, Outcome, Techniques
+from unstale.techniques.hooks import Observer, Outcome, Techniques
 
 
 def numbers(*values: float) -> Tensor:
@@ -190,31 +190,32 @@ def test_a_reward_outside_of_the_range_is_refused_also_of_an_unused_episode() ->
         ({"baseline.centre": "median"}, "odd schedule.group_size, got 8.*group_size 9"),
         (
             {
-                "techniques": "pick baseline",
+                "techniques": "episode_filter baseline",
                 "baseline.centre": "median",
                 "schedule.group_size": 9,
-                "pick.rule": "contrast",
+                "episode_filter.rule": "contrast",
             },
-            "odd pick.n, got 4: .* --pick.n 5",
+            "odd episode_filter.n, got 4: .* --episode_filter.n 5",
         ),
         (
             {
-                "techniques": "pick baseline",
+                "techniques": "episode_filter baseline",
                 "baseline.centre": "median",
                 "schedule.group_size": 9,
-                "pick.rule": "balanced",
-                "pick.n": 7,
-                "pick.last": 3,
+                "episode_filter.rule": "balanced",
+                "episode_filter.n": 7,
+                "episode_filter.last": 3,
             },
-            "needs pick.last = 0 or 7 .pick.n., got 3",
+            "needs episode_filter.last = 0 or 7 .episode_filter.n., got 3",
         ),
         (
             {
-                "techniques": "flaw truncated baseline",
+                "techniques": "flawed_success_penalty truncated baseline",
                 "selection.pool": 4,
                 "truncated.rule": "reward",
             },
-            "shrink needs the environment's rewards.* flaw and truncated, .*centre loo",
+            "shrink needs the environment's rewards.* flawed_success_penalty and truncated, "
+            ".*centre loo",
         ),
         (
             {"techniques": "truncated baseline", "selection.pool": 4},
@@ -237,11 +238,23 @@ def test_a_wrong_choice_is_refused_with_what_to_do(values: dict[str, Any], messa
 
 
 def test_the_median_is_accepted_of_whole_groups_and_the_mean_beside_other_rewards() -> None:
-    """`pick` by variance acts after the advantages, so an even number is right there."""
+    """`episode_filter` by variance acts after the advantages, so an even number is right there."""
     odd = RunConfig(recipe="mine", schedule=ScheduleConfig(group_size=9))
-    override(odd, {"techniques": "pick baseline", "baseline.centre": "median", "pick.n": 4})
-    values = {"pick.rule": "contrast", "pick.n": 5, "pick.last": 5, "baseline.centre": "median"}
-    override(odd, {"techniques": "pick baseline", **values})
+    override(
+        odd,
+        {
+            "techniques": "episode_filter baseline",
+            "baseline.centre": "median",
+            "episode_filter.n": 4,
+        },
+    )
+    values = {
+        "episode_filter.rule": "contrast",
+        "episode_filter.n": 5,
+        "episode_filter.last": 5,
+        "baseline.centre": "median",
+    }
+    override(odd, {"techniques": "episode_filter baseline", **values})
     loo = override(odd, {"techniques": "tool_bonus baseline", "baseline.centre": "loo"})
     assert list(Techniques.of(loo).parts) == ["tool_bonus", "baseline"]
 
@@ -264,7 +277,10 @@ def test_the_linter_warns_where_groups_of_a_median_may_become_even() -> None:
         "allocate.gain dars_et with baseline.centre median",
         "baseline.centre median with allocate and truncated",
     ]
-    assert warned(techniques="stages baseline", **{"stages.size": 8, "stages.steps": 2})
+    assert warned(
+        techniques="hard_task_stages baseline",
+        **{"hard_task_stages.size": 8, "hard_task_stages.steps": 2},
+    )
 
 
 def test_single_episodes_are_accepted_with_a_prior_and_a_pool() -> None:

@@ -13,7 +13,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.records import ContextPiece, Sampled
 from unstale.research.techniques.beta_sampler import BetaSampler, BetaSamplerConfig
 from unstale.research.techniques.success import SuccessTracker
-from unstale.techniques import DrawContext, Outcome, Techniques
+from unstale.techniques.hooks import DrawContext, Outcome, Techniques
 from unstale.testing import tiny_policy
 
 SEEDS, TASKS, GROUPS, SIZE, LAG, STEPS = 20, 64, 8, 4, 2, 40

@@ -5,13 +5,15 @@ import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unstale.cli.main import main
 from unstale.cli.resume import config_changes
 from unstale.config import ConfigError, RunConfig
-from unstale.config.options import override, read_file, stored_config
+from unstale.config.names import RENAMED_TECHNIQUES
+from unstale.config.options import override, read_file, stored_config, with_changes
 from unstale.config.techniques import chosen, needs_reference, techniques
 from unstale.durability.run_folder import dumps
 from unstale.envs import ListedTasks, task_identity
@@ -20,7 +22,7 @@ from unstale.lint import check
 from unstale.recipes import RECIPES
 from unstale.research.techniques.catalogue import ROWS
 from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 NONE = RunConfig(recipe="mine")
 
@@ -52,18 +54,54 @@ def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -
         override(NONE, values)
 
 
+@pytest.mark.parametrize(("former", "name"), RENAMED_TECHNIQUES.items())
+def test_former_name_of_a_technique_is_refused_with_the_present_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], former: str, name: str
+) -> None:
+    assert name in techniques() and former not in techniques()
+    error = f"{former} is now {name}"
+    (tmp_path / "old.toml").write_text(f"[{former}]\nunknown = 1\n")
+    options: dict[str, Any] = {former: EssLrConfig()}
+    for refused in (
+        lambda: override(NONE, {"techniques": f"ess_lr {former}"}),
+        lambda: replace(NONE, technique_options=options),
+        lambda: with_changes(NONE, {former: {"unknown": 1}}),
+        lambda: read_file(tmp_path / "old.toml"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            refused()
+    for words in (["--techniques", former], [f"--{former}.unknown", "1", f"--{former}.more=2"]):
+        with pytest.raises(SystemExit):
+            main(["lint", "calculator", *words])
+    of_value, of_option = capsys.readouterr().err.splitlines()
+    assert error in of_value and of_option.count(error) == 1
+
+
+def test_configuration_of_an_earlier_run_has_former_names_of_techniques() -> None:
+    values = {"techniques": "ess_lr episode_filter", "episode_filter.n": 3, "ess_lr.base": 0.5}
+    config = override(NONE, values)
+    stored = json.loads(dumps(config))
+    options = stored["technique_options"]
+    earlier = {
+        **stored,
+        "techniques": "ess_lr pick",
+        "technique_options": {"ess_lr": options["ess_lr"], "pick": options["episode_filter"]},
+    }
+    assert stored_config(earlier) == config
+
+
 POOL = {"selection.pool": 64}
 CONDITIONS = {
     "baseline": POOL,
     "beta_sampler": POOL,
     "bin_sizes": POOL,
-    "bins": POOL,
+    "difficulty_bin_weights": POOL,
     "predicted_sampler": POOL,
-    "stages": POOL,
-    "channels": {"techniques": "tool_bonus channels"},
-    "echo": {"objective.loss_type": "ppo_clip"},
+    "hard_task_stages": POOL,
+    "reward_channels": {"techniques": "tool_bonus reward_channels"},
+    "confidence_clip": {"objective.loss_type": "ppo_clip"},
     "opmd": {"objective.loss_type": "none"},
-    "pick": {"schedule.group_size": 8},
+    "episode_filter": {"schedule.group_size": 8},
     "preserve_clip": {"objective.loss_type": "ppo_clip"},
 }
 """The one option that a technique may ask for before it is admitted with its defaults."""
@@ -106,7 +144,7 @@ def test_a_resumed_run_keeps_its_techniques() -> None:
         ("bin_sizes", "bins", 5),
         ("bin_sizes", "min", 2),
         ("bin_sizes", "max", 10),
-        ("bins", "bins", 5),
+        ("difficulty_bin_weights", "bins", 5),
     ],
 )
 def test_a_resumed_run_keeps_the_options_that_its_state_depends_on(
@@ -218,7 +256,10 @@ def test_a_task_has_one_identity_each_time_a_list_repeats() -> None:
 
 
 def test_a_technique_with_a_reference_keeps_a_copy_in_memory() -> None:
-    assert [needs_reference(each) for each in (NONE, override(NONE, {"techniques": "ace"}))] == [
+    assert [
+        needs_reference(each)
+        for each in (NONE, override(NONE, {"techniques": "confident_error_penalty"}))
+    ] == [
         False,
         True,
     ]

@@ -1,4 +1,4 @@
-"""Test `m2po`, `preserve_clip` and `echo`, which replace or change the clip on the ratio."""
+"""Test the techniques that replace or change the clip on the ratio."""
 
 from dataclasses import replace
 
@@ -10,7 +10,11 @@ from tests.support.lagged_bandit import clip, learn, ratio
 from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import override
-from unstale.research.techniques.echo import Echo, EchoConfig, confidence
+from unstale.research.techniques.confidence_clip import (
+    ConfidenceClip,
+    ConfidenceClipConfig,
+    confidence,
+)
 from unstale.research.techniques.m2po import M2po, M2poConfig, under_limit
 from unstale.research.techniques.preserve_clip import PreserveClip, PreserveClipConfig
 
@@ -133,8 +137,8 @@ def test_with_old_data_preserve_clip_stops_fewer_tokens_and_learns_more() -> Non
 
 def test_echo_narrows_the_clip_of_a_confident_sequence() -> None:
     """At confidence 1, its width is the mean of the narrowest and the widest."""
-    options = EchoConfig(narrowest=0.5, widest=2.5, kappa=2.0)
-    loss, slope = losses(Echo(options), [1.5, 1.41, 0.65, 0.75], [1, 1, -1, -1])
+    options = ConfidenceClipConfig(narrowest=0.5, widest=2.5, kappa=2.0)
+    loss, slope = losses(ConfidenceClip(options), [1.5, 1.41, 0.65, 0.75], [1, 1, -1, -1])
     high, low = 1 + 0.28 * 1.5, 1 - 0.2 * 1.5
     assert loss.tolist() == pytest.approx([-high, -1.41, low, 0.75])
     assert slope.tolist() == pytest.approx([0, -1.41, 0, 0.75])
@@ -144,7 +148,7 @@ def test_echo_narrows_the_clip_of_a_confident_sequence() -> None:
         behavior = at_sampled(batch, torch.full((2,), chance).log())
         batch = replace(batch, behavior_logp=behavior, advantage=at_sampled(batch, torch.ones(2)))
         log_ratio = at_sampled(batch, torch.full((2,), 3.0))
-        out = Echo(options).surrogate(log_ratio, batch, ObjectiveConfig())
+        out = ConfidenceClip(options).surrogate(log_ratio, batch, ObjectiveConfig())
         widths.append(-out.loss[batch.sampled][0].item() - 1)
         expected = 0.28 * (0.5 + 2 * torch.sigmoid(torch.tensor(2 * (1 - chance))).item())
         assert widths[-1] == pytest.approx(expected, rel=1e-5)
@@ -160,14 +164,18 @@ def test_echo_multiplies_advantages_by_entropy_and_confidence() -> None:
     assert confidence(batch, 64)[0].item() == pytest.approx(1.3 / 3)
     entropy = at_sampled(batch, torch.tensor([1.0, 2, 3, 0, 0, 1.5]))
     entropy[~batch.sampled] = 50.0
-    shaper = Echo(EchoConfig(tail=2, a=0.5, alpha=0.25, beta=1.0))
+    shaper = ConfidenceClip(ConfidenceClipConfig(tail=2, a=0.5, alpha=0.25, beta=1.0))
     out = shaper.shape(batch, made(batch, entropy=entropy)).advantage[batch.sampled]
     one, other = 1 + 0.5 * (0.25 * 2 + 0.4), 1 + 0.5 * 0.25 * 0.5
     assert out.tolist() == pytest.approx([one] * 3 + [-2 * other] * 3)
 
 
 def test_echo_refuses_other_objectives_and_narrowest_above_widest() -> None:
-    with pytest.raises(ConfigError, match=r"echo needs objective.loss_type = ppo_clip, got cispo"):
-        override(NONE, {"techniques": "echo", "objective.loss_type": "cispo"})
-    with pytest.raises(ConfigError, match=r"echo.narrowest must be <= echo.widest, got 2"):
-        EchoConfig(narrowest=2.0)
+    with pytest.raises(
+        ConfigError, match=r"confidence_clip needs objective.loss_type = ppo_clip, got cispo"
+    ):
+        override(NONE, {"techniques": "confidence_clip", "objective.loss_type": "cispo"})
+    with pytest.raises(
+        ConfigError, match=r"confidence_clip.narrowest must be <= confidence_clip.widest, got 2"
+    ):
+        ConfidenceClipConfig(narrowest=2.0)

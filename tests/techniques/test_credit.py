@@ -14,7 +14,7 @@ from unstale.config import techniques as registry
 from unstale.config.techniques import Entry
 from unstale.records import Group, ScoredTrajectory, Task
 from unstale.research.techniques.ess_lr import ENTRY
-from unstale.techniques import NO_TECHNIQUES, CreditContext, Techniques
+from unstale.techniques.hooks import NO_TECHNIQUES, CreditContext, Techniques
 
 BATCH = [rewarded(1, 0, 0, 1), rewarded(0.3, 0.6, 0.9)]
 

@@ -1,4 +1,4 @@
-"""Test the diagnostics `balance` and `gfcr`: their formulas by hand, and where they are called."""
+"""Test the diagnostics: their formulas by hand, and where they are called."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from tests.support.groups import TASK, context, group, made, rewarded
 from unstale.algorithms.advantages import grpo
 from unstale.records import Failure, Group, Sampled
 from unstale.research.techniques.balance import Balance, BalanceConfig, logit_changes, mass_balance
-from unstale.research.techniques.gfcr import Gfcr, GfcrConfig
-from unstale.techniques import CreditContext, Techniques
+from unstale.research.techniques.rollout_figures import RolloutFigures, RolloutFiguresConfig
+from unstale.techniques.hooks import CreditContext, Techniques
 
 
 def test_the_change_of_the_right_mass_by_hand_and_by_a_finite_difference() -> None:
@@ -88,23 +88,25 @@ def test_reliability_coverage_and_cost_of_a_batch() -> None:
     failure = Failure(TASK, "step 1", "broken", sampled_tokens=5)
     first = replace(rewarded(1, 0, 1), failures=(failure,), unused=(made(0, episode=7),))
     second = group(made(0), made(0, stop="max_turns"))
-    found = Gfcr(GfcrConfig()).measure([first, second], [], context())
+    found = RolloutFigures(RolloutFiguresConfig()).measure([first, second], [], context())
     assert found == pytest.approx(
         {
-            "gfcr/reliability_share": 5 / 7,
-            "gfcr/coverage_share": 1 / 2,
-            "gfcr/tokens_per_success": (6 + 5) / 2,
+            "rollout_figures/reliability_share": 5 / 7,
+            "rollout_figures/coverage_share": 1 / 2,
+            "rollout_figures/tokens_per_success": (6 + 5) / 2,
         }
     )
     assert math.isnan(
-        Gfcr(GfcrConfig()).measure([second], [], context())["gfcr/tokens_per_success"]
+        RolloutFigures(RolloutFiguresConfig()).measure([second], [], context())[
+            "rollout_figures/tokens_per_success"
+        ]
     )
 
 
 def test_the_tokens_of_branches_are_part_of_the_cost() -> None:
     success = replace(made(1), branches=(made(1, turns=((1, 2), (1, 3))),))
-    found = Gfcr(GfcrConfig()).measure([group(success, made(0))], [], context())
-    assert found["gfcr/tokens_per_success"] == 1 + 2 + 1
+    found = RolloutFigures(RolloutFiguresConfig()).measure([group(success, made(0))], [], context())
+    assert found["rollout_figures/tokens_per_success"] == 1 + 2 + 1
 
 
 class Drops:

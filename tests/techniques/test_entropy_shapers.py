@@ -1,4 +1,4 @@
-"""Test `ear`, `aepo`, `mssr` and `top_tokens`: shapers that use the entropy of tokens."""
+"""Test the shapers that use the entropy of tokens."""
 
 from dataclasses import replace
 
@@ -13,11 +13,20 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Batch
-from unstale.research.techniques.aepo import Aepo, AepoConfig
-from unstale.research.techniques.ear import Ear, EarConfig
-from unstale.research.techniques.mssr import Mssr, MssrConfig
+from unstale.research.techniques.entropy_advantage_reweighting import (
+    EntropyAdvantageReweighting,
+    EntropyAdvantageReweightingConfig,
+)
+from unstale.research.techniques.token_entropy_advantage import (
+    TokenEntropyAdvantage,
+    TokenEntropyAdvantageConfig,
+)
 from unstale.research.techniques.top_tokens import TopTokens, TopTokensConfig, largest
-from unstale.techniques import Shaper
+from unstale.research.techniques.unlikely_token_bonus import (
+    UnlikelyTokenBonus,
+    UnlikelyTokenBonusConfig,
+)
+from unstale.techniques.hooks import Shaper
 
 NONE = RunConfig(recipe="mine")
 
@@ -41,7 +50,9 @@ def test_ear_multiplies_by_the_entropy_relative_to_the_group() -> None:
     batch = packed(6, 2, group_size=3)
     entropy = torch.tensor([1.0, 1, 2, 2, 3, 3, 0, 4, 2, 2, 9, 9])
     batch = with_advantage(batch, torch.tensor([1.0, 1, -1, -1, 2, 2, 1, 1, 1, 1, 1, 1]))
-    found = shaped(Ear(EarConfig()), batch, entropy=entropy)
+    found = shaped(
+        EntropyAdvantageReweighting(EntropyAdvantageReweightingConfig()), batch, entropy=entropy
+    )
     assert found[:6].tolist() == pytest.approx([1.5, 1.5, -1, -1, 1, 1])
     mean = 13 / 3
     assert found[6:].tolist() == pytest.approx(
@@ -49,7 +60,9 @@ def test_ear_multiplies_by_the_entropy_relative_to_the_group() -> None:
     )
     lost = replace(batch, group=())
     with pytest.raises(ValueError, match="does not say which sequences are of one group"):
-        Ear(EarConfig()).shape(lost, made(lost, entropy=batch.advantage))
+        EntropyAdvantageReweighting(EntropyAdvantageReweightingConfig()).shape(
+            lost, made(lost, entropy=batch.advantage)
+        )
 
 
 def test_ear_moves_weight_to_replies_of_low_entropy_and_keeps_signs() -> None:
@@ -57,7 +70,11 @@ def test_ear_moves_weight_to_replies_of_low_entropy_and_keeps_signs() -> None:
     batch = packed(24 * 8, 1, group_size=8)
     entropy = 3 * torch.rand(24 * 8, generator=noise)
     advantage = torch.randn(24 * 8, generator=noise)
-    found = shaped(Ear(EarConfig()), with_advantage(batch, advantage), entropy=entropy)
+    found = shaped(
+        EntropyAdvantageReweighting(EntropyAdvantageReweightingConfig()),
+        with_advantage(batch, advantage),
+        entropy=entropy,
+    )
     assert torch.equal(found.sign(), advantage.double().sign())
     size, before = found.abs().reshape(24, 8), advantage.abs().reshape(24, 8)
     low = entropy.reshape(24, 8) < entropy.reshape(24, 8).mean(1, keepdim=True)
@@ -67,12 +84,14 @@ def test_ear_moves_weight_to_replies_of_low_entropy_and_keeps_signs() -> None:
 def test_aepo_multiplies_by_the_standardised_entropy() -> None:
     batch = with_advantage(packed(1, 3), torch.tensor([1.0, -1, 2]))
     given = torch.tensor([1.0, 2, 3])
-    assert shaped(Aepo(AepoConfig()), batch, entropy=given).tolist() == pytest.approx(
-        [0.8, -1, 2.4]
-    )
-    far = shaped(Aepo(AepoConfig(a=2.0)), batch, entropy=given)
+    assert shaped(
+        TokenEntropyAdvantage(TokenEntropyAdvantageConfig()), batch, entropy=given
+    ).tolist() == pytest.approx([0.8, -1, 2.4])
+    far = shaped(TokenEntropyAdvantage(TokenEntropyAdvantageConfig(a=2.0)), batch, entropy=given)
     assert far.tolist() == [0.0, -1.0, 6.0]
-    equal = shaped(Aepo(AepoConfig()), batch, entropy=torch.ones(3))
+    equal = shaped(
+        TokenEntropyAdvantage(TokenEntropyAdvantageConfig()), batch, entropy=torch.ones(3)
+    )
     assert torch.equal(equal, batch.advantage[batch.sampled])
 
 
@@ -80,30 +99,35 @@ def test_aepo_changes_no_sign_and_the_linter_warns_where_it_would_drop_tokens() 
     noise = torch.Generator().manual_seed(0)
     entropy = torch.randn(10_000, generator=noise).exp()
     batch = with_advantage(packed(1, 10_000), torch.where(entropy > 1, 1.0, -1.0))
-    found = shaped(Aepo(AepoConfig()), batch, entropy=entropy)
+    found = shaped(TokenEntropyAdvantage(TokenEntropyAdvantageConfig()), batch, entropy=entropy)
     assert torch.equal(found.sign(), batch.advantage[batch.sampled].sign())
-    assert not check(override(NONE, {"techniques": "aepo"})).warnings
-    (warning,) = check(override(NONE, {"techniques": "aepo", "aepo.a": 0.5})).warnings
-    assert warning.wrong == "aepo.a is 0.5" and warning.fix == "--aepo.a 0.2"
+    assert not check(override(NONE, {"techniques": "token_entropy_advantage"})).warnings
+    (warning,) = check(
+        override(NONE, {"techniques": "token_entropy_advantage", "token_entropy_advantage.a": 0.5})
+    ).warnings
+    assert (
+        warning.wrong == "token_entropy_advantage.a is 0.5"
+        and warning.fix == "--token_entropy_advantage.a 0.2"
+    )
 
 
 def test_mssr_adds_a_bonus_that_the_advantage_limits() -> None:
     batch = with_advantage(packed(1, 4), torch.tensor([-1.0, 1, 0, 3]))
     logp = -torch.tensor([2.0, 0.1, 5, 1])
-    found = shaped(Mssr(MssrConfig()), batch, logp=logp)
+    found = shaped(UnlikelyTokenBonus(UnlikelyTokenBonusConfig()), batch, logp=logp)
     assert found.tolist() == pytest.approx([-0.5, 1.04, 0.0, 3.4])
     noise = torch.Generator().manual_seed(0)
     batch = with_advantage(packed(1, 10_000), torch.randn(10_000, generator=noise))
-    shaper = Mssr(MssrConfig(alpha=9.0, kappa=1.01))
+    shaper = UnlikelyTokenBonus(UnlikelyTokenBonusConfig(alpha=9.0, kappa=1.01))
     found = shaped(shaper, batch, logp=-torch.rand(10_000, generator=noise))
     assert torch.equal(found.sign(), batch.advantage[batch.sampled].sign())
-    with pytest.raises(ConfigError, match=r"mssr.kappa must be > 1, got 1"):
-        MssrConfig(kappa=1.0)
+    with pytest.raises(ConfigError, match=r"unlikely_token_bonus.kappa must be > 1, got 1"):
+        UnlikelyTokenBonusConfig(kappa=1.0)
 
 
 def test_mssr_keeps_the_entropy_higher_and_learns_more_slowly() -> None:
     """Measured over 24 seeds and 100 steps: entropy 1.36 and 1.87 nats, success 0.58 and 0.37."""
-    shaper = Mssr(MssrConfig())
+    shaper = UnlikelyTokenBonus(UnlikelyTokenBonusConfig())
 
     def with_bonus(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
         batch = with_advantage(packed(1, advantage.numel()), advantage)

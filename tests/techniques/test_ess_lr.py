@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
-from unstale.techniques import StepSeen
+from unstale.techniques.hooks import StepSeen
 
 SEEDS, POSITIONS, ARMS, SEQUENCES = 24, 10, 10, 16
 

@@ -13,7 +13,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import TurnLimit
-from unstale.techniques import Outcome
+from unstale.techniques.hooks import Outcome
 from unstale.techniques.limits import Limits, LimitsConfig, quantile
 
 RUN = RunConfig(recipe="mine", techniques="limits")

@@ -13,7 +13,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Batch
 from unstale.research.techniques.novelty import Novelty, NoveltyConfig
-from unstale.techniques import Shaper
+from unstale.techniques.hooks import Shaper
 
 
 def batch_of(advantage: list[float], reward: list[float], *, group_size: int) -> Batch:

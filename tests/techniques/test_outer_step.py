@@ -18,7 +18,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import collate
 from unstale.research.techniques.outer_step import OuterStep, OuterStepConfig
-from unstale.techniques import StepSeen, Techniques
+from unstale.techniques.hooks import StepSeen, Techniques
 from unstale.testing import episode
 from unstale.trainer.halves import GradientNoiseScale
 

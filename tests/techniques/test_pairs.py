@@ -33,14 +33,19 @@ from unstale.recipes import retail
 from unstale.records import Task
 from unstale.research.recipes import systems
 from unstale.research.recipes import techniques as combined
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "baseline": {"selection.pool": 6},
     "beta_sampler": {"selection.pool": 6},
-    "bins": {"selection.pool": 6},
+    "difficulty_bin_weights": {"selection.pool": 6},
     "predicted_sampler": {"selection.pool": 6},
-    "stages": {"selection.pool": 6, "stages.steps": 1, "stages.least": 2, "stages.size": 4},
+    "hard_task_stages": {
+        "selection.pool": 6,
+        "hard_task_stages.steps": 1,
+        "hard_task_stages.least": 2,
+        "hard_task_stages.size": 4,
+    },
     "bin_sizes": {"selection.pool": 6},
     "limits": {"limits.successes": 1, "limits.free_every": 2},
     "segments": {
@@ -50,7 +55,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
         "segments.max_concurrent_episodes": 3,
         "segments.window": 4,
     },
-    "pick": {"pick.n": 2},
+    "episode_filter": {"episode_filter.n": 2},
     "proxy": {"proxy.score": "even"},
     "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
@@ -58,36 +63,38 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
 """Options without which a technique is refused, by its name, or has no episode to train on. They
 are set in every test here.
 """
-REFUSED_ALONE: Mapping[str, str] = {"channels": "channels needs several named rewards"}
+REFUSED_ALONE: Mapping[str, str] = {
+    "reward_channels": "reward_channels needs several named rewards"
+}
 """The reasons for which a technique is refused alone in the recipe `retail`."""
 
 NAMED: tuple[str, ...] = (
-    "ess_lr outer_step ace",
-    "opob m2po preserve_clip",
-    "minpro aepo top_tokens",
+    "ess_lr outer_step confident_error_penalty",
+    "least_variance_baseline m2po preserve_clip",
+    "minpro token_entropy_advantage top_tokens",
     "minpro balance",
     "minpro ess_lr",
-    "gfcr ace",
-    "tool_bonus channels",
+    "rollout_figures confident_error_penalty",
+    "tool_bonus reward_channels",
     "beta_sampler baseline novelty",
     "truncated step_groups",
-    "pick step_groups",
-    "pick baseline",
+    "episode_filter step_groups",
+    "episode_filter baseline",
     "allocate ess_lr",
     "beta_sampler allocate",
     "replay outer_step",
     "replay beta_sampler",
     "replay minpro",
-    "bins bin_sizes",
+    "difficulty_bin_weights bin_sizes",
     "bin_sizes baseline",
-    "bins step_groups",
-    "flaw truncated",
-    "proxy pick",
-    "echo mssr",
-    "echo ear",
+    "difficulty_bin_weights step_groups",
+    "flawed_success_penalty truncated",
+    "proxy episode_filter",
+    "confidence_clip unlikely_token_bonus",
+    "confidence_clip entropy_advantage_reweighting",
     "m2po truncated",
     "novelty outer_step",
-    "opob beta_sampler",
+    "least_variance_baseline beta_sampler",
 )
 """Combinations that are trained. `make test-all` trains the first `QUICK`, `-m slow` all."""
 QUICK = 2
@@ -237,7 +244,7 @@ class ErringTasks(EvenTasks):
 
 OF_RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small_group": {"selection.pool": 6},
-    "long_horizon": {**CONDITIONS["limits"], "pick.n": 4, "schedule.group_size": 5},
+    "long_horizon": {**CONDITIONS["limits"], "episode_filter.n": 4, "schedule.group_size": 5},
     "hard_tasks": {"selection.pool": 6, "allocate.max": 6},
 }
 """Options with which the tiny run of a recipe is small."""
@@ -279,7 +286,9 @@ def test_a_recipe_trains_and_ends_equal_after_a_kill(
 def test_the_linter_names_the_order_of_techniques_that_change_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = {name: replace(techniques()["ace"], name=name) for name in ("one", "two")}
+    known = {
+        name: replace(techniques()["confident_error_penalty"], name=name) for name in ("one", "two")
+    }
     monkeypatch.setattr("unstale.config.techniques.techniques", lambda: known)
     facts = lint(override(retail(), {"techniques": "two one"})).facts
     assert facts["order"] == "two, then one change the advantages of tokens"

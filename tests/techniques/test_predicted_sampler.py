@@ -17,7 +17,7 @@ from unstale.records import Task
 from unstale.research.techniques.forecast import calibrated, embed, fit_calibration, weighted_rates
 from unstale.research.techniques.predicted_sampler import PredictedSampler, PredictedSamplerConfig
 from unstale.rollout.selection import make_pool, read_texts
-from unstale.techniques import DrawContext, Outcome
+from unstale.techniques.hooks import DrawContext, Outcome
 
 SEEDS, TASKS, TOPICS, GROUPS, LAG = 20, 200, 12, 8, 2
 

@@ -26,7 +26,7 @@ from unstale.research.techniques.baseline import (
     make_baseline,
 )
 from unstale.research.techniques.probe import Probe, means_of_others
-from unstale.techniques import HiddenStates, Observer, StatesReader, Techniques
+from unstale.techniques.hooks import HiddenStates, Observer, StatesReader, Techniques
 from unstale.testing import checkpoint_round_trip
 
 

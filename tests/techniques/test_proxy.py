@@ -12,9 +12,12 @@ from tests.support.groups import context, group, made
 from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError
 from unstale.records import Group, Trajectory
-from unstale.research.techniques.flaw import Flaw, FlawConfig
+from unstale.research.techniques.flawed_success_penalty import (
+    FlawedSuccessPenalty,
+    FlawedSuccessPenaltyConfig,
+)
 from unstale.research.techniques.proxy import Proxy, ProxyConfig
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 def measured(*groups: Group, score: str = "success") -> list[float]:
@@ -59,7 +62,10 @@ def test_the_reward_is_the_trained_one_and_a_cut_off_episode_is_no_success() -> 
     """A flawed success gets 0.5 less, and so less than a failure with 0.75."""
     flawed, half = (made(each, facts={"success": each, "flaw": 1.0}) for each in (1.0, 0.75))
     cut = made({}, stop="max_turns")
-    parts = {"proxy": Proxy(ProxyConfig()), "flaw": Flaw(FlawConfig())}
+    parts = {
+        "proxy": Proxy(ProxyConfig()),
+        "flawed_success_penalty": FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()),
+    }
     _, metrics = Techniques(parts).credit(
         [group(flawed, half, cut)],
         progress=0.0,

@@ -33,7 +33,7 @@ from unstale.records import (
 )
 from unstale.rollout.selection import require_repeats
 from unstale.rollout.staleness_queue import StalenessError, measure_replay, measure_staleness
-from unstale.techniques import FreshGroup, Techniques
+from unstale.techniques.hooks import FreshGroup, Techniques
 from unstale.techniques.replay import Replay, ReplayConfig
 from unstale.testing import episode, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer

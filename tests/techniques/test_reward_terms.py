@@ -1,4 +1,4 @@
-"""Test `flaw` and `tool_bonus`: formulas, refusals, and effects on a policy of few answers."""
+"""Test reward terms: formulas, refusals, and effects on a policy of few answers."""
 
 from dataclasses import replace
 
@@ -11,11 +11,14 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Trajectory
-from unstale.research.techniques.flaw import Flaw, FlawConfig
-from unstale.research.techniques.pick import Pick, PickConfig
+from unstale.research.techniques.episode_filter import EpisodeFilter, EpisodeFilterConfig
+from unstale.research.techniques.flawed_success_penalty import (
+    FlawedSuccessPenalty,
+    FlawedSuccessPenaltyConfig,
+)
 from unstale.research.techniques.tool_bonus import ToolBonus, ToolBonusConfig
 from unstale.rewards import first_error
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 def flawed(reward: float, flaw: float, **fields: object) -> Trajectory:
@@ -26,12 +29,15 @@ def test_a_flawed_success_gets_less_and_stays_a_success() -> None:
     """With rewards of 1 and -1 and a penalty of 1, the rewards are 1, 0 and -1, as in FAPO."""
     items = group(flawed(1, 0), flawed(1, 1), flawed(-1, 1), made(1), made(-1))
     seen = context()
-    (result,) = Flaw(FlawConfig(penalty=1.0)).reward([items], seen)
+    (result,) = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig(penalty=1.0)).reward([items], seen)
     assert [item.reward for item in result.trajectories] == [1, 0, -1, 1, -1]
     assert [item.success for item in result.trajectories] == [True, True, False, True, False]
-    assert seen.metrics == {"flaw/success_share": 1 / 3, "flaw/mean": -1 / 5}
+    assert seen.metrics == {
+        "flawed_success_penalty/success_share": 1 / 3,
+        "flawed_success_penalty/mean": -1 / 5,
+    }
     halved = group(flawed(1, 0), flawed(1, 1), flawed(0, 0), made(1), made(0))
-    (half,) = Flaw(FlawConfig()).reward([halved], context())
+    (half,) = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()).reward([halved], context())
     advantages = [[each.advantage[0] for each in grpo([one])] for one in (result, half)]
     assert advantages[0] == pytest.approx(advantages[1], abs=1e-5)
 
@@ -39,7 +45,9 @@ def test_a_flawed_success_gets_less_and_stays_a_success() -> None:
 def test_branches_get_the_rewards_of_their_episode() -> None:
     item = flawed(1, 1)
     items = group(replace(item, branches=(replace(item, facts={"branch": 3}),)))
-    (result,) = Flaw(FlawConfig(penalty=1.0)).reward([items], context())
+    (result,) = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig(penalty=1.0)).reward(
+        [items], context()
+    )
     main, branch = result.trajectories[0].conversations
     assert main.rewards == branch.rewards and branch.reward == 0
     assert branch.success and branch.facts == {"branch": 3, "success": 1}
@@ -47,16 +55,18 @@ def test_branches_get_the_rewards_of_their_episode() -> None:
 
 def test_a_fact_must_be_known_unless_the_run_began_in_another_process() -> None:
     without = [group(made(1), made(0))]
-    with pytest.raises(ConfigError, match=r"flaw\.fact is 'flaw', but the environment reports no"):
-        Flaw(FlawConfig()).reward(without, context())
-    continued = Flaw(FlawConfig())
+    with pytest.raises(
+        ConfigError, match=r"flawed_success_penalty\.fact is 'flaw', but the environment reports no"
+    ):
+        FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()).reward(without, context())
+    continued = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig())
     for _ in range(8):
         assert continued.reward(without, context(0.5))
-    with pytest.raises(ConfigError, match=r"flaw\.fact"):
+    with pytest.raises(ConfigError, match=r"flawed_success_penalty\.fact"):
         continued.reward(without, context(0.6))
-    late = Flaw(FlawConfig())
+    late = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig())
     assert late.reward([group(made(0))], context())
-    with pytest.raises(ConfigError, match=r"flaw\.fact"):
+    with pytest.raises(ConfigError, match=r"flawed_success_penalty\.fact"):
         late.reward(without, context(0.1))
 
 
@@ -74,8 +84,8 @@ def test_the_bonus_is_for_the_calls_of_successes_up_to_the_largest() -> None:
 def test_terms_act_before_filters_and_metrics_keep_the_environments_rewards() -> None:
     items = [flawed(1, place < 2, tool_calls=0) for place in range(4)] + [flawed(0, 0)] * 2
     parts = {
-        "pick": Pick(PickConfig(rule="contrast", n=4)),
-        "flaw": Flaw(FlawConfig()),
+        "episode_filter": EpisodeFilter(EpisodeFilterConfig(rule="contrast", n=4)),
+        "flawed_success_penalty": FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()),
         "bonus": ToolBonus(ToolBonusConfig(base=0.1)),
     }
     scored, metrics = Techniques(parts).credit(
@@ -89,26 +99,32 @@ def test_terms_act_before_filters_and_metrics_keep_the_environments_rewards() ->
 
 def test_an_environment_without_the_fact_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"flaw\.fact is 'flaw', but .* reports tool_errors\. Set"
+        ConfigError,
+        match=r"flawed_success_penalty\.fact is 'flaw', but .* reports tool_errors\. Set",
     ):
-        Flaw(FlawConfig()).reward([group(made(1, facts={"tool_errors": 0}))], context())
+        FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()).reward(
+            [group(made(1, facts={"tool_errors": 0}))], context()
+        )
     with pytest.raises(ConfigError, match=r"tool_bonus\.calls is 'calls'.* it reports none"):
         ToolBonus(ToolBonusConfig(calls="calls")).reward([group(made(1))], context())
-    seen = Flaw(FlawConfig())
+    seen = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig())
     seen.reward([group(made(1, facts={"flaw": 0.0}))], context())
     (later,) = seen.reward([group(made(1, facts={"tool_errors": 0}))], context())
     assert later.trajectories[0].reward == 1, "a later batch may lack the fact"
     part = replace(context(), whole=False)
     lacking = group(made(1, facts={"tool_errors": 0}))
-    (result,) = Flaw(FlawConfig()).reward([lacking], part)
+    (result,) = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()).reward([lacking], part)
     assert result.trajectories[0].reward == 1, "another group of the batch may have the fact"
     failures = group(made(0))
-    (result,) = Flaw(FlawConfig()).reward([failures], context())
+    (result,) = FlawedSuccessPenalty(FlawedSuccessPenaltyConfig()).reward([failures], context())
     assert result.trajectories[0].reward == 0
 
 
 def test_a_reward_of_the_environment_is_not_overwritten() -> None:
-    for name, term in (("flaw", Flaw(FlawConfig())), ("tool_bonus", ToolBonus(ToolBonusConfig()))):
+    for name, term in (
+        ("flawed_success_penalty", FlawedSuccessPenalty(FlawedSuccessPenaltyConfig())),
+        ("tool_bonus", ToolBonus(ToolBonusConfig())),
+    ):
         item = made({"right": 1, name: 0.5}, facts={"flaw": 1, "tool_calls": 1})
         with pytest.raises(ConfigError, match=f"adds a reward named {name}, but .* Rename it"):
             term.reward([group(item)], context())
@@ -117,13 +133,13 @@ def test_a_reward_of_the_environment_is_not_overwritten() -> None:
 def test_wrong_options_are_refused_and_the_linter_names_the_terms() -> None:
     with pytest.raises(ConfigError, match=r"tool_bonus\.base or tool_bonus\.per_call must be > 0"):
         ToolBonusConfig(per_call=0.0)
-    with pytest.raises(ConfigError, match=r"flaw\.fact must name a fact"):
-        FlawConfig(fact="")
-    config = override(RunConfig(recipe="mine"), {"techniques": "flaw tool_bonus"})
+    with pytest.raises(ConfigError, match=r"flawed_success_penalty\.fact must name a fact"):
+        FlawedSuccessPenaltyConfig(fact="")
+    config = override(RunConfig(recipe="mine"), {"techniques": "flawed_success_penalty tool_bonus"})
     facts = check(config).facts
     assert "whose fact flaw is at least 0.5 gets 0.5 less" in facts["techniques"]
     assert "0.05 per tool call more, at most 0.2" in facts["techniques"]
-    assert facts["order"] == "flaw, then tool_bonus change the rewards"
+    assert facts["order"] == "flawed_success_penalty, then tool_bonus change the rewards"
 
 
 ANSWERS: list[Arm] = [
@@ -140,7 +156,15 @@ def successes(steps: int, penalty: float = 0.0) -> tuple[float, float]:
     At first a failure has the probability 0.7, a flawed success 0.25 and a clean one 0.05.
     """
     learner = Learner(ANSWERS, [2.64, 1.61, 0.0])
-    parts = {"flaw": Flaw(FlawConfig(penalty=penalty))} if penalty else {}
+    parts = (
+        {
+            "flawed_success_penalty": FlawedSuccessPenalty(
+                FlawedSuccessPenaltyConfig(penalty=penalty)
+            )
+        }
+        if penalty
+        else {}
+    )
     for _ in range(steps):
         learner.step(parts)
     _, flawed_success, clean = learner.p.tolist()

@@ -8,7 +8,7 @@ from unstale.config import ConfigError, EngineConfig, RolloutConfig, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import NO_BUDGET, EpisodeBudget
-from unstale.techniques import EpisodeBudgeter, Outcome, Techniques
+from unstale.techniques.hooks import EpisodeBudgeter, Outcome, Techniques
 from unstale.techniques.segments import Segments, SegmentsConfig, Step, complete, parse_table
 
 RUN = RunConfig(

@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+import time
+import weakref
+
+import pytest
+
+from unstale.cli.process import rare_garbage_collection
+from unstale.trainer.threads import FreedMemory
 
 SCRIPT = """
 from unstale.trainer.threads import FreedMemory, resident_pages
@@ -23,3 +30,30 @@ def test_a_process_that_has_grown_returns_freed_memory() -> None:
     before, grown, after = map(int, done.stdout.split())
     assert grown > 1.5 * before, "the freed blocks must be held by the C library"
     assert after < 1.1 * before
+
+
+class Circle:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_old_reference_cycles_are_collected_at_checkpoints_and_each_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = FreedMemory()
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+
+    def is_freed(*, after_s: float, now: bool = False) -> bool:
+        circle = weakref.ref(Circle())
+        seconds[0] += after_s
+        memory.trim(now=now)
+        return circle() is None
+
+    with rare_garbage_collection():
+        assert is_freed(after_s=0.0)
+        assert not is_freed(after_s=59.0)
+        assert is_freed(after_s=1.0)
+        assert is_freed(after_s=0.0, now=True)

@@ -20,7 +20,7 @@ from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Group, collate
-from unstale.techniques import HiddenStates, StatesQuery, Techniques
+from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques
 from unstale.testing import episode, nudge, tiny_policy
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.local import LocalTrainer

@@ -88,7 +88,7 @@ VARIANTS: Mapping[str, RunConfig] = {
         objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
-    "techniques": replace(SMALL, techniques="minpro m2po aepo preserve_clip"),
+    "techniques": replace(SMALL, techniques="minpro m2po token_entropy_advantage preserve_clip"),
     "replay": replace(
         SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
     ),

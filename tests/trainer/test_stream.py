@@ -183,8 +183,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "ppo_ewma_async": {"old_logps": OldLogpsConfig(route="ppo_ewma_async", beta=0.5)},
     "lora": {"lora": 4},
     "experts": {"experts": EXPERTS, "replay": True},
-    "techniques": {"techniques": "minpro ess_lr ear novelty top_turns preserve_clip"},
-    "baselines": {"techniques": "opob ace mssr"},
+    "techniques": {
+        "techniques": "minpro ess_lr entropy_advantage_reweighting novelty top_turns preserve_clip"
+    },
+    "baselines": {
+        "techniques": "least_variance_baseline confident_error_penalty unlikely_token_bonus"
+    },
 }
 
 

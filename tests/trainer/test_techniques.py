@@ -28,7 +28,7 @@ from unstale.config.techniques import techniques as all_techniques
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Provenance, collate
-from unstale.techniques import Shaped, Signals, StepPlan, StepSeen, Techniques
+from unstale.techniques.hooks import Shaped, Signals, StepPlan, StepSeen, Techniques
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer

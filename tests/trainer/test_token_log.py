@@ -33,7 +33,7 @@ from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Provenance, StoredLogps, collate
-from unstale.techniques import Shaped, Signals, Techniques
+from unstale.techniques.hooks import Shaped, Signals, Techniques
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.token_values import TokenFlag, TokenValues
 from unstale.trainer import train_on

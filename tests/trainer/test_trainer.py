@@ -485,7 +485,7 @@ def test_optimizers_go_by_their_torch_names() -> None:
 
 
 def test_bfloat16_forward_weights_are_a_copy_of_float32_ones() -> None:
-    trainer = make(tiny_policy(dtype="bfloat16"), lr=1e-4, grad_clip=1.0)
+    trainer = make(tiny_policy(dtype="bfloat16"), lr=1e-4, grad_clip=1.0, rounding="nearest")
     before = weights(trainer.policy)
     learn(trainer, a_batch())
     assert weights(trainer.policy).dtype == torch.bfloat16
@@ -574,6 +574,18 @@ def test_a_state_that_was_written_down_has_every_bit(optimizer: str) -> None:
     for trainer in (one, other):
         learn(trainer, a_batch())
     assert torch.equal(weights(one.policy), weights(other.policy))
+
+
+def test_the_state_of_another_optimizer_is_refused_before_anything_is_loaded() -> None:
+    one, other = (
+        make(tiny_policy(seed=seed), route="rollout", optimizer=name, lr=0.01)
+        for seed, name in ((0, "AdamW"), (5, "SGD"))
+    )
+    learn(one, a_batch())
+    before = weights(other.policy).clone()
+    with pytest.raises(ValueError, match="the optimizer was AdamW"):
+        other.restore(one.state())
+    assert torch.equal(weights(other.policy), before)
 
 
 def test_lag_is_counted_in_batches_after_a_resume() -> None:

@@ -2,9 +2,9 @@
 
 A function with the decorator `@estimator` is a value of the option `advantage.estimator`. It may
 also be in an imported file of the user, or have an entry point. It receives the groups of one batch
-and returns their trajectories with advantages, in the same order. Its keyword-only parameters get
-the values of the options of that section with these names. Each estimator calls a function of
-tensors alone: `rewards [n]` and `group [n]`, where `group` has any integers.
+and returns their trajectories with advantages, in the same order. A keyword-only parameter gets
+the value of the option of the same name in `advantage`. Each estimator calls a function of tensors
+only: `rewards [n]` and `group [n]`, where `group` has any integers.
 
 The reward of an episode is the sum of its named rewards, in float64. Failed episodes have no reward
 and are left out. Most estimators compare the episodes of one task. For these, an episode that is

@@ -117,7 +117,7 @@ def decomposition_error(tokens: Tokens) -> Estimate | None:
 
 
 def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
-    """Return the mean of |prox - old_logp| over the tokens of each lag: lag -> estimate."""
+    """Return the mean absolute error of the approximated `old_logp`, by the lag of the tokens."""
     flat = tokens.flat()
     estimates: dict[int, Estimate] = {}
     for lag in flat.lag.unique().tolist():

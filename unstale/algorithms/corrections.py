@@ -9,9 +9,9 @@ numerical difference, and the policy must not learn from that. D contains only n
 if `old_logp` is exact. If `old_logp` is an approximation, D also contains some staleness.
 
 Call `log_discrepancy`, `aggregate` and `keep_all` in this order. Then call any of `veto`, `mask`,
-`truncate`, `clamp`, `mask_weight`. Each of them receives the `Control` that the previous one
-returned. A function with the decorator `@mode` is a value of the option `correction.mode`.
-Its keyword-only parameters get the values of the options of that section with these names.
+`truncate`, `clamp`, `mask_weight`. Each of them receives the `CorrectionWeights` that the previous
+one returned. A function with the decorator `@mode` is a value of the option `correction.mode`. A
+keyword-only parameter gets the value of the option of the same name in `correction`.
 """
 
 import math
@@ -238,10 +238,7 @@ def mode(function: Function) -> Function:
 
 
 def keep_all(sampled: Bool[Tensor, "*shape"]) -> CorrectionWeights:
-    """Return the `Control` to pass to the first correction: all sampled tokens kept, weight 1.
-
-    A `Control` has each token's weight, and whether the token is kept.
-    """
+    """Return the weights to pass to the first correction: all sampled tokens kept, weight 1."""
     return CorrectionWeights(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 

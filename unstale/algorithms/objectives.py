@@ -74,7 +74,7 @@ def dual_clip(  # noqa: PLR0913 - two clips
     """PPO's clipped loss, limited to `dual_clip * |A|` where the advantage A is negative.
 
     Without this limit (arXiv 1912.09729) the loss is unbounded for a token with A < 0 whose
-    probability grew. `dual_clip` is a value above 1 of the staleness ratio pi / pi_old. Raises
+    probability grew. `dual_clip` is a limit above 1 on the staleness ratio pi / pi_old. Raises
     ValueError otherwise.
     """
     if not dual_clip > 1:

@@ -39,7 +39,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Provenance, Sampled
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 from unstale.trainer.auditor import (
     Audited,
     Truth,

@@ -13,7 +13,7 @@ from unstale.config import RunConfig
 from unstale.model.loading import DTYPES
 from unstale.old_logps import OldLogps
 from unstale.rollout.generator import Generator
-from unstale.techniques import HiddenStates, StatesQuery, Techniques
+from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques
 
 if TYPE_CHECKING:
     from unstale.cluster.engine_host_weights import WeightPosts

@@ -26,10 +26,11 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, Group, ScoredTrajectory
 from unstale.rollout.generator import Generator
-from unstale.techniques import NO_TECHNIQUES, HiddenStates, StatesQuery, Techniques
+from unstale.techniques.hooks import NO_TECHNIQUES, HiddenStates, StatesQuery, Techniques
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
+from unstale.trainer.passes import pass_tokens
 from unstale.trainer.rules import LossSpec
 from unstale.weights.publish import DirectPublisher, Publisher
 from unstale.weights.recording import Recording
@@ -42,7 +43,8 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
     """
     policy.check_length(config.engine.max_context)
-    return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
+    max_tokens = pass_tokens(policy, config, trains=False)
+    return LocalScorer(policy, config.engine.temperature, max_tokens)
 
 
 def build_trainer(

@@ -1,5 +1,7 @@
 """Load the policy of a run, and decide how engines receive the weights."""
 
+import warnings
+
 import torch
 
 from unstale.config import (
@@ -45,7 +47,23 @@ def load_policy(
     policy.set_forward_options(ForwardOptions.of(config))
     if options.routing_replay:
         policy.replay_experts()
+    if peers is None:
+        warn_of_float32(config, on_gpu=policy.device.type == "cuda")
     return policy
+
+
+def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:
+    """Warn of passes in float32 on GPUs.
+
+    `trainer.dtype = auto` is float32 if this machine has no GPU, although ranks may have some.
+    """
+    if on_gpu and config.trainer.dtype == "float32":
+        warnings.warn(
+            "trainer.dtype = float32 on a GPU: passes lack the fused attention and take several "
+            "times the time. Set trainer.dtype = bfloat16",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def shares_deltas(config: RunConfig) -> bool:

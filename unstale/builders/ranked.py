@@ -9,7 +9,7 @@ import torch
 
 from unstale.builders.components import Components
 from unstale.builders.local import build_scorer, build_trainer
-from unstale.builders.policy import load_policy
+from unstale.builders.policy import load_policy, warn_of_float32
 from unstale.cluster.components import connect_run
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.ranked_trainer import (
@@ -30,11 +30,12 @@ from unstale.engines.pool import EnginePool
 from unstale.envs import (
     Taskset,
 )
+from unstale.model.pass_size import MOST
 from unstale.model.peers import RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import delta_store
 from unstale.rollout.generator import Generator
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 from unstale.trainer.threads import trainer_threads
 from unstale.weights.publish import Publisher
 
@@ -128,6 +129,7 @@ def build_ranked(
         if ranks.scorers:
             ranks.scorers.make(partial(build_scoring_rank, config), notify)
         on_error.pop_all()
+    warn_of_float32(config, on_gpu=ranks.on_gpus)
     trainer = RankedTrainer(ranks, policy)
     own = (_route(config, trainer), RankedAuditor(trainer), trainer)
     return RankedComponents(policy, taskset, generator, *own, techniques=techniques)
@@ -137,5 +139,6 @@ def _route(config: RunConfig, trainer: RankedTrainer) -> RankedOldLogps:
     needs, scorers = config.old_logps.needs, trainer.ranks.scorers
     if scorers is None:
         return RankedOldLogps(trainer, needs)
-    link = RanksLink(scorers, max_tokens=config.trainer.max_tokens_per_microbatch)
+    max_tokens = config.trainer.max_tokens_per_microbatch or MOST["cpu"]
+    link = RanksLink(scorers, max_tokens=max_tokens)
     return RankedOldLogitModel(trainer, needs, link, lockstep=config.deterministic)

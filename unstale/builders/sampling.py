@@ -13,7 +13,12 @@ from rich.markup import escape
 from unstale.builders.policy import load_policy, loads_in_place, shares_deltas
 from unstale.cluster import components
 from unstale.cluster.env_hosts import remote_workers
-from unstale.cluster.gpus import gpu_memory_utilization, run_gpus, warn_of_shared_gpus
+from unstale.cluster.gpus import (
+    engine_gpus,
+    gpu_memory_utilization,
+    run_gpus,
+    warn_of_shared_gpus,
+)
 from unstale.config import (
     SHIPPED_POLICIES,
     ConfigError,
@@ -188,8 +193,8 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     spec = engine_spec(options.backend)
     if spec.needs_urls and not options.urls.split():
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
-    urls = options.urls.split() or [""] * options.processes
-    max_running = math.ceil(options.max_running / options.processes)
+    urls = options.urls.split() or [""] * options.num_started
+    max_running = math.ceil(options.max_running / options.num_started)
     over_file = options.transfer != "nccl" and not config.cluster.engine_hosts
     is_single = len(urls) == 1 and over_file and not loads_in_place(config)
     sends_deltas = is_single and (merging is None or spec.adapter_deltas)
@@ -199,12 +204,14 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             config.policy_folder,
             url=url,
             args=tuple(shlex.split(options.args)),
+            python=options.python,
             gpu_memory_utilization=gpu_memory_utilization(config),
             dtype=cast(Dtype, options.dtype),
             quantise=options.quantise,
             bitwise=options.bitwise,
             threads=options.threads,
             gpus=gpus,
+            gpus_each=engine_gpus(config) // options.servers if options.servers > 1 else 0,
             number=number,
             max_running=max_running,
             max_context=options.max_context,

@@ -19,6 +19,7 @@ from unstale.config.names import RENAMED
 from unstale.config.options import (
     Option,
     field_docs,
+    former_name,
     merged,
     option_hint,
     options,
@@ -110,8 +111,7 @@ def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
 def _unknown(word: str, known: Sequence[str]) -> str:
     """Return an error message about an unknown option: its new name, or similar names."""
     name = word.partition("=")[0]
-    former = name.removeprefix("--").replace("-", "_")
-    if former in RENAMED:
+    if former := former_name(name.removeprefix("--").replace("-", "_")):
         return f"command line: {former} is now {RENAMED[former]}."
     hint = option_hint(name, known)
     if not hint:

@@ -32,7 +32,7 @@ from unstale.envs import HasTaskTools, implements
 from unstale.envs.references import Reference, load_references
 from unstale.envs.registry import build_taskset, preparing
 from unstale.model.policy import Policy
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch

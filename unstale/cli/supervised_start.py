@@ -95,7 +95,7 @@ def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
 def _plain(config: RunConfig) -> RunConfig:
     """Return a configuration that trains all weights in float32 on the references alone."""
     trainer = replace(
-        type(config.trainer)(),
+        type(config.trainer)(dtype="float32"),
         lr=config.sft.lr,
         warmup_steps=1,
         max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,

@@ -22,7 +22,7 @@ from unstale.durability.run_folder import EVENTS, RunFolder, RunLog
 from unstale.frames import lines_of_dump
 from unstale.stop_signals import REPEAT_S, SHOW_CURSOR, connect
 
-SUPERVISED = ("align", "eval", "serve", "train")
+SUPERVISED = ("eval", "probe-distillation", "serve", "train")
 """The commands that run code of others."""
 GRACE_S = 3.0
 """Seconds in which a process must end by itself after a second signal."""

@@ -49,7 +49,7 @@ Add = Callable[[Any], None]
 VERBS: dict[str, Add] = {}
 """The commands of this file by name."""
 ADDED = Plugins("unstale.verbs", Callable)
-ANNEX = modules(ADDED.group)
+ANNEX = {name.replace("_", "-"): place for name, place in modules(ADDED.group).items()}
 """The modules of the annexes' commands by name. Each has a function `add`."""
 
 
@@ -61,6 +61,8 @@ def verb_names() -> list[str]:
 
 def unknown_verb(name: str) -> ConfigError:
     """Return an error about a command that does not exist."""
+    if name == "align":
+        return ConfigError("align is now probe-distillation")
     hint = nearest(name, verb_names()) + missing_annexes()
     return ConfigError(f"unknown command {name!r}{hint}")
 

@@ -228,9 +228,9 @@ class _HeldWeights:
             self.version = version
 
     def copy(self, version: int) -> dict[str, Tensor]:
-        """Return a copy, for an engine that loads it while the weights may change.
+        """Return a copy of the shared weights, which an engine can load while new ones arrive.
 
-        Raises `WeightsReplaced` if they are of another version, which the pool then loads next.
+        Raises `WeightsReplaced` if the shared weights are not of this version.
         """
         with self.shared.reading():
             if self.version != version:

@@ -1,7 +1,6 @@
 """The GPUs of this machine, divided among trainer ranks and engines."""
 
 import argparse
-import os
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch
 from unstale.config import ConfigError, RunConfig
 from unstale.config.files import read_mapping
 from unstale.engines.embedded.decoder import runs_on_gpu
-from unstale.engines.vllm_server import gpu_share
+from unstale.engines.vllm_server import gpu_share, gpus_here
 from unstale.lint.policy_files import num_weights
 from unstale.model.loading import DTYPES
 
@@ -62,7 +61,8 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
         most = len(gpus) - engines - scorers
         lower = f"Set cluster.trainers to at most {most}" if most > 0 else "Lower both"
         if most <= 0 and engines > 1:
-            lower = "Lower cluster.trainers and the engines' GPUs (engine.processes, engine.args)"
+            lower = "Lower cluster.trainers and the engines' GPUs"
+            lower += " (engine.processes, engine.servers, engine.args)"
         users = [f"{trainers} trainer ranks (cluster.trainers)"]
         users += [f"{scorers} ranks of the old-logit model (old_logps.ranks)"] * bool(scorers)
         users += [f"engines on {engines} GPUs"] * bool(engines)
@@ -80,14 +80,15 @@ def run_gpus(config: RunConfig) -> GpuShares:
     """Return how the GPUs of this machine are divided.
 
     Nothing is divided if the cluster of `cluster.address` places the trainer ranks. Without ranks
-    nothing is divided either, unless a server gets weights by NCCL: it needs GPUs for itself.
+    nothing is divided either, unless there are several servers, or a server gets weights by NCCL:
+    these need GPUs for themselves.
     """
     cluster = config.cluster
     engines = engine_gpus(config) * max(1, cluster.engine_hosts)
     over_nccl = config.engine.transfer == "nccl" and engines > 0
-    if cluster.address or not (cluster.trainers or over_nccl):
+    if cluster.address or not (cluster.trainers or over_nccl or config.engine.servers > 1):
         return GpuShares()
-    gpus = _visible_gpus()
+    gpus = gpus_here()
     if over_nccl and not cluster.trainers and 0 < len(gpus) < 1 + engines:
         raise ConfigError(
             f"engine.transfer = nccl needs 1 GPU for the trainer and {engines} for the server, but "
@@ -106,7 +107,7 @@ def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """Return how many GPUs the engines of one machine take, if it has GPUs.
+    """Return how many GPUs the engines of one host take, if it has GPUs.
 
     An embedded engine takes one for each process, or none if it runs the policy on the CPU. Raises
     `ConfigError` if `engine.args` has something else than a number there.
@@ -130,13 +131,13 @@ def engine_gpus(config: RunConfig) -> int:
     product: int = (
         found.tensor_parallel_size * found.pipeline_parallel_size * found.data_parallel_size
     )
-    return product
+    return options.servers * product
 
 
 def warn_of_shared_gpus(config: RunConfig) -> None:
     """Warn if some processes of the embedded engine on this machine share a GPU."""
     engine = config.engine
-    gpus = run_gpus(config).engines or _visible_gpus()
+    gpus = run_gpus(config).engines or gpus_here()
     if engine.backend != "embedded" or not 0 < len(gpus) < engine.processes:
         return
     if _decodes_on_gpu(config):
@@ -154,17 +155,6 @@ def _decodes_on_gpu(config: RunConfig) -> bool:
         return runs_on_gpu(read_mapping(config.pretrained_folder / "config.json"))
     except (OSError, ValueError):
         return True  # loading the policy reports the error
-
-
-def _visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, without making use of one."""
-    if not torch.cuda.is_available():
-        return []
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(number) for number in range(count)]
-    return [each.strip() for each in named.split(",")][:count]
 
 
 def gpu_memory_utilization(config: RunConfig) -> float:

@@ -7,7 +7,23 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
+RENAMED_TECHNIQUES = {
+    "ace": "confident_error_penalty",
+    "aepo": "token_entropy_advantage",
+    "bins": "difficulty_bin_weights",
+    "channels": "reward_channels",
+    "ear": "entropy_advantage_reweighting",
+    "echo": "confidence_clip",
+    "flaw": "flawed_success_penalty",
+    "gfcr": "rollout_figures",
+    "mssr": "unlikely_token_bonus",
+    "opob": "least_variance_baseline",
+    "pick": "episode_filter",
+    "stages": "hard_task_stages",
+}
+"""The present name of each renamed technique, and of the section with its options."""
 RENAMED = {
+    **RENAMED_TECHNIQUES,
     "checkpoint.every": "checkpoint.interval",
     "correction.control": "correction.mode",
     "credit": "advantage",
@@ -40,10 +56,16 @@ def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> present_names({"policy": "base", "eval": {"every": 5, "tasks": 8}})
     {'model': 'base', 'eval': {'interval': 5, 'tasks': 8}}
+    >>> present_names({"techniques": "replay pick", "technique_options": {"pick": {"n": 4}}})
+    {'techniques': 'replay episode_filter', 'technique_options': {'episode_filter': {'n': 4}}}
     """
     renamed = {}
     for name, value in row.items():
-        if isinstance(value, dict):
+        if name == "techniques" and isinstance(value, str):
+            value = " ".join(RENAMED_TECHNIQUES.get(word, word) for word in value.split())
+        elif name == "technique_options" and isinstance(value, dict):
+            value = present_names(value)
+        elif isinstance(value, dict):
             fields: dict[str, str] = {
                 field: RENAMED.get(f"{name}.{field}", str(field)) for field in value
             }

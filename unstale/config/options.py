@@ -240,17 +240,26 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{where} must be a table of options, got {value!r:.40}")
 
 
+def former_name(name: str) -> str:
+    """Return the renamed option or section that `name` has. Empty if it has none."""
+    section = name.partition(".")[0]
+    if name not in RENAMED and RENAMED.get(section) in sections():
+        return section
+    return name if name in RENAMED else ""
+
+
 def unknown_option(name: str) -> str:
     """Return an error message about an option that does not exist, with similar options.
 
     >>> unknown_option("schedule.window")
     'schedule.window is now schedule.lookahead_window'
+    >>> unknown_option("pick.n")
+    'pick is now episode_filter'
     >>> unknown_option("rollout.n")
     'unknown option rollout.n; did you mean schedule.group_size?'
     """
-    for former in (name, name.partition(".")[0]):
-        if former in RENAMED:
-            return f"{former} is now {RENAMED[former]}"
+    if former := former_name(name):
+        return f"{former} is now {RENAMED[former]}"
     if option := options().get(name):  # another variant of the section has it
         return f"{name} is an option of {option.owner.__name__}"
     hint = option_hint(name, list(options())) or "; docs/options.md lists all"

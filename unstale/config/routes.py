@@ -37,9 +37,9 @@ class Needs:
     every pass, on its sequences, and not once per batch.
     """
     snapshots: bool = False
-    """True if the route keeps past versions of the weights, as differences between versions. A
-    batch without tokens of the newest version may then be scored before `on_published` is called
-    for that version, unless `trained_weights` is set.
+    """True if the route keeps past versions of the weights, as differences between versions.
+    Unless `trained_weights` is set, a batch may be scored before the newest version is published,
+    if that version sampled none of its tokens.
     """
     resident_models: int = 0
     """Number of additional models that the route holds in memory."""

@@ -198,6 +198,11 @@ class RunConfig(Section):
                 "checkpoint.minutes must be 0 in a deterministic run, because it depends on the "
                 f"clock; got {self.checkpoint.minutes:g}. Set checkpoint.interval"
             )
+        if self.deterministic and not self.trainer.max_tokens_per_microbatch:
+            raise ConfigError(
+                "trainer.max_tokens_per_microbatch must be > 0 in a deterministic run, because 0 "
+                "depends on the free memory"
+            )
         if self.deterministic and self.cluster.engine_hosts:
             raise ConfigError(
                 "deterministic needs cluster.engine_hosts = 0 (a virtual clock does not wait for "
@@ -275,7 +280,8 @@ class RunConfig(Section):
         hosts = self.cluster.engine_hosts
         engines = hosts or self.engine.num_engines
         if self.engine.prefill_engines and self.engine.prefill_engines >= engines:
-            counted = "cluster.engine_hosts" if hosts else "engine.processes or engine.urls"
+            counted = "engine.processes, engine.servers or engine.urls"
+            counted = "cluster.engine_hosts" if hosts else counted
             raise ConfigError(
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"

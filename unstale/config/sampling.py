@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -52,10 +53,18 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
 def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
     """Return bfloat16 on a GPU or a CPU with bfloat16 units, otherwise float32: the faster one."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    has_driver = Path("/proc/driver/nvidia").exists()
-    has_gpu = has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     has_products = "avx512_bf16" in flags or "amx_bf16" in flags
-    return "bfloat16" if has_gpu or has_products else "float32"
+    return "bfloat16" if has_gpu() or has_products else "float32"
+
+
+def has_gpu() -> bool:
+    """Return True if there is an NVIDIA GPU and a torch that uses it. Neither is loaded."""
+    has_driver = Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()  # Linux or WSL
+    if not has_driver or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    spec = find_spec("torch")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in folders)
 
 
 @cache
@@ -66,7 +75,7 @@ def backends() -> dict[str, Sequence[str]]:
     imported, because that loads torch.
     """
     servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls", "probe_tolerance"))
-    vllm = (*servers["vllm"], "args", "gpu_memory_utilization")
+    vllm = (*servers["vllm"], "python", "servers", "args", "gpu_memory_utilization")
     own = {"embedded": ("processes",), **servers, "vllm": vllm}
     return {**own, **dict.fromkeys(added_names("unstale.engines", own), ("urls", "args"))}
 
@@ -84,12 +93,21 @@ class EngineConfig(Section):
     urls: str = ""
     """URLs of running servers on this host, separated by spaces. Empty lets `vllm` start a server.
     """
+    python: str = ""
+    """Python interpreter of the vLLM servers that the run starts, such as
+    `.venv-vllm/bin/python`. Empty uses the interpreter of the run. Only vLLM must be installed
+    there.
+    """
+    servers: PositiveInt = 1
+    """Number of vLLM servers that the run starts on each host. Several servers have GPUs of their
+    own, and episodes stay on one server.
+    """
     args: str = ""
-    """More command-line flags for the vLLM server that the run starts, or for an engine of another
+    """More command-line flags for each vLLM server that the run starts, or for an engine of another
     package.
     """
     gpu_memory_utilization: Share = 0.0
-    """Share of GPU memory for the vLLM server that the run starts; 0 computes it from the model
+    """Share of GPU memory for each vLLM server that the run starts; 0 computes it from the model
     sizes.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
@@ -115,8 +133,8 @@ class EngineConfig(Section):
     threads. Each process has a GPU of its own if there are enough GPUs.
     """
     max_running: PositiveInt = 128
-    """Largest number of replies generated at the same time, by all embedded processes together
-    (rounded up to a multiple of their number) or by the server that the run starts. A server of
+    """Largest number of replies generated at the same time, by all embedded processes or all
+    servers that the run starts together (rounded up to a multiple of their number). A server of
     `urls` has its own limit.
     """
     max_context: Annotated[int, Range(16)] = 1024
@@ -156,7 +174,12 @@ class EngineConfig(Section):
     @property
     def num_engines(self) -> int:
         """Number of engines on one host."""
-        return max(self.processes, len(self.urls.split()))
+        return len(self.urls.split()) or self.num_started
+
+    @property
+    def num_started(self) -> int:
+        """Number of engines that the run starts on one host, without those of `urls`."""
+        return self.processes * self.servers  # one of both is 1
 
     def applies(self, option: str) -> bool:
         if option == "prefill_ratio":
@@ -173,18 +196,21 @@ class EngineConfig(Section):
                 f"engine.prefill_ratio = {self.prefill_ratio:g} is read only with "
                 "engine.prefill_engines > 0"
             )
-        if self.max_running < self.processes:
+        if self.max_running < self.num_started:
+            option = "engine.processes" if self.processes > 1 else "engine.servers"
             raise ConfigError(
-                f"engine.max_running must be >= {self.processes} (engine.processes), "
+                f"engine.max_running must be >= {self.num_started} ({option}), "
                 f"got {self.max_running}"
             )
         if self.backend == "embedded" and self.urls:
             raise ConfigError("engine.urls needs a server backend: set engine.backend too")
         args = self.args and self.backend not in added_names("unstale.engines")
-        if (args or self.gpu_memory_utilization) and (self.backend != "vllm" or self.urls):
+        of_servers = args or self.gpu_memory_utilization or self.python or self.servers > 1
+        if of_servers and (self.backend != "vllm" or self.urls):
             raise ConfigError(
-                "engine.args and engine.gpu_memory_utilization are for a vLLM server that the run "
-                "starts: set engine.backend = vllm and no engine.urls"
+                "engine.args, engine.gpu_memory_utilization, engine.python and engine.servers are "
+                "for a vLLM server that the run starts: set engine.backend = vllm and no "
+                "engine.urls"
             )
         if self.transfer == "nccl" and self.backend != "vllm":
             raise ConfigError(
@@ -197,7 +223,7 @@ class EngineConfig(Section):
         if self.backend != "embedded" and self.processes > 1:
             raise ConfigError(
                 "engine.processes is an option of engine.backend = embedded; "
-                "for more servers give engine.urls"
+                "for more vLLM servers set engine.servers, for other servers give engine.urls"
             )
         if self.top_p != 1.0:
             raise ConfigError(

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from unstale.config.checks import ConfigError, Section
-from unstale.config.names import nearest
+from unstale.config.names import RENAMED_TECHNIQUES, nearest
 from unstale.config.plugins import Plugins, declared, missing_annexes
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _with_items(paragraph: str) -> str:
 def techniques() -> Mapping[str, Entry]:
     """Return every technique by name, in alphabetical order."""
     own = {entry.name: entry for entry in declared("unstale.techniques", "ENTRY")}
-    return dict(sorted({**ADDED.load_all([*own, *SECTIONS]), **own}.items()))
+    return dict(sorted({**ADDED.load_all([*own, *SECTIONS, *RENAMED_TECHNIQUES]), **own}.items()))
 
 
 def chosen(names: str) -> tuple[Entry, ...]:
@@ -159,6 +159,8 @@ def chosen(names: str) -> tuple[Entry, ...]:
     known = techniques()
     words = names.split()
     for word in words:
+        if word in RENAMED_TECHNIQUES:
+            raise ConfigError(f"techniques: {word} is now {RENAMED_TECHNIQUES[word]}")
         if word not in known:
             ADDED.load(word)  # raises an error if a broken package adds it
             hint = nearest(word, list(known))
@@ -184,6 +186,8 @@ def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Sect
     """
     entries = chosen(names)
     for name in given:
+        if name in RENAMED_TECHNIQUES:
+            raise ConfigError(f"technique_options: {name} is now {RENAMED_TECHNIQUES[name]}")
         if name not in [entry.name for entry in entries]:
             both = " ".join([*names.split(), name])
             raise ConfigError(

@@ -13,16 +13,18 @@ from unstale.config.checks import (
     Section,
     Share,
 )
-from unstale.config.sampling import Dtype, Quantise
+from unstale.config.sampling import Quantise, has_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig(Section):
     """The trainer and its optimizer."""
 
-    dtype: Dtype = "float32"
-    """Precision of the forward pass. The weights that the optimizer updates are always float32."""
-    rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the forward pass. The weights that the optimizer updates are always float32.
+    `auto` is bfloat16 on a GPU and float32 on a CPU.
+    """
+    rounding: Literal["nearest", "stochastic", "dither"] = "stochastic"
     """Rounding of the optimizer's float32 weights to bfloat16 or float16 for the forward pass: to
     the nearest number, at random after every step, or at one random threshold per weight for the
     whole run. See docs/rounding.md.
@@ -57,8 +59,10 @@ class TrainerConfig(Section):
     """Layers that get a LoRA adapter: `all-linear` (without the output head), or endings of module
     names, such as `q_proj`.
     """
-    max_tokens_per_microbatch: PositiveInt = 4096
-    """Largest number of tokens in one forward and backward pass."""
+    max_tokens_per_microbatch: Count = 4096
+    """Largest number of tokens in one forward and backward pass; 0 chooses the largest that fits
+    into memory, and a larger one for passes without gradient.
+    """
     share_prompts: bool = True
     """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
     gradient_checkpointing: bool = False
@@ -81,6 +85,9 @@ class TrainerConfig(Section):
     """
 
     def check_combination(self) -> None:
+        if self.dtype == "auto":
+            # The chosen precision replaces `auto`, so that the run folder records it.
+            object.__setattr__(self, "dtype", "bfloat16" if has_gpu() else "float32")
         if not self.lora_targets.split():
             raise ConfigError("trainer.lora_targets must name layers, got none")
         if not self.lora_rank and (self.lora_alpha, self.lora_targets) != (32.0, "all-linear"):
@@ -117,7 +124,7 @@ class SftConfig(Section):
     demonstrations: PositiveInt = 64
     """Number of training tasks to demonstrate."""
     batch: PositiveInt = 8
-    """Demonstrations in an optimizer step."""
+    """Number of demonstrations in an optimizer step."""
     lr: Positive = 3e-5
     """Learning rate of the supervised start, after one step of warm-up."""
 
@@ -157,6 +164,6 @@ class CheckpointConfig(Section):
     minutes: NonNegative = 0.0
     """Also write a checkpoint this many minutes after the last one; 0 sets no time."""
     keep: Annotated[int, Range(2)] = 2
-    """Number of checkpoints to keep: at least 2, because tokens of an older version may arrive
-    while the newest is written. The one being written is not counted.
+    """Number of complete checkpoints to keep. At least 2: a resumed run may need a version before
+    the newest checkpoint, and rebuilds it from the older one.
     """

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unstale.config.names import RENAMED_TECHNIQUES
 from unstale.durability.checkpoint_files import (
     MANIFEST,
     TRAINER,
@@ -66,6 +67,7 @@ VERSIONS = "versions"
 
 _CHECKPOINT_NAME = re.compile(r"step\d+-version(\d+)")
 _VERSION_NAME = re.compile(r"(\d+)\.(?:safetensors|parts)")
+_RENAMED = {f"technique/{old}": f"technique/{new}" for old, new in RENAMED_TECHNIQUES.items()}
 _VERSION_SUFFIXES = (".safetensors", ".parts")
 
 
@@ -180,13 +182,14 @@ class Checkpoints:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore every component from a checkpoint."""
-        if checkpoint.states.keys() != self._parts.keys():
+        states = {_RENAMED.get(name, name): each for name, each in checkpoint.states.items()}
+        if states.keys() != self._parts.keys():
             raise CheckpointError(
-                f"the checkpoint has the states {sorted(checkpoint.states)}, "
+                f"the checkpoint has the states {sorted(states)}, "
                 f"but the run has {sorted(self._parts)}"
             )
         for name, part in self._parts.items():
-            part.restore(checkpoint.states[name])
+            part.restore(states[name])
 
     def load(self, name: str) -> Checkpoint:
         """Read a checkpoint. Raises `CheckpointError` unless it is complete and unchanged.

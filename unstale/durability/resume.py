@@ -135,7 +135,7 @@ def restore(
         raise CheckpointError(
             f"the newest sound checkpoint of {run} does not fit the options of the run "
             f"({type(error).__name__}: {error}). What decides the content of a checkpoint must be "
-            "as the run began: policy, trainer.optimizer, trainer.lora_*, old_logps.route, "
+            "as the run began: model, trainer.optimizer, trainer.lora_*, old_logps.route, "
             "techniques. Leave these options out of the command, and do not edit config.json"
         ) from error
     policy.version_gaps = max(policy.version_gaps, stored.version_gaps, key=len)

@@ -121,7 +121,7 @@ def check_load(update: Update, version: int, current: int, *, sampling: bool, de
 def check_resume(current: int) -> None:
     """Raise RuntimeError if the engine has no weights, so that its version `current` is -1."""
     if current < 0:
-        raise RuntimeError("resume before the first load: there are no weights to sample from")
+        raise RuntimeError("the engine has no weights to sample from: load them before resume")
 
 
 @dataclass(frozen=True, slots=True)

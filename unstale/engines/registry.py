@@ -26,6 +26,8 @@ class EngineOptions:
     """The URL of a running server. If it is empty, the engine starts a process."""
     args: tuple[str, ...] = ()
     """More command-line flags for the process. Flags that the run sets itself are refused."""
+    python: str = ""
+    """The Python interpreter of a vLLM server. Empty uses that of this process."""
     gpu_memory_utilization: float = 0.0
     """Share of GPU memory for the process. 0 leaves the default of the server."""
     dtype: Dtype = "bfloat16"
@@ -41,8 +43,12 @@ class EngineOptions:
     gpus: tuple[str, ...] = ()
     """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty leaves all of them."""
     number: int = 0
-    """Number of the engine among those of its machine. The process of an embedded engine computes
-    on the GPU with this number, of those that it may use.
+    """Number of the engine among those of its host. The process of an embedded engine computes on
+    the GPU with this number, of those that it may use.
+    """
+    gpus_each: int = 0
+    """The number of GPUs that each of several servers of a host takes, in the order of their
+    numbers, of those that they may use. 0 lets a server use all.
     """
     max_running: int = 128
     """Number of replies sampled at once. Further requests wait. The embedded engine keeps as many

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,7 +21,12 @@ from unstale.engines.registry import EngineOptions
 from unstale.weights.child_process import visible_gpus
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
-EXTENSION = "unstale.engines.vllm_worker.Extension"
+_WORKER = "unstale_vllm_worker"
+"""The name of `vllm_worker.py` in the server's process. A link with this name is all of this
+package that is importable there, so the interpreter needs no other packages than vLLM's.
+"""
+EXTENSION = f"{_WORKER}.Extension"
+_CHECK_S = 60.0
 _PREFIX = "unstale-vllm-"
 _LOG_TAIL_BYTES = 4000
 _TERMINATE_S = 10.0
@@ -55,12 +61,17 @@ class VllmServer:
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
-        """Start nothing yet. ValueError for flags that the run sets, and for a long `TMPDIR`."""
+        """Start nothing yet.
+
+        Raises ValueError for flags that the run sets, a long `TMPDIR`, a Python that is missing
+        and too few GPUs.
+        """
         self._folder = _socket_folder()
         self._resources = contextlib.ExitStack()
         self.url = f"unix:{self._folder}/http"
+        self._python = find_python(options.python)
         self._threads = options.threads
-        self._gpus = options.gpus
+        self._gpus = _own_gpus(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
         self._lock = threading.Lock()
@@ -125,7 +136,11 @@ class VllmServer:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._resources.enter_context(hold_lock(self._folder))
-        command = [sys.executable, "-P", "-m", "unstale.engines.vllm_worker", *self._arguments]
+        modules = self._folder / "modules"
+        modules.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            (modules / f"{_WORKER}.py").symlink_to(Path(__file__).with_name("vllm_worker.py"))
+        command = [self._python, "-P", "-m", _WORKER, *self._arguments]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -134,7 +149,7 @@ class VllmServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=server_environment(self._folder, threads=self._threads)
+                env=server_environment(modules, python=self._python, threads=self._threads)
                 | visible_gpus(self._gpus),
             )
 
@@ -179,6 +194,53 @@ class VllmServer:
             self._process = None
 
 
+def require_vllm(python: str) -> None:
+    """Raise ValueError if the interpreter `python`, or that of this process, has no vLLM."""
+    if python:
+        _require_vllm_of(python, find_python(python))
+    elif find_spec("vllm") is None:
+        raise ValueError(
+            "engine.backend = vllm needs vLLM, which this Python does not have: set engine.python "
+            "to an interpreter that has it, install it here, or give the engine.urls of servers "
+            "that already run"
+        )
+
+
+def find_python(python: str) -> str:
+    """Return the path of the interpreter `python`, or that of this process if it is empty.
+
+    Raises ValueError if it is no program.
+    """
+    if not python:
+        return sys.executable
+    path = shutil.which(Path(python).expanduser())
+    if path is None:
+        raise ValueError(
+            f"engine.python = {python} is no program that can be run: give the path of a Python "
+            "interpreter, such as .venv-vllm/bin/python"
+        )
+    return os.path.abspath(path)
+
+
+def _require_vllm_of(python: str, path: str) -> None:
+    code = "import sys, importlib.util as u; sys.exit(10 * (u.find_spec('vllm') is None))"
+    try:
+        found = subprocess.run([path, "-P", "-c", code], capture_output=True, timeout=_CHECK_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"engine.python = {python} cannot be run: {error}") from error
+    if found.returncode == 10:
+        raise ValueError(
+            f"engine.python = {python} has no vLLM: install it there "
+            f"({path} -m pip install vllm), or give the path of another Python interpreter"
+        )
+    if found.returncode:
+        text = found.stderr.decode(errors="replace").strip()[-_LOG_TAIL_BYTES:]
+        raise ValueError(
+            f"engine.python = {python} is no Python of version 3.11 or later: it ended with exit "
+            f"code {found.returncode}: {text}"
+        )
+
+
 def _socket_folder() -> Path:
     """Return the path of a new folder for sockets. ValueError if their paths would be too long."""
     parent = tempfile.gettempdir()
@@ -212,6 +274,31 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
     return flags
 
 
+def gpus_here() -> list[str]:
+    """Return the GPUs that this process may use, without making use of one."""
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(number) for number in range(count)]
+    return [each.strip() for each in named.split(",")][:count]
+
+
+def _own_gpus(options: EngineOptions) -> Sequence[str]:
+    """Return the GPUs of a server. Raises ValueError if there are too few."""
+    gpus = options.gpus or gpus_here()
+    if not options.gpus_each or not gpus:
+        return options.gpus
+    end = (options.number + 1) * options.gpus_each
+    if end > len(gpus):
+        raise ValueError(
+            f"server {options.number + 1} of engine.servers needs GPUs {end - options.gpus_each} "
+            f"to {end - 1}, but its host has {len(gpus)} for servers: lower engine.servers"
+        )
+    return gpus[end - options.gpus_each : end]
+
+
 def can_quantise(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return True if vLLM can compute in FP8 here: on a GPU, or on a CPU with AMX."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -240,19 +327,21 @@ def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int
     return share
 
 
-def server_environment(folder: Path, *, threads: int) -> dict[str, str]:
-    """Return the environment variables of a server with its sockets in `folder`.
+def server_environment(modules: Path, *, python: str, threads: int) -> dict[str, str]:
+    """Return the environment variables of a server, whose sockets are beside the folder `modules`.
 
-    The variables of this process replace the defaults, except those that a run requires.
+    The variables of this process replace the defaults, except those that a run requires. The
+    folder of `python` comes first in `PATH`, because vLLM starts tools that are installed there.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    root = str(Path(__file__).parents[2])
-    python_path = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    python_path = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [os.path.dirname(python), *filter(None, [os.environ.get("PATH")])]
     required = {
+        "PATH": os.pathsep.join(path),
         "PYTHONPATH": os.pathsep.join(python_path),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -260,6 +349,6 @@ def server_environment(folder: Path, *, threads: int) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_RPC_BASE_PATH": str(folder),
+        "VLLM_RPC_BASE_PATH": str(modules.parent),
     }
     return defaults | dict(os.environ) | required

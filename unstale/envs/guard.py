@@ -347,8 +347,9 @@ async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: floa
     Raises `Overdue`, which has `name`, after `limit_s` seconds. The function is then interrupted.
     """
     thread = OwnThread(name)
+    limit = asyncio.timeout(limit_s)
     try:
-        async with asyncio.timeout(limit_s) as limit:
+        async with limit:
             return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
     except TimeoutError:
         if not limit.expired():
@@ -356,6 +357,7 @@ async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: floa
         raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
     finally:
         thread.interrupt()
+        del limit  # it holds the task, whose error holds this frame
 
 
 class _Outcome(Future[Any]):

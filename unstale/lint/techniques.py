@@ -18,12 +18,14 @@ CHAINS: Mapping[Slot, str] = {
 LOW_RATE = 5
 """A learning rate is low if it is below the usual one by this factor."""
 MAX_SHIFT = 20.0
-"""Largest sensible `ace.max_shift`. Beyond it, a negative advantage may be multiplied by more than
-20, and a single long sequence outweighs a batch.
+"""Largest sensible `confident_error_penalty.max_shift`. Beyond it, a negative advantage may be
+multiplied by more than 20, and a single long sequence outweighs a batch.
 """
 
 MAX_ENTROPY_FACTOR = 1 / 3
-"""Largest sensible `aepo.a`. An entropy of 3 standard deviations under the mean is common."""
+"""Largest sensible `token_entropy_advantage.a`. An entropy of 3 standard deviations under the mean
+is common.
+"""
 MIN_MAD_FLOOR = 0.01
 """Smallest sensible `baseline.mad_floor`. Below it, an advantage may be more than 90 times the
 distance of its reward to the median.
@@ -58,16 +60,16 @@ def low_rate_with_smaller_steps(config: RunConfig) -> Finding | None:
     )
 
 
-def far_shift_of_ace(config: RunConfig) -> Finding | None:
-    """Warn of a limit of `ace` that lets one sequence outweigh a batch."""
-    options = config.technique_options.get("ace")
+def far_confidence_shift(config: RunConfig) -> Finding | None:
+    """Warn of a limit of `confident_error_penalty` that lets one sequence outweigh a batch."""
+    options = config.technique_options.get("confident_error_penalty")
     shift: float = getattr(options, "max_shift", 0.0)
     if shift <= MAX_SHIFT or getattr(options, "over", "") != "sum":
         return None
     return Finding(
-        f"ace.max_shift is {shift:g}, for the sum over a sequence",
+        f"confident_error_penalty.max_shift is {shift:g}, for the sum over a sequence",
         "the sum grows with the length, so a long sequence outweighs the rest of its batch",
-        ({"ace.max_shift": 10.0}, {"ace.over": "mean"}),
+        ({"confident_error_penalty.max_shift": 10.0}, {"confident_error_penalty.over": "mean"}),
     )
 
 
@@ -86,29 +88,29 @@ def hard_prefix_clip(config: RunConfig) -> Finding | None:
 
 def strong_entropy_factor(config: RunConfig) -> Finding | None:
     """Warn of a factor that drops the tokens of low entropy."""
-    options = config.technique_options.get("aepo")
+    options = config.technique_options.get("token_entropy_advantage")
     a: float = getattr(options, "a", 0.0)
     if a <= MAX_ENTROPY_FACTOR:
         return None
     return Finding(
-        f"aepo.a is {a:g}",
+        f"token_entropy_advantage.a is {a:g}",
         f"tokens with an entropy of more than {1 / a:.2g} standard deviations under the mean get "
         "no gradient, and there are many",
-        ({"aepo.a": 0.2},),
+        ({"token_entropy_advantage.a": 0.2},),
     )
 
 
 def baseline_of_picked(config: RunConfig) -> Finding | None:
-    """Warn of a baseline over the batch that counts only the episodes that `pick` chose."""
-    rule = getattr(config.technique_options.get("pick"), "rule", "variance")
+    """Warn of a baseline over the batch that counts only chosen episodes."""
+    rule = getattr(config.technique_options.get("episode_filter"), "rule", "variance")
     advantage = config.advantage
     if rule == "variance" or advantage.estimator != "reinforce_batch" or advantage.group_baseline:
         return None
     return Finding(
-        f"pick.rule is {rule}, and the baseline is the mean of the batch",
+        f"episode_filter.rule is {rule}, and the baseline is the mean of the batch",
         "episodes are chosen by their result, so the mean of the chosen ones is not that of the "
         "policy",
-        ({"advantage.group_baseline": True}, {"pick.rule": "variance"}),
+        ({"advantage.group_baseline": True}, {"episode_filter.rule": "variance"}),
     )
 
 
@@ -159,9 +161,9 @@ def even_groups_of_median(config: RunConfig) -> Finding | None:
     causes = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
     if getattr(options.get("truncated"), "rule", "") == "mask":
         causes.append("truncated")
-    stages: int = getattr(options.get("stages"), "size", 0)
+    stages: int = getattr(options.get("hard_task_stages"), "size", 0)
     if stages and stages % 2 == 0:
-        causes.append("stages")
+        causes.append("hard_task_stages")
     if not causes:
         return None
     return Finding(
@@ -204,14 +206,15 @@ def slots_for_all(config: RunConfig) -> Finding | None:
 
 
 def picked_after_allocation(config: RunConfig) -> Finding | None:
-    """Warn of episodes that an allocator adds and `pick` leaves out."""
+    """Warn of episodes that an allocator adds and `episode_filter` leaves out."""
     allocators = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
-    if not allocators or "pick" not in config.technique_options:
+    if not allocators or "episode_filter" not in config.technique_options:
         return None
     return Finding(
-        f"pick with {allocators[0]}",
-        f"{allocators[0]} samples more episodes of some tasks, and pick leaves some of them out",
-        (without(config, "pick"), without(config, allocators[0])),
+        f"episode_filter with {allocators[0]}",
+        f"{allocators[0]} samples more episodes of some tasks, and episode_filter leaves some of "
+        "them out",
+        (without(config, "episode_filter"), without(config, allocators[0])),
     )
 
 
@@ -268,7 +271,7 @@ def without(config: RunConfig, *names: str) -> Fix:
 
 WARNINGS: Sequence[Rule] = (
     low_rate_with_smaller_steps,
-    far_shift_of_ace,
+    far_confidence_shift,
     hard_prefix_clip,
     strong_entropy_factor,
     baseline_of_picked,

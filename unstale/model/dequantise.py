@@ -86,15 +86,20 @@ def _save(file: Path, folder: Path) -> None:
     model, info = read
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"it lacks {len(missing)} weights, for example {missing[0]}")
-    for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise ValueError(
-            f"{name} has the shape {tuple(stored)}, and transformers reads {tuple(expected)} from "
-            "the metadata of the file: convert the original model instead"
-        )
     # transformers refuses to save a model that has this, although its weights are plain
     del model.config.quantization_config
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
+    wrong = list(info["mismatched_keys"])
+    for name, tensor in model.state_dict().items():  # transformers 5.19 loads other shapes
+        if tensor.shape != shapes.get(name, tensor.shape):
+            wrong.append((name, tensor.shape, shapes[name]))
+    for name, stored, expected in sorted(wrong):
+        raise ValueError(
+            f"{name} has the shape {tuple(stored)}, and transformers reads {tuple(expected)} from "
+            "the metadata of the file: convert the original model instead"
+        )
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(

@@ -51,7 +51,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         if len(rows)
     ]
     rows = torch.cat(outputs)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.19 has no such attribute
         rows = module.post_expert_norm(rows)
     weighted: Tensor = _Collect.apply(rows, place) * weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden.dtype)

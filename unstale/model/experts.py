@@ -20,7 +20,7 @@ from unstale.model.sharding import gather_whole
 def find_routers(model: nn.Module) -> list[nn.Module]:
     """Return the routers of a model, in the order of its layers. ConfigError if there are none.
 
-    A router returns `(logits [N, experts], weights [N, k], indices [N, k])`.
+    A router returns `(logits [N, experts], weights [N, k], indices [N, k])`, or the reverse.
     """
     routers = [
         module
@@ -45,7 +45,7 @@ class ExpertRecorder:
             router.register_forward_hook(partial(self._record, layer))
 
     def _record(self, layer: int, router: nn.Module, inputs: Any, output: Any) -> None:
-        self._chosen[layer].append(output[2])
+        self._chosen[layer].append(_parts(output)[2])
 
     def take(self) -> Tensor:
         """Return the experts `[N, layers, k]` of all tokens computed since the last call."""
@@ -112,11 +112,21 @@ def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
     run = running.get()
     if run is None or run.routed_experts is None:
         return None
-    logits, weights, own = output
+    logits, weights, own = _parts(output)
     recorded = run.routed_experts[run.own_tokens, place].to(own.device, non_blocking=True)
     absent = recorded == torch.iinfo(recorded.dtype).max
     experts = torch.where(absent, own, recorded.to(own.dtype))
-    return logits, _weights(router, logits, experts).to(weights.dtype), experts
+    replayed = logits, _weights(router, logits, experts).to(weights.dtype), experts
+    return replayed if output[0] is logits else replayed[::-1]
+
+
+def _parts(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, weights and experts of a router's output.
+
+    Some families of transformers 5.19, such as Granite-MoE, return them in the reverse order.
+    """
+    first, weights, last = output
+    return (first, weights, last) if first.is_floating_point() else (last, weights, first)
 
 
 def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
@@ -137,7 +147,7 @@ def _check_weights(router: nn.Module) -> None:
     noise = torch.Generator().manual_seed(0)
     weight = tensors["weight"]
     hidden = 10 * torch.randn(8, weight.shape[1], generator=noise).to(weight)
-    logits, weights, experts = functional_call(router, tensors, hidden)
+    logits, weights, experts = _parts(functional_call(router, tensors, hidden))
     expected = _weights(router, logits, experts).to(weights.dtype)
     if weights.shape != expected.shape or not torch.allclose(weights, expected):
         raise ConfigError(

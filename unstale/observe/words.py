@@ -90,8 +90,8 @@ groups that wait for older ones are the cause. Another activity is named above `
 """
 
 BOTTLENECKS = {
-    "Generation": "a faster engine (engine.processes, engine.threads, engine.dtype, or servers: "
-    "docs/engines.md) or shorter completions (engine.max_completion_tokens)",
+    "Generation": "a faster engine (engine.processes or engine.servers, engine.threads, "
+    "engine.dtype: docs/engines.md) or shorter completions (engine.max_completion_tokens)",
     "Tools and rewards": "more concurrent groups (schedule.max_staleness), or faster tools and "
     "reward functions",
     "The staleness budget": "training on finished groups before older unfinished ones "

@@ -31,7 +31,7 @@ DEFAULT_DECAY = 0.5
 class EwmaProx(OldLogps):
     """A route that scores with a moving average of the weights of all published versions.
 
-    Its values are never exact. With `every_step`, the weights after each optimizer step are
+    Its `old_logp` is never exact. With `every_step`, the weights after each optimizer step are
     averaged instead.
     """
 
@@ -99,8 +99,8 @@ class EwmaProxSpec(OldLogpsConfig):
     """
     placement: Literal["twin", "own"] = "twin"
     """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. The latter is slower. Then no second model is
-    needed, and averages are in main memory.
+    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
+    keeps averages in main memory.
     """
 
     # gives a mean age of 3 versions, the age of this recipe's tokens

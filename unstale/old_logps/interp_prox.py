@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class InterpProx(OldLogps):
     """A route that mixes the engine's log-probability of a token with that of the current policy.
 
-    Its values are never exact (arXiv 2512.06547). They are computed again in every training pass.
+    Its `old_logp` is never exact (arXiv 2512.06547). It is computed again in every training pass.
     `alpha` is the weight of the current policy. If it is None, the weight is (d - 1) / d for a
     token of lag d, and `fresh` for a token of lag 0.
     """

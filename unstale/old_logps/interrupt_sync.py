@@ -1,6 +1,6 @@
 """`interrupt_sync`: pause generation and score all tokens of a version before its weights change.
 
-The values are exact.
+Its `old_logp` is exact.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class InterruptSync(CachedRoute):
     """A route that scores with the trainer's weights before an optimizer step changes them.
 
-    The values are exact. The route needs no memory for old weights, but generation is paused from
-    the call of `before_update` until the next version is published. The metric `stall_s` is the
-    length of this pause in seconds, and is reported with the next batch.
+    Its `old_logp` is exact. The route needs no memory for old weights, but generation is paused
+    from the call of `before_update` until the next version is published. The metric `stall_s` is
+    the length of this pause in seconds, and is reported with the next batch.
     """
 
     needs = Needs(closing=True, forwards="versions")

@@ -1,6 +1,6 @@
 """`old_logit_model`: score tokens with a second model that has the engine's version of the weights.
 
-The values are exact.
+Its `old_logp` is exact.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ BETA_MAX = 0.95
 class PpoEwmaAsync(OldLogps):
     """A route that scores with moving averages of the weights that are about as old as the tokens.
 
-    Its values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
-    weights of this version are added to the average. The decay is chosen so that the age of the
+    Its `old_logp` is never exact (arXiv 2605.12070). When the first batch of a version is scored,
+    the weights of this version are added to the average. The decay is chosen so that the age of the
     average comes closest to the mean lag of the action tokens, of this batch and earlier ones
     (`lag_memory`). A batch of fresh tokens alone would otherwise remove all older weights from the
     average. The option `beta` sets a fixed decay instead. With several averages, the tokens are
@@ -207,8 +207,8 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Only for `ppo_ewma_async`: smallest number of batches between two resets."""
     placement: Literal["twin", "own"] = "twin"
     """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. The latter is slower. Then no second model is
-    needed, and averages are in main memory.
+    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
+    keeps averages in main memory.
     """
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}

@@ -1,6 +1,6 @@
 """`snapshot_old`: keep the weights of each version, and score each token with its own version.
 
-The values are exact.
+Its `old_logp` is exact.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class SnapshotOldSpec(ExactSpec):
     """Largest size of the kept weights in GB; 0 sets no limit."""
     placement: Literal["twin", "own"] = "twin"
     """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. The latter is slower. Then no second model is
-    needed, and averages are in main memory.
+    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
+    keeps averages in main memory.
     """
     spill: bool = False
     """Keep past weights in files of a temporary folder instead of memory."""

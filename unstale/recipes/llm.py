@@ -36,7 +36,6 @@ def llm(**changes: Any) -> RunConfig:
         engine=EngineConfig(max_completion_tokens=2048, max_context=4096),
         trainer=TrainerConfig(
             dtype="bfloat16",
-            rounding="stochastic",
             lr=1e-6,
             warmup_steps=5,
             gradient_checkpointing=True,

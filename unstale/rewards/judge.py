@@ -282,10 +282,10 @@ async def find_flaw(
 ) -> dict[str, float]:
     """Return whether a success has a flaw, as facts for `Turn.facts`.
 
-    The technique `flaw` reads them (docs/techniques.md). `flaw` is 1 if the judge's score is below
-    `least`, and `flaw_unread` is 1 if its answer was no verdict, which does not count as a flaw
-    (FAPO, arXiv 2510.22543). Both are 0 without a call to the judge if `success` is False. Raises
-    the other errors of `LLMJudge.verdict`.
+    The technique `flawed_success_penalty` reads them (docs/techniques.md). `flaw` is 1 if the
+    judge's score is below `least`, and `flaw_unread` is 1 if its answer was no verdict, which does
+    not count as a flaw (FAPO, arXiv 2510.22543). Both are 0 without a call to the judge if
+    `success` is False. Raises the other errors of `LLMJudge.verdict`.
     """
     if not success:
         return {"flaw": 0.0, "flaw_unread": 0.0}

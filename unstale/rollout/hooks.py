@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from unstale.rollout.selection import Selection
-    from unstale.techniques import HiddenStates, StatesQuery, Techniques
+    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

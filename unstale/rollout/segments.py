@@ -199,7 +199,7 @@ class BudgetUse:
         return "max_tokens" if self.reply_limit(num_tokens) < 1 else None
 
     def facts(self) -> dict[str, float]:
-        """Return the number of segments as a fact of the episode. Empty without segments."""
+        """Return the episode's number of segments as a fact. Empty if it runs in one piece."""
         return {"segments": float(self.segment)} if self.budget.segments else {}
 
     @property

@@ -3,9 +3,9 @@
 Without a pool, the tasks come in the order of the task set. With `selection.pool`, its first tasks
 come again and again: in turn, or as a sampler chooses. The visits of a task are counted in the
 journal, and the state of a sampler changes when a batch was trained on. A task is drawn when its
-group begins. In a resumed run, groups that had begun keep their tasks. The others are drawn from
-the number of the group, the checkpoint and the journal alone, so a deterministic run draws the same
-as without the resume. Another run does if no step was trained after the checkpoint.
+group begins. In a resumed run, groups that had begun keep their tasks. The tasks of other groups
+are drawn from the number of the group, the checkpoint and the journal only. So a run draws as
+without the resume if it is deterministic, or if no step was trained after the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unstale.envs import Taskset, task_identity, task_text
 from unstale.envs.hooks import Identities, tasks_of
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
+from unstale.techniques.hooks import Draw, DrawContext, GroupSoFar, Techniques, TextReader
 
 if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState
@@ -48,7 +48,7 @@ async def training_requests(
 
     Tasks whose identity is in `skipped` get no request. A resumed run continues after its last
     task. The requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its
-    request has another seed. Otherwise the episodes would be those of its first group.
+    request has another seed. With the same seed, it would repeat the episodes of its first group.
     """
     number = life.admitted
     num_skipped = 0
@@ -109,7 +109,7 @@ def require_repeats(config: RunConfig, taskset: Taskset) -> None:
 
 
 def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[str, str]:
-    """Return the text of each task of a pool, by identity. Raises `ConfigError` without one."""
+    """Return the text of each task of a pool, by identity. Raises `ConfigError` if one has none."""
     texts = {name: task_text(taskset, task) for name, (_, task) in pool.items()}
     missing = next((name for name, text in texts.items() if not text), None)
     if missing is not None:

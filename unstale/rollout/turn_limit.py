@@ -1,7 +1,7 @@
 """The number of turns that an episode may have: `rollout.max_turns`, or less with a technique.
 
 Limit, reminders and extensions follow from the tokens and rewards of the episode so far, so a
-resumed episode has the same.
+resumed episode has the same ones.
 """
 
 from collections.abc import Sequence

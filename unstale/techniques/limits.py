@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
 from unstale.config.techniques import Entry
 from unstale.records import TurnLimit
-from unstale.techniques import Outcome
+from unstale.techniques.hooks import Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.config import RunConfig
-    from unstale.techniques import FreshGroup, Outcome
+    from unstale.techniques.hooks import FreshGroup, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Replay:
                 self._offered.append(StoredGroup(number, each.task, age, _compact(part)))
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Store the groups of the batch that was trained on, and drop old ones."""
+        """Store the fresh groups of the last batch. Drop stored groups older than `max_age`."""
         older = {each.task: replace(each, age=each.age + 1) for each in self.stored}
         for each in self._offered:
             older.pop(each.task, None)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unstale.config.checks import ConfigError, Count, PositiveInt, Section, Share
 from unstale.config.techniques import Entry
 from unstale.records import EpisodeBudget
-from unstale.techniques import Outcome
+from unstale.techniques.hooks import Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

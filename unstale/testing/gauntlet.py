@@ -96,7 +96,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The trials of a model by precision. Pretrained models have no planted ones."""
+    """The trials of one model by precision: plain, and with planted activations and sink."""
 
     name: str
     expected_refusal: str = ""

@@ -25,7 +25,7 @@ from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
-from unstale.techniques import (
+from unstale.techniques.hooks import (
     NO_TECHNIQUES,
     HiddenStates,
     StatesQuery,
@@ -41,6 +41,7 @@ from unstale.trainer.loss_scale import LossScale
 from unstale.trainer.masters import Masters
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
+from unstale.trainer.passes import pass_tokens
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
 from unstale.trainer.scoring import Audit, Scoring, select
@@ -90,6 +91,7 @@ class LocalTrainer:
         self._master = self._masters.tensors
         self._loss_scale = LossScale(policy.dtype)
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
+        self._max_tokens = pass_tokens(policy, config, trains=True)
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
         self._halves = GradientNoiseScale() if "halves" in techniques.needs else None
@@ -264,9 +266,7 @@ class LocalTrainer:
         batch = minibatch.batch
         all_spans = batch.spans()
         spans = [all_spans[i] for i in members]
-        microbatches = self.policy.pack(
-            batch, spans, self.config.max_tokens_per_microbatch, where=batch.sampled
-        )
+        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=batch.sampled)
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
             counted = passes if counts else self._metrics.of_passes()
@@ -373,6 +373,8 @@ class LocalTrainer:
         self._cpu_s = cpu_s
         if self._bitwise:
             metrics[bitwise.COMPARED] = float(self.scoring.num_compared)
+        if not self.config.max_tokens_per_microbatch:
+            metrics["trainer/max_tokens_per_microbatch"] = float(self._max_tokens)
         if self._peers.count > 1:
             metrics["trainer/imbalance"] = self._metrics.imbalance
         return metrics
@@ -393,6 +395,7 @@ class LocalTrainer:
         return {
             "weights": {name: tensor.detach() for name, tensor in self._master.items()},
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_name": self.config.optimizer,
             "steps": self.steps,
             "version": self.policy.version,
             "at_version": self.policy.weights_match_version,
@@ -407,9 +410,14 @@ class LocalTrainer:
         """Load the state of a checkpoint. The optimizer uses the checkpoint's tensors without a
         copy.
 
-        Raises ConfigError if the checkpoint's adapters were trained on another base model.
+        Raises ConfigError if the checkpoint's adapters were trained on another base model, and
+        ValueError if it is of another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
+        # torch loads the state of another optimizer without an error, and fails at the next step
+        used = state.get("optimizer_name", self.config.optimizer)
+        if used != self.config.optimizer:
+            raise ValueError(f"the optimizer was {used}, and trainer.optimizer is now another one")
         self._masters.restore(state["weights"], state.get("rounded_at", 0))
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])

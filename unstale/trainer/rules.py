@@ -13,7 +13,7 @@ from unstale.algorithms.corrections import CorrectionWeights
 from unstale.algorithms.objectives import Surrogate
 from unstale.config import CorrectionConfig, ObjectiveConfig, Unit
 from unstale.records import Batch
-from unstale.techniques import NO_TECHNIQUES, Techniques
+from unstale.techniques.hooks import NO_TECHNIQUES, Techniques
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from unstale.model.forward import Scored
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.records import Batch, StoredLogps
-from unstale.techniques import GradientPart, HiddenStates, Signals, StatesQuery
+from unstale.techniques.hooks import GradientPart, HiddenStates, Signals, StatesQuery
 from unstale.trainer import bitwise
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
+from unstale.trainer.passes import pass_tokens
 from unstale.trainer.records import FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
 
@@ -60,7 +61,7 @@ class Scoring:
         self._rules = rules
         self._techniques = rules.techniques
         self._temperature = config.engine.temperature
-        self._max_tokens = config.trainer.max_tokens_per_microbatch
+        self._max_tokens = pass_tokens(policy, config, trains=False)
         self._is_bitwise = config.engine.bitwise
         self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
         keeps_reference = config.objective.kl_coef or "reference" in rules.techniques.needs

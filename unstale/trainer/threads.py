@@ -2,6 +2,9 @@
 
 import asyncio
 import ctypes
+import gc
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,15 +61,27 @@ class FreedMemory:
     bytes a weight, and more with each step. A call takes milliseconds, but the next pass must
     allocate its memory again, which takes a tenth of a step in the demo. So freed memory is kept
     until the process has grown by `GROWTH` since the last call.
+
+    Errors of environments and clients are reference cycles with the frames that they passed, and
+    so with messages and replies. Python would collect those that have become old almost never.
     """
 
     GROWTH = 1.25
+    CYCLES_S = 60.0
+    """Smallest time in seconds between two collections of reference cycles."""
 
     def __init__(self) -> None:
         self._size = 0
+        self._collected_at = -math.inf
 
     def trim(self, *, now: bool) -> None:
-        """Return freed memory to the system if `now`, or if the process has grown."""
+        """Return freed memory to the system if `now`, or if the process has grown.
+
+        Before that, collect reference cycles if `now`, or if `CYCLES_S` have passed.
+        """
+        if now or time.monotonic() >= self._collected_at + self.CYCLES_S:
+            gc.collect()
+            self._collected_at = time.monotonic()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is None or not (now or resident_pages() >= self._size * self.GROWTH):
             return
@@ -92,7 +107,7 @@ def trainer_threads(
         return config.trainer.threads
     if config.deterministic:
         return 1
-    engine_threads = config.engine.threads * config.engine.processes
+    engine_threads = config.engine.threads * config.engine.num_started
     if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
         engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
     if with_engine_cores:

@@ -188,7 +188,7 @@ def _starts(sizes: Tensor) -> Tensor:
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
-    """Raise ValueError unless these gaps lead to `changed` words of a tensor of `words` words."""
+    """Raise ValueError unless gaps give `changed` positions in a tensor of `words` words."""
     found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
     if found != changed:
         raise ValueError(f"{found} positions for {changed} changed words")
@@ -237,10 +237,10 @@ def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]
 
 
 def mixed_sum(lanes: Tensor, place: int) -> int:
-    """Return the sum of 64-bit words `[n]`, each mixed with its place, as a number below 2^64.
+    """Return the sum of 64-bit words `[n]`, each mixed with its position, as a number below 2^64.
 
-    `place` is that of the first word. A word is mixed by the last steps of SplitMix64 (Steele, Lea
-    and Flood, 2014), after the exclusive or with a multiple of its place.
+    `place` is the position of the first word. A word is mixed by the last steps of SplitMix64
+    (Steele, Lea and Flood, 2014), after the exclusive or with a multiple of its position.
     """
     library = _library() if lanes.is_cpu else None
     if library is not None:

@@ -171,7 +171,7 @@ class _Process:
 
 
 def receive_options(descriptor: int) -> str:
-    """Return the options that `Child` sends first. Return "" if the parent ends without."""
+    """Return the options that `Child` sends first. Return "" if the parent has ended."""
     connection = socket.socket(fileno=descriptor)
     try:
         size = connection.recv(_SIZE.size, socket.MSG_WAITALL)
@@ -229,7 +229,7 @@ class Child:
     ) -> None:
         """Start the process with some CPU threads, unless `start_early` has started it.
 
-        `gpus` are those of `visible_gpus`. `main` gets the options as JSON.
+        `gpus` are given to `visible_gpus`. `main` gets the options as JSON.
         """
         self.name = name
         process = _started(module, threads=threads, gpus=gpus)

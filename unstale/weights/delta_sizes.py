@@ -16,7 +16,7 @@ _MEASURED_WORDS = 20_193_600
 
 
 class DeltaMeasurement(NamedTuple):
-    """The measurement at one learning rate. Each value is the middle of the measured range."""
+    """The measured deltas at one learning rate. Each value is the middle of the measured range."""
 
     rate: float
     """Learning rate of the measurement."""

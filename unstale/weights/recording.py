@@ -148,7 +148,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """The batch and weights that gave a non-finite number, to compute the step again.
+    """The batch and weights of a training step with a non-finite number, to compute it again.
 
     `columns` are further tensors `[T]`, with one entry per token of the batch. `about` describes
     the failure.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unstale.config.checks import Section, Share
 from unstale.config.techniques import Entry
-from unstale.techniques import StepPlan, StepSeen
+from unstale.techniques.hooks import StepPlan, StepSeen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

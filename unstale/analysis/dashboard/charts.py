@@ -441,17 +441,20 @@ MAX_LINES = 8
 _DIAGNOSTICS = (
     Chart(
         "Reliability and coverage",
-        "Episodes that the environment ended, and groups with a success (gfcr).",
+        "Episodes that the environment ended, and groups with a success (rollout_figures).",
         "share",
-        {"reliability": "gfcr/reliability_share", "coverage": "gfcr/coverage_share"},
+        {
+            "reliability": "rollout_figures/reliability_share",
+            "coverage": "rollout_figures/coverage_share",
+        },
         "share",
         reading="Good: both rise. Bad: coverage falls while success rises: fewer tasks are solved.",
     ),
     Chart(
         "Cost of a success",
-        "Sampled tokens for each successful episode (gfcr).",
+        "Sampled tokens for each successful episode (rollout_figures).",
         "tokens",
-        {"tokens": "gfcr/tokens_per_success"},
+        {"tokens": "rollout_figures/tokens_per_success"},
         reading="Good: it falls. Bad: it rises while success stays.",
     ),
     Chart(

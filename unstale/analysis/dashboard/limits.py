@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def correction(self) -> CorrectionConfig:
-        """The correction. Its weights are not normalized, which changes no token's outcome."""
+        """The run's correction without `normalize`, which never decides if a token is dropped."""
         return replace(self.config.correction, normalize=False)
 
     @property
@@ -84,7 +84,7 @@ class Settings:
 
     def rules(self) -> "LossSpec":
         """Return the trainer's rules: correction, objective, and the techniques in the loss."""
-        from unstale.techniques import Techniques
+        from unstale.techniques.hooks import Techniques
         from unstale.trainer.rules import LossSpec
 
         options = completed_options(self.config)

@@ -472,7 +472,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class Dashboard:
-    """A running server. `serve` runs it until `stop` is called, or until Ctrl-C."""
+    """The web server of the dashboard. `serve` runs it until `stop` is called, or until Ctrl-C."""
 
     def __init__(self, root: Path, *, port: int = 0, token: str | None = None) -> None:
         """Open the port on loopback; 0 takes a free one.

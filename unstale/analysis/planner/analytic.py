@@ -14,6 +14,7 @@ from unstale.analysis.planner.hardware import Device, Shares
 from unstale.analysis.planner.models import Model
 from unstale.analysis.planner.route_costs import RouteCost
 from unstale.analysis.planner.workload import EpisodeStats
+from unstale.model.pass_size import token_bytes
 from unstale.weights import delta_sizes
 from unstale.weights.delta_sizes import WORD
 
@@ -177,15 +178,8 @@ class TrainingSetup:
 
     @property
     def activation_bytes(self) -> float:
-        """The bytes of the activations of one microbatch on each of its `context` devices.
-
-        With gradient checkpointing, one layer at a time keeps everything that its backward pass
-        needs, and the others keep only their input.
-        """
-        model = self.model
-        token = model.layers * model.layer_bytes
-        if self.gradient_checkpointing:
-            token = model.layers * WORD * model.hidden + model.layer_bytes
+        """The bytes of the activations of one microbatch on each of its `context` devices."""
+        token = token_bytes(self.model, checkpointing=self.gradient_checkpointing)
         return token * self.pass_tokens / self.context
 
     @property
@@ -359,7 +353,7 @@ class AnalyticCosts:
         return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
 
     def train_compute_s(self, tokens: int) -> float:
-        """Return the seconds of computing in a forward and a backward pass."""
+        """Return the seconds that a forward and backward pass over `tokens` tokens computes."""
         passes = 4 if self.setup.gradient_checkpointing else 3
         return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
 

@@ -147,7 +147,7 @@ def recorded_fleet(config: RunConfig) -> Fleet:
     hosts = config.cluster.engine_hosts
     return Fleet(
         engines=max(1, hosts) * engine.num_engines,
-        max_running=engine.max_running // engine.processes,
+        max_running=engine.max_running // engine.num_started,
         keep_cache=engine.keep_cache,
         load_tokens=engine.load_tokens,
         prefill_engines=engine.prefill_engines * (engine.num_engines if hosts else 1),

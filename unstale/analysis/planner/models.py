@@ -13,6 +13,7 @@ from unstale.config.files import read_mapping
 from unstale.config.gguf import converted_folder, gguf_file
 from unstale.config.hub import cached_folder, is_hub_name
 from unstale.config.names import nearest
+from unstale.model import pass_size
 from unstale.weights.delta_sizes import WORD
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -124,20 +125,8 @@ class Model:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that a layer keeps of each token until its backward pass, in bfloat16.
-
-        They were counted in a pass of transformers' Qwen3 and Qwen3-MoE. Per norm: its input in
-        float32, twice its output. Queries and keys: the same, or once without norms of their own.
-        Values; the attention output twice. In an MLP: four times its width. In experts: for each
-        that the token uses, its input, its output and four times its width.
-        """
-        each = 4 if self.qk_norm else 1
-        queries = (each + 2) * self.heads
-        keys = (each + 1) * self.kv_heads
-        mlp = 4 * self.ffn
-        if self.experts:
-            mlp = self.active * (2 * self.hidden + 4 * self.expert_ffn)
-        return WORD * (8 * self.hidden + (queries + keys) * self.head_dim + mlp)
+        """Bytes that a layer keeps of each token until its backward pass, in bfloat16."""
+        return pass_size.layer_bytes(self)
 
     def forward_flops(self, context: float) -> float:
         """Return the operations of a forward pass for one token that attends to `context` others.

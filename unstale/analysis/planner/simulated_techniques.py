@@ -28,7 +28,7 @@ from unstale.records import (
     Task,
 )
 from unstale.rollout.segments import Age, BudgetUse
-from unstale.techniques import Outcome
+from unstale.techniques.hooks import Outcome
 from unstale.techniques.limits import Limits, LimitsConfig, limit_of
 from unstale.techniques.replay import ReplayConfig
 from unstale.techniques.segments import Segments, SegmentsConfig, complete

@@ -414,7 +414,7 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Do nothing, because the event loop receives the answer with this number by itself."""
+        """Do nothing: the event loop receives the answer when it arrives."""
 
     def poll(self, number: int) -> None:
         """Call `on_lost` if the process has sent no heartbeat for too long."""
@@ -450,7 +450,7 @@ class _LockstepChild(_Child):
         """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
-        """Wait for the answer with this number and block the event loop meanwhile.
+        """Wait for the answer to request `number` and block the event loop meanwhile.
 
         Callbacks that were scheduled earlier run first.
         """

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -31,7 +30,13 @@ from unstale.engines.remote import (
     malformed_as_connection_error,
 )
 from unstale.engines.session import EngineSession
-from unstale.engines.vllm_server import EXTENSION, QUANTIZATION, VllmServer, can_quantise
+from unstale.engines.vllm_server import (
+    EXTENSION,
+    QUANTIZATION,
+    VllmServer,
+    can_quantise,
+    require_vllm,
+)
 from unstale.engines.vllm_transfer import (
     MakeGroup,
     TransferGroup,
@@ -109,11 +114,8 @@ class VllmEngine(RemoteEngine):
     REPLY = _Reply
 
     def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
-        if not options.url and find_spec("vllm") is None:
-            raise ValueError(
-                "engine.backend = vllm needs vLLM, which this Python does not have: install it, or "
-                "give the engine.urls of servers that already run"
-            )
+        if not options.url:
+            require_vllm(options.python)
         if not options.url and options.quantise != "none" and not can_quantise():
             raise ValueError(
                 f"engine.quantise = {options.quantise} with vLLM needs a GPU, or a CPU with AMX, "

@@ -1,4 +1,4 @@
-"""The part that routes share which keep the scores of pieces until their batch needs them."""
+"""The part shared by routes that keep the scores of pieces until their batch needs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CachedRoute(OldLogps):
-    """A route that has scores of pieces (runs of sampled tokens) before their batch is trained."""
+    """A route that scores pieces (runs of sampled tokens) before their batch is trained on."""
 
     def __init__(self, scorer: Scorer) -> None:
         from unstale.old_logps.scoring.cache import LogpCache  # it imports torch

@@ -97,7 +97,7 @@ class LocalScorer:
 
     @property
     def model_bytes(self) -> int:
-        """The size of the copy in this process: of this rank's part if the model is divided."""
+        """The bytes of this process's copy of the model, or of its part on a trainer rank."""
         return self.policy.num_bytes
 
     def lag(self, version: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class LocalAverage(Average):
 class HostAverage(LocalAverage):
     """A moving average in main memory, with which the trained model scores.
 
-    The trained weights are in main memory meanwhile. From a GPU they are copied to pinned memory.
+    Meanwhile the trained weights are in main memory, which is pinned if they come from a GPU.
     """
 
     def __init__(self, scorer: LocalScorer) -> None:

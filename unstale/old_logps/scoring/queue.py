@@ -26,11 +26,11 @@ class PieceText(NamedTuple):
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that the piece's version chose for them."""
+    """The experts that the piece's version chose for `tokens`."""
 
 
 Pieces = dict[PieceKey, PieceText]
-"""Pieces to be scored."""
+"""The texts of the pieces to score, by key."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:

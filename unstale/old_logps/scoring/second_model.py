@@ -74,13 +74,13 @@ class SecondModel:
             self._send({key_of(piece): text_of(piece)})
 
     def finish_version(self) -> float:
-        """With `lockstep`, wait for all scores. Return the seconds it took."""
+        """With `lockstep`, wait for all scores. Return the seconds waited."""
         return self.score_all() if self._lockstep else 0.0
 
     def score_all(self) -> float:
         """Send the pieces held back by `lockstep` and wait for all scores.
 
-        Return the seconds it took.
+        Return the seconds waited.
         """
         due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self.sent}
         if due:
@@ -88,13 +88,13 @@ class SecondModel:
         return self._receive_until(lambda: not self._is_due(lambda key: True))
 
     def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
-        """Wait for the scores of pieces for which `wanted` is true. Return the seconds it took."""
+        """Wait for the scores of pieces for which `wanted` is true. Return the seconds waited."""
         if self._lockstep:
             return self.score_all()
         return self._receive_until(lambda: not self._is_due(wanted))
 
     def wait_until_loaded(self) -> float:
-        """Wait until the model has loaded the version sent last. Return the seconds it took.
+        """Wait until the model has loaded the version sent last. Return the seconds waited.
 
         It has then scored all pieces of earlier versions, because it scores them before it loads
         new weights.
@@ -113,7 +113,7 @@ class SecondModel:
         return any(key.version <= self.sent and wanted(key) for key in self._unscored.copy())
 
     def _receive_until(self, done: Callable[[], bool]) -> float:
-        """Receive replies until `done()` is true. Return the seconds it took."""
+        """Receive replies until `done()` is true. Return the seconds waited."""
         began = time.perf_counter()
         while (replies := self._link.receive(wait=not done())) is not None:
             for reply in replies:

@@ -41,7 +41,6 @@ def demo(**changes: Any) -> RunConfig:
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
         trainer=TrainerConfig(
             dtype="bfloat16",
-            rounding="stochastic",
             lr=2e-5,
             warmup_steps=1,
             max_tokens_per_microbatch=512,

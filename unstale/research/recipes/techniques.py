@@ -42,19 +42,19 @@ def small_group(**changes: Any) -> RunConfig:
 def long_horizon(**changes: Any) -> RunConfig:
     """Tool agents of many turns: turns are compared, and half of the episodes trained on.
 
-    The techniques are limits, pick (clean successes) and step_groups (HGPO). Add channels where the
-    environment has several rewards. The desk and the model are those of `retail`, whose episodes
-    are short: replace them. The techniques have not been measured together, so no result is
-    promised.
+    The techniques are limits, episode_filter (clean successes) and step_groups (HGPO). Add
+    reward_channels where the environment has several rewards. The desk and the model are those of
+    `retail`, whose episodes are short: replace them. The techniques have not been measured
+    together, so no result is promised.
     """
     config = retail(
         recipe="long_horizon",
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=16),
     )
     values = {
-        "techniques": "limits pick step_groups",
-        "pick.rule": "clean_success",
-        "pick.n": 8,
+        "techniques": "limits episode_filter step_groups",
+        "episode_filter.rule": "clean_success",
+        "episode_filter.n": 8,
         "step_groups.rule": "hgpo",
     }
     return with_changes(override(config, values), changes)

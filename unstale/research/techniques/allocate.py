@@ -40,7 +40,7 @@ from unstale.research.techniques.budget import (
     v0_utility,
 )
 from unstale.research.techniques.success import RateOptions, SuccessShare, SuccessTracker
-from unstale.techniques import GroupSoFar, Outcome
+from unstale.techniques.hooks import GroupSoFar, Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

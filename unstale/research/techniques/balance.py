@@ -23,7 +23,7 @@ from statistics import fmean
 from unstale.config.checks import Section
 from unstale.config.techniques import Entry
 from unstale.records import Group, Sampled, Trajectory, walk
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from unstale.research.techniques.probe import (
     without_replies,
 )
 from unstale.research.techniques.success import SuccessTracker, VisitOptions
-from unstale.techniques import CreditContext, HiddenStates, Outcome, StatesQuery
+from unstale.techniques.hooks import CreditContext, HiddenStates, Outcome, StatesQuery
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -450,19 +450,21 @@ def _require_odd(config: RunConfig) -> None:
             f"baseline.centre = median needs an odd schedule.group_size, got {size}: the median "
             f"must be the reward of one episode. Set --schedule.group_size {size + 1}"
         )
-    pick: Any = config.technique_options.get("pick")
-    if pick is None or pick.rule == "variance":  # which acts after the advantages
+    selection: Any = config.technique_options.get("episode_filter")
+    if selection is None or selection.rule == "variance":  # which acts after the advantages
         return
-    if pick.n % 2 == 0:
-        larger = f" --schedule.group_size {size + 2}" if pick.n + 1 == size else ""
+    if selection.n % 2 == 0:
+        larger = f" --schedule.group_size {size + 2}" if selection.n + 1 == size else ""
         raise ConfigError(
-            f"baseline.centre = median needs an odd pick.n, got {pick.n}: the median must be the "
-            f"reward of one episode. Set --pick.n {pick.n + 1}{larger}"
+            f"baseline.centre = median needs an odd episode_filter.n, got {selection.n}: the "
+            "median must be the reward of one episode. Set --episode_filter.n "
+            f"{selection.n + 1}{larger}"
         )
-    if pick.last not in (0, pick.n):
+    if selection.last not in (0, selection.n):
         raise ConfigError(
-            f"baseline.centre = median needs pick.last = 0 or {pick.n} (pick.n), got {pick.last}: "
-            "on the way, every second number of episodes is even. Set --pick.last 0"
+            f"baseline.centre = median needs episode_filter.last = 0 or {selection.n} "
+            f"(episode_filter.n), got {selection.last}: on the way, every second number of "
+            "episodes is even. Set --episode_filter.last 0"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from unstale.config.checks import NonNegative, Section
 from unstale.config.techniques import Entry
 from unstale.research.techniques.success import SuccessShare, SuccessTracker, VisitOptions
-from unstale.techniques import Draw, DrawContext, Outcome
+from unstale.techniques.hooks import Draw, DrawContext, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.research.techniques.difficulty import FIXED_BINS, BinOptions, Bins, spread_of
-from unstale.techniques import GroupSoFar, Outcome
+from unstale.techniques.hooks import GroupSoFar, Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -185,7 +185,7 @@ def _describe(options: BinSizesConfig) -> str:
 _MEASURED = """
 64 tasks with logits of normal distributions, 8 groups per step; the mean of p (1 - p) / n in the
 second half of 60 steps, 20 seeds (standard error at most 0.0002). All mean sizes are between 7.9
-and 8.2. `tests/techniques/test_bins.py` repeats a row.
+and 8.2. `tests/techniques/test_difficulty_bins.py` repeats a row.
 
 | mean and deviation of the logits | 8 each | `sqrt` | `sqrt`, `min` 2 | `weights`, `min` 2 |
 |---|---|---|---|---|

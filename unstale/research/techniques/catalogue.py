@@ -45,7 +45,7 @@ ROWS: Sequence[Row] = (
         1,
         "Unmasking OPD",
         "where distillation follows success",
-        "unstale align RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
+        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "works",
     ),
     _row(
@@ -60,22 +60,22 @@ ROWS: Sequence[Row] = (
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
-        "its axes are the slots of docs/techniques.md, its criteria --techniques gfcr",
+        "its axes are the slots of docs/techniques.md, its criteria --techniques rollout_figures",
         "transfer",
     ),
     _row(
         4,
         "Sol-RL",
         "a cheap explorer and a precise trainer",
-        "--engine.quantise fp8 with --techniques pick --pick.rule contrast; its sampler of images "
-        "is not for language models",
+        "--engine.quantise fp8 with --techniques episode_filter --episode_filter.rule contrast; "
+        "its sampler of images is not for language models",
         "transfer",
     ),
     _row(
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        f"--techniques echo is the clip and the advantage; {_TREE}",
+        f"--techniques confidence_clip is the clip and the advantage; {_TREE}",
     ),
     _row(
         6,
@@ -129,7 +129,7 @@ ROWS: Sequence[Row] = (
         16,
         "VCPO, arXiv 2602.17616",
         "step size by effective sample size; an off-policy baseline",
-        "--techniques ess_lr is the step size, opob the baseline",
+        "--techniques ess_lr is the step size, least_variance_baseline the baseline",
         "works",
     ),
     _row(
@@ -152,14 +152,15 @@ ROWS: Sequence[Row] = (
         20,
         "ACE, arXiv 2602.21420",
         "more weight on errors of growing confidence",
-        "--techniques ace",
+        "--techniques confident_error_penalty",
         "works",
     ),
     _row(
         21,
         "D3S",
         "episodes with the largest variance of advantages, and their tokens",
-        "--techniques 'pick top_tokens' with larger groups, such as --schedule.group_size 16",
+        "--techniques 'episode_filter top_tokens' with larger groups, such as "
+        "--schedule.group_size 16",
         "works",
     ),
     _row(
@@ -182,24 +183,26 @@ ROWS: Sequence[Row] = (
         24,
         "rStar2 GRPO-RoC, arXiv 2508.20722",
         "the cleanest successes of a larger group",
-        "--techniques pick --pick.rule clean_success, with --schedule.group_size above --pick.n",
+        "--techniques episode_filter --episode_filter.rule clean_success, with "
+        "--schedule.group_size above --episode_filter.n",
         "works",
     ),
     _row(
         25,
         "Group-DRO",
         "difficulty bins with weights, and a number of episodes for each",
-        '--techniques "bins bin_sizes" --selection.pool N; allocate with gain sqrt_law has no bins',
+        '--techniques "difficulty_bin_weights bin_sizes" --selection.pool N; allocate with gain '
+        "sqrt_law has no bins",
         "works",
     ),
-    _row(26, "GDPO", "each reward normalised on its own", "--techniques channels", "works"),
+    _row(26, "GDPO", "each reward normalised on its own", "--techniques reward_channels", "works"),
     _row(27, "DARS", "more episodes on hard tasks", "--techniques allocate", "works"),
     _row(
         28,
         "DRIVE",
         "two stages of tasks and counts",
-        "--techniques stages --selection.pool N, with --stages.first_reply for the shorter replies "
-        "of the first stage",
+        "--techniques hard_task_stages --selection.pool N, with --hard_task_stages.first_reply "
+        "for the shorter replies of the first stage",
         "works",
     ),
     _row(
@@ -215,14 +218,15 @@ ROWS: Sequence[Row] = (
         30,
         "ARRoL",
         "unpromising replies end early",
-        f"--techniques pick --pick.rule balanced balances finished episodes; {_TREE}",
+        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes; "
+        f"{_TREE}",
     ),
     _row(31, "SWE-Reasoner", "search with a reward model", _JUDGE),
     _row(
         32,
         "FAPO, arXiv 2510.22543",
         "a lower reward for flawed successes",
-        "--techniques flaw with a judge (docs/rewards.md); --task.reward "
+        "--techniques flawed_success_penalty with a judge (docs/rewards.md); --task.reward "
         "unstale.rewards:first_error trains a judge of steps",
         "works",
     ),
@@ -284,7 +288,7 @@ ROWS: Sequence[Row] = (
         43,
         "ETTRL, arXiv 2508.11356",
         "advantages by relative entropy; trees",
-        f"--techniques ear is the advantage; {_TREE}",
+        f"--techniques entropy_advantage_reweighting is the advantage; {_TREE}",
     ),
     _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
     _row(
@@ -353,8 +357,9 @@ ROWS: Sequence[Row] = (
         53,
         "MSSR",
         "one episode per task with a Beta baseline",
-        "--techniques 'beta_sampler baseline mssr' --baseline.centre prior --baseline.scale batch "
-        "--schedule.group_size 1; the discount does not depend on the measured KL",
+        "--techniques 'beta_sampler baseline unlikely_token_bonus' --baseline.centre prior "
+        "--baseline.scale batch --schedule.group_size 1; the discount does not depend on the "
+        "measured KL",
         "works",
     ),
     _row(
@@ -369,7 +374,7 @@ ROWS: Sequence[Row] = (
         55,
         "AEPO, arXiv 2510.14545",
         "branches, advantage and clip by entropy",
-        f"--techniques 'aepo preserve_clip' is advantage and clip; {_TREE}",
+        f"--techniques 'token_entropy_advantage preserve_clip' is advantage and clip; {_TREE}",
     ),
     _row(56, "MARS^2", "several agents in one search tree", _TREE),
     _row(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from unstale.config.checks import PositiveInt, Range, Share
 from unstale.research.techniques.success import SuccessThreshold
-from unstale.techniques import Outcome
+from unstale.techniques.hooks import Outcome
 
 FIXED_BINS = "the checkpoint has the bin of each task"
 """The reason why the number of bins cannot change in a resumed run."""

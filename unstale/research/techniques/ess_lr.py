@@ -13,7 +13,7 @@ from typing import Literal
 
 from unstale.config.checks import Positive, Section
 from unstale.config.techniques import Entry
-from unstale.techniques import StepPlan, StepSeen
+from unstale.techniques.hooks import StepPlan, StepSeen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from unstale.config.checks import ConfigError
 from unstale.records import Group
 
 if TYPE_CHECKING:
-    from unstale.techniques import CreditContext
+    from unstale.techniques.hooks import CreditContext
 
 CONTINUED_BATCHES = 8
 """Batches for which a process that continues a run assumes that an earlier one had a property."""

@@ -17,7 +17,7 @@ from unstale.config.techniques import Entry
 from unstale.records import group_of
 from unstale.research.techniques.sequences import mean_of
 from unstale.research.techniques.success import SuccessThreshold
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from unstale.config.checks import ConfigError, NonNegative, Positive, Section, Share
 from unstale.config.techniques import Entry
-from unstale.techniques import Outcome, StepPlan, StepSeen
+from unstale.techniques.hooks import Outcome, StepPlan, StepSeen
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

@@ -46,7 +46,7 @@ from unstale.research.techniques.forecast import (
 )
 from unstale.research.techniques.success import SuccessShare, successes
 from unstale.research.techniques.value_model import LearnedForecast, Results
-from unstale.techniques import Draw, DrawContext, Outcome
+from unstale.techniques.hooks import Draw, DrawContext, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unstale.records import Group
-from unstale.techniques import HiddenStates
+from unstale.techniques.hooks import HiddenStates
 
 if TYPE_CHECKING:
     from torch import Tensor

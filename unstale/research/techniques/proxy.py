@@ -3,9 +3,10 @@
 The trained reward is often a stand-in for what counts, such as a judge's grade for success. The
 figures are the means of both, and two shares of the pairs of siblings with different rewards: those
 with scores in the reverse order, and those with equal scores. Such pairs teach the wrong thing, or
-only the reward. The trained reward has the terms of techniques (`flaw`, `tool_bonus`). The mean
-that `truncated.rule` = reward gives to cut-off episodes is not in it. From GDRO (group-level direct
-reward optimization of diffusion models), which reports reward and corrected score together.
+only the reward. The trained reward has the terms of techniques (`flawed_success_penalty`,
+`tool_bonus`). The mean that `truncated.rule` = reward gives to cut-off episodes is not in it. From
+GDRO (group-level direct reward optimization of diffusion models), which reports reward and
+corrected score together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry
 from unstale.records import ENDED_BY_ENVIRONMENT, ROUNDED, Group, Trajectory
 from unstale.research.techniques.facts import Seen
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,10 @@ class Proxy:
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the figures of the episodes that have the score. A mean of nothing is NaN.
+        """Return the figures of episodes with the fact or reward `proxy.score`. NaN if none has it.
 
-        Raises `ConfigError` if the environment ended episodes of a whole batch, and none so far has
-        the score.
+        Raises `ConfigError` if the environment has ended episodes of a whole batch, and no episode
+        so far has it.
         """
         ended = [
             each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT

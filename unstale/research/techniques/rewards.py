@@ -8,7 +8,7 @@ from statistics import fmean
 
 from unstale.config.checks import ConfigError
 from unstale.records import Group, Trajectory
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 def add_reward(

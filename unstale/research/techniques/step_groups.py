@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from unstale.config.checks import Count, NonNegative, Section, Share
 from unstale.config.techniques import Entry
 from unstale.records import Group, Sampled, ScoredTrajectory, Trajectory, walk
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from unstale.config.checks import ConfigError, Positive, Range
-from unstale.techniques import Outcome
+from unstale.techniques.hooks import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
 from unstale.research.techniques.facts import RequiredFact
 from unstale.research.techniques.rewards import add_reward
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from unstale.config.checks import Range, Section
 from unstale.config.techniques import Entry
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor

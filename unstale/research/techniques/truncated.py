@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from unstale.config.checks import ConfigError, NonNegative, Section
 from unstale.config.techniques import Entry
 from unstale.records import CUT_OFF, Group, Trajectory
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

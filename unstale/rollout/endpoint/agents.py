@@ -47,8 +47,8 @@ class AgentRollout(Rollout):
     ) -> Trajectory:
         """Run the agent to its end. Return its calls as one trajectory with branches.
 
-        Its turns have no further `limit`, and it has no segments: a run of agents with such a
-        technique is refused.
+        `limit` and segments do not apply, because a run of agents refuses the techniques that set
+        them.
         """
         with stage("begin", self.config.timeout_s):
             caller = await self.make_env(task, env_seed)

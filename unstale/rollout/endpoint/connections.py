@@ -1,8 +1,8 @@
 """Limits on a server's connections: their number, and the time until a request is complete.
 
 A token admits a request: the endpoint's is in the `Authorization` header, the dashboard's in a
-cookie. Connections that have not sent it are few and short-lived. So they cannot use up the file
-descriptors that a run needs for its journal, engines and checkpoints, and do not lock out a user.
+cookie. Connections that have not sent it are limited in number and time. So they cannot use up the
+file descriptors that a run needs for its journal, engines and checkpoints, or lock out a user.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ Admits = Callable[[Mapping[str, Any]], bool]
 
 
 class LimitedServer(uvicorn.Server):
-    """A uvicorn server whose connections without the token are few and short-lived."""
+    """A uvicorn server that limits the number and time of connections without the token."""
 
     def __init__(self, app: Any, admits: Admits, **options: Any) -> None:
         config = uvicorn.Config(

@@ -75,7 +75,7 @@ class Call:
     def chat(self, base: Chat) -> Chat:
         """Return the chat format `base` with the tools and template variables of this call.
 
-        Every part of a stream asks for it, and tools may have 2 MB, so the first answer is kept.
+        The result is cached: every part of a stream needs it, and tools may have 2 MB.
         """
         if not self.is_chat:
             return base

@@ -16,7 +16,7 @@ Schema = Mapping[str, Any]
 
 _ANY: Schema = {}
 LENIENT = "--endpoint.lenient true"
-"""The option in the words of the command line, for messages to those who see only the client."""
+"""The option `endpoint.lenient` as a command line sets it, for messages to clients."""
 _LENIENT = f"omit it, or start the endpoint with {LENIENT} to override it"
 _SUPPORT = f"it would truncate the support, and the trainer's softmax cannot follow; {_LENIENT}"
 _CONSTRAINED = f"constrained sampling has another distribution than the trainer's; {_LENIENT}"

@@ -134,6 +134,7 @@ class AgentSession:
             running[self._waits_for] -= 1
             self.closed = True
             self._changed_at = None
+            self._limit = None  # it holds the task, whose error would hold this session
             for task in self._running:
                 task.cancel()
 

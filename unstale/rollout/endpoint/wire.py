@@ -212,7 +212,7 @@ def without_overridden(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return a request without the options and fields that are ignored, and their names.
 
-    Without `endpoint.lenient`, none are.
+    Without `endpoint.lenient`, nothing is ignored.
     """
     if not config.lenient:
         return body, ()

@@ -1,4 +1,4 @@
-"""`stages`: all tasks in a first stage, then larger groups on fewer and fewer hard tasks.
+"""`hard_task_stages`: all tasks in a first stage, then larger groups on fewer and fewer hard tasks.
 
 In the first `steps` steps, each task of the pool is equally likely. Later, the next task is one of
 the hardest, with groups of `size` episodes. The hardest tasks are those with the lowest success
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen, require_sequences
 from unstale.research.techniques.success import RateOptions, SuccessShare, SuccessTracker
-from unstale.techniques import Draw, DrawContext, Outcome
+from unstale.techniques.hooks import Draw, DrawContext, Outcome
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -28,7 +28,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagesConfig(Section, RateOptions, SuccessShare):
+class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
     """All tasks first, then larger groups on fewer and fewer hard tasks (DRIVE)."""
 
     steps: Count = 0
@@ -51,14 +51,17 @@ class StagesConfig(Section, RateOptions, SuccessShare):
     """Share of the counts that is left after each batch."""
 
 
-class Stages:
+class HardTaskStages:
     """A sampler with two stages."""
 
-    def __init__(self, options: StagesConfig) -> None:
+    def __init__(self, options: HardTaskStagesConfig) -> None:
         """Make the sampler. `options.steps` may not be 0."""
         self._options = options
         self._tracker = SuccessTracker(
-            "stages", prior=options.prior, decay=options.decay, success_at=options.success_at
+            "hard_task_stages",
+            prior=options.prior,
+            decay=options.decay,
+            success_at=options.success_at,
         )
 
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
@@ -91,38 +94,38 @@ class Stages:
         self._tracker.restore(state)
 
 
-def _complete(options: StagesConfig, config: RunConfig) -> StagesConfig:
+def _complete(options: HardTaskStagesConfig, config: RunConfig) -> HardTaskStagesConfig:
     return replace(options, steps=options.steps or max(1, config.max_steps // 2))
 
 
-def _check(options: StagesConfig, config: RunConfig) -> None:
+def _check(options: HardTaskStagesConfig, config: RunConfig) -> None:
     if (steps := _complete(options, config).steps) >= config.max_steps:
         raise ConfigError(
-            f"stages.steps must be below steps, got {steps} and {config.max_steps}: there is "
-            "no second stage"
+            f"hard_task_stages.steps must be below steps, got {steps} and {config.max_steps}: "
+            "there is no second stage"
         )
-    require_sequences(config, options.size, "stages.size")
+    require_sequences(config, options.size, "hard_task_stages.size")
     most = config.engine.max_completion_tokens
     if options.first_reply >= most:
         raise ConfigError(
-            f"stages.first_reply must be below {most} (engine.max_completion_tokens), got "
-            f"{options.first_reply}: the first stage would have no smaller limit. 0 sets none"
+            f"hard_task_stages.first_reply must be below {most} (engine.max_completion_tokens), "
+            f"got {options.first_reply}: the first stage would have no smaller limit. 0 sets none"
         )
     pool, candidates = config.selection.pool, config.selection.candidates
     if pool > candidates:
         raise ConfigError(
-            f"the technique stages needs selection.candidates >= selection.pool, got {candidates} "
-            f"and {pool}: otherwise hard tasks are missing among the candidates"
+            "the technique hard_task_stages needs selection.candidates >= selection.pool, got "
+            f"{candidates} and {pool}: otherwise hard tasks are missing among the candidates"
         )
     for entry in chosen(config.techniques):
         if entry.slot == "allocator":
             raise ConfigError(
-                f"the technique stages chooses the number of episodes, and so does {entry.name}. "
-                "Remove one of them from the option techniques"
+                "the technique hard_task_stages chooses the number of episodes, and so does "
+                f"{entry.name}. Remove one of them from the option techniques"
             )
 
 
-def _describe(options: StagesConfig) -> str:
+def _describe(options: HardTaskStagesConfig) -> str:
     first = ""
     if options.first_reply:
         first = f"replies of at most {options.first_reply} tokens up to step {options.steps}; "
@@ -136,7 +139,7 @@ def _describe(options: StagesConfig) -> str:
 _MEASURED = """
 64 tasks without anything in common, 8 groups per step, a learning rate of 2, 8000 episodes; the
 tasks whose success rate is below 0.05 at first; 20 seeds (standard error at most 0.023).
-`tests/techniques/test_stages.py` repeats the first and the last row.
+`tests/techniques/test_hard_task_stages.py` repeats the first and the last row.
 
 | | solved at least once | success rate at the end |
 |---|---|---|
@@ -151,11 +154,11 @@ desks.
 """
 
 ENTRY = Entry(
-    name="stages",
+    name="hard_task_stages",
     slot="sampler",
     rows=(28,),
-    makes=Stages,
-    options=StagesConfig,
+    makes=HardTaskStages,
+    options=HardTaskStagesConfig,
     changes=frozenset({"tasks", "count"}),
     describe=_describe,
     check=_check,

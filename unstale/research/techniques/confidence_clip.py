@@ -1,4 +1,4 @@
-"""`echo`: a clip and an advantage that depend on the confidence of a sequence.
+"""`confidence_clip`: a clip and an advantage that depend on the confidence of a sequence.
 
 The limits `clip_low` and `clip_high` of a sequence are multiplied by
 narrowest + (widest - narrowest) * sigmoid(kappa (1 - C)), so a confident sequence has the narrower
@@ -16,7 +16,7 @@ from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section
 from unstale.config.techniques import Entry, require_value
 from unstale.objectives.clips import ClippedObjective
 from unstale.research.techniques.sequences import mean_of
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EchoConfig(Section):
+class ConfidenceClipConfig(Section):
     """A clip and an advantage that depend on the confidence of a sequence (ECHO)."""
 
     narrowest: NonNegative = 0.5
@@ -49,14 +49,15 @@ class EchoConfig(Section):
     def check_combination(self) -> None:
         if self.narrowest > self.widest:
             raise ConfigError(
-                f"echo.narrowest must be <= echo.widest, got {self.narrowest:g} and {self.widest:g}"
+                "confidence_clip.narrowest must be <= confidence_clip.widest, got "
+                f"{self.narrowest:g} and {self.widest:g}"
             )
 
 
-class Echo:
+class ConfidenceClip:
     """An objective with a clip per sequence, which is also a shaper."""
 
-    def __init__(self, options: EchoConfig) -> None:
+    def __init__(self, options: ConfidenceClipConfig) -> None:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
@@ -100,12 +101,14 @@ def confidence(batch: Batch, tail: int) -> Tensor:
     return total / count.clamp(min=1, max=tail)
 
 
-def _check(options: EchoConfig, config: RunConfig) -> None:
+def _check(options: ConfidenceClipConfig, config: RunConfig) -> None:
     kind = config.objective.loss_type
-    require_value("echo", "objective.loss_type", kind, ["ppo_clip"], "it changes its clip")
+    require_value(
+        "confidence_clip", "objective.loss_type", kind, ["ppo_clip"], "it changes its clip"
+    )
 
 
-def _describe(options: EchoConfig) -> str:
+def _describe(options: ConfidenceClipConfig) -> str:
     return (
         f"the clip of a sequence times {options.narrowest:g} to {options.widest:g}, the narrower "
         f"the more confident; its advantages times 1 + {options.a:g} "
@@ -124,11 +127,11 @@ desks.
 """
 
 ENTRY = Entry(
-    name="echo",
+    name="confidence_clip",
     slot="objective",
     rows=(5,),
-    makes=Echo,
-    options=EchoConfig,
+    makes=ConfidenceClip,
+    options=ConfidenceClipConfig,
     changes=frozenset({"advantage", "objective"}),
     describe=_describe,
     check=_check,

@@ -1,4 +1,4 @@
-"""`bins`: larger advantages in the bins of tasks with the highest loss.
+"""`difficulty_bin_weights`: larger advantages in the bins of tasks with the highest loss.
 
 Tasks are in bins by the share of their last groups that had a success. S_b is the moving average of
 the loss of bin b: S_b = (1 - beta) S_b + beta L_b after each batch with tasks of the bin, where L_b
@@ -20,11 +20,11 @@ from unstale.config.checks import NonNegative, Positive, Section, Share
 from unstale.config.techniques import Entry
 from unstale.records import Group, ScoredTrajectory
 from unstale.research.techniques.difficulty import FIXED_BINS, BinOptions, Bins
-from unstale.techniques import CreditContext, Outcome
+from unstale.techniques.hooks import CreditContext, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BinsConfig(Section, BinOptions):
+class DifficultyBinWeightsConfig(Section, BinOptions):
     """Larger advantages in the bins of tasks with the highest loss (Prompt-GDRO)."""
 
     eta: NonNegative = 1.0
@@ -41,10 +41,10 @@ class BinsConfig(Section, BinOptions):
     """Smallest share by which `by_share` divides."""
 
 
-class BinWeights:
+class DifficultyBinWeights:
     """A recredit that multiplies the advantages of each task by the weight of its bin."""
 
-    def __init__(self, options: BinsConfig) -> None:
+    def __init__(self, options: DifficultyBinWeightsConfig) -> None:
         self._options = options
         self._bins = Bins(options)
         self._losses: dict[int, float] = {}
@@ -62,7 +62,7 @@ class BinWeights:
         self, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], context: CreditContext
     ) -> list[ScoredTrajectory]:
         weights = [self.weight(context.identify(each.trajectory.task)) for each in scored]
-        context.metrics["bins/weight_mean"] = sum(weights) / max(1, len(weights))
+        context.metrics["difficulty_bin_weights/weight_mean"] = sum(weights) / max(1, len(weights))
         return [
             replace(each, advantage=tuple(weight * value for value in each.advantage))
             for each, weight in zip(scored, weights, strict=True)
@@ -93,7 +93,7 @@ class BinWeights:
         self._losses = {int(number): float(loss) for number, loss in state["losses"]}
 
 
-def _describe(options: BinsConfig) -> str:
+def _describe(options: DifficultyBinWeightsConfig) -> str:
     return (
         f"the advantages of a task are multiplied by exp({options.eta:g} S), at most "
         f"{options.max_weight:g}, where S is the average loss of tasks of equal difficulty "
@@ -106,7 +106,7 @@ _MEASURED = """
 groups per step, results known a step later, equal sums of weights; success rates after 60 steps, 20
 seeds. The standard errors are at most 0.05, and 0.01 for all tasks together in the first three
 rows.
-`tests/techniques/test_bins.py` repeats two rows.
+`tests/techniques/test_difficulty_bins.py` repeats two rows.
 
 | options | the 6 tasks | the 18 others | all |
 |---|---|---|---|
@@ -121,11 +121,11 @@ desks.
 """
 
 ENTRY = Entry(
-    name="bins",
+    name="difficulty_bin_weights",
     slot="recredit",
     rows=(25,),
-    makes=BinWeights,
-    options=BinsConfig,
+    makes=DifficultyBinWeights,
+    options=DifficultyBinWeightsConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
     by_group=lambda options: True,

@@ -1,4 +1,4 @@
-"""Test `opob`: its baseline, what is refused, and the variance of the gradient under lag."""
+"""Test the baseline, its refusals, and the variance of the gradient under lag."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,10 @@ from tests.support.signals import at_sampled, made, packed
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Batch
-from unstale.research.techniques.opob import Opob, OpobConfig
+from unstale.research.techniques.least_variance_baseline import (
+    LeastVarianceBaseline,
+    LeastVarianceBaselineConfig,
+)
 
 NONE = RunConfig(recipe="mine")
 
@@ -33,7 +36,7 @@ def reduced(
     logp = at_sampled(batch, (log_weight / length).repeat_interleave(length))
     logp[~batch.sampled] = 50.0  # of no token that was sampled
     signals = made(whole, logp=logp, gradient_norms=gradient_norms)
-    out = Opob(OpobConfig(**options)).shape(whole, signals)  # type: ignore[arg-type]
+    out = LeastVarianceBaseline(LeastVarianceBaselineConfig(**options)).shape(whole, signals)  # type: ignore[arg-type]
     assert torch.equal(out.keep, batch.sampled) and not out.advantage[~batch.sampled].any()
     return out.advantage[batch.sampled].reshape(-1, length)[:, 0], wanted
 
@@ -72,7 +75,7 @@ def test_a_sequence_without_sampled_tokens_has_no_part_in_the_baseline() -> None
         return torch.ones(len(sequences)).double()
 
     signals = made(batch, logp=batch.behavior_logp.double(), gradient_norms=gradient_norms)
-    out = Opob(OpobConfig()).shape(batch, signals)
+    out = LeastVarianceBaseline(LeastVarianceBaselineConfig()).shape(batch, signals)
     assert out.advantage[sampled].tolist() == pytest.approx([0.5, 0.5, -0.5, -0.5])
     assert wanted == [0, 1] and not out.advantage[~sampled].any()
 
@@ -93,7 +96,9 @@ def test_several_advantages_in_a_sequence_are_an_error() -> None:
     batch = packed(1, 2)
     batch = replace(batch, advantage=at_sampled(batch, torch.tensor([1.0, 2.0])))
     with pytest.raises(ValueError, match="one advantage per sequence, got several"):
-        Opob(OpobConfig()).shape(batch, made(batch, logp=batch.advantage))
+        LeastVarianceBaseline(LeastVarianceBaselineConfig()).shape(
+            batch, made(batch, logp=batch.advantage)
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,15 +108,24 @@ def test_several_advantages_in_a_sequence_are_an_error() -> None:
             {"advantage.estimator": "turn_level"},
             "one advantage per episode, got advantage.estimator = turn_level",
         ),
-        ({"techniques": "ace opob"}, "got ace, which.*write opob before shapers"),
-        ({"trainer.lora_rank": 4, "opob.norm": "head"}, "opob.norm = head needs trainer.lora_rank"),
-        ({"schedule.group_size": 1}, "opob.scope = group needs schedule.group_size >= 2, got 1"),
-        ({"cluster.trainers": 2}, "opob needs cluster.trainers = 0, got 2"),
+        (
+            {"techniques": "confident_error_penalty least_variance_baseline"},
+            "got confident_error_penalty, which.*write least_variance_baseline before shapers",
+        ),
+        (
+            {"trainer.lora_rank": 4, "least_variance_baseline.norm": "head"},
+            "least_variance_baseline.norm = head needs trainer.lora_rank",
+        ),
+        (
+            {"schedule.group_size": 1},
+            "least_variance_baseline.scope = group needs schedule.group_size >= 2, got 1",
+        ),
+        ({"cluster.trainers": 2}, "least_variance_baseline needs cluster.trainers = 0, got 2"),
     ],
 )
 def test_what_it_does_not_fit_is_refused(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        override(NONE, {"techniques": "opob", **values})
+        override(NONE, {"techniques": "least_variance_baseline", **values})
 
 
 def test_under_lag_its_gradient_has_less_variance_and_less_noise_than_with_the_mean() -> None:

@@ -1,4 +1,4 @@
-"""Test `channels`: the advantages of GDPO by hand, which rewards it finds, its effect in toys."""
+"""Test the advantages of GDPO by hand, the rewards that count, and the effect in toys."""
 
 import json
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from unstale.algorithms.advantages import grpo_advantage
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Group
-from unstale.research.techniques.channels import (
-    Channels,
-    ChannelsConfig,
+from unstale.research.techniques.reward_channels import (
+    RewardChannels,
+    RewardChannelsConfig,
     channel_advantages,
     named_rewards,
     whiten_nonzero,
 )
 from unstale.research.techniques.tool_bonus import ToolBonus, ToolBonusConfig
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
 
 def graded(*rewards: tuple[float, float]) -> Group:
@@ -32,7 +32,7 @@ def graded(*rewards: tuple[float, float]) -> Group:
 
 
 def estimated(groups: Sequence[Group], **options: Any) -> list[float]:
-    found = Channels(ChannelsConfig(**options)).estimate(groups, context())
+    found = RewardChannels(RewardChannelsConfig(**options)).estimate(groups, context())
     return [value for each in found for value in each.advantage]
 
 
@@ -83,18 +83,20 @@ def test_the_rewards_are_found_behind_a_combination_and_a_term() -> None:
     assert named_rewards(combined) == {"a": 1.0, "b": 1.0, "tool_bonus": 0.1}
     seen = context()
     cut = made({}, episode=1)
-    found = Channels(ChannelsConfig(whiten="none")).estimate([group(combined, cut)], seen)
+    found = RewardChannels(RewardChannelsConfig(whiten="none")).estimate(
+        [group(combined, cut)], seen
+    )
     assert [each.advantage[0] for each in found] == pytest.approx([3 / 2**0.5, -3 / 2**0.5], 1e-2)
     assert seen.metrics == {
-        "channels/a_mixed_group_share": 1.0,
-        "channels/b_mixed_group_share": 1.0,
-        "channels/tool_bonus_mixed_group_share": 1.0,
+        "reward_channels/a_mixed_group_share": 1.0,
+        "reward_channels/b_mixed_group_share": 1.0,
+        "reward_channels/tool_bonus_mixed_group_share": 1.0,
     }
 
 
 def test_branches_have_the_advantage_of_their_episode() -> None:
     parent = made({"a": 1.0, "b": 0.0}, branches=(made(0.0, episode=7),))
-    found = Channels(ChannelsConfig(whiten="none")).estimate(
+    found = RewardChannels(RewardChannelsConfig(whiten="none")).estimate(
         [group(parent, made({"a": 0.0, "b": 0.0}, episode=1))], context()
     )
     assert [each.trajectory.episode for each in found] == [0, 7, 1]
@@ -121,7 +123,7 @@ def test_a_batch_of_cut_off_episodes_has_no_advantage_and_does_not_end_the_run()
     cut = [made({}, stop="max_turns", episode=number) for number in range(2)]
     batch = ToolBonus(ToolBonusConfig()).reward([group(*cut)], context())
     assert estimated(batch) == [0, 0]
-    estimator = Channels(ChannelsConfig(whiten="none"))
+    estimator = RewardChannels(RewardChannelsConfig(whiten="none"))
     estimator.estimate(batch, context())
     alone = [group(made({"a": 1.0}), made({"a": 0.0}, episode=1))]
     with pytest.raises(ConfigError, match="got a alone"):
@@ -136,19 +138,22 @@ def test_a_batch_of_cut_off_episodes_has_no_advantage_and_does_not_end_the_run()
     [
         ({}, "task.env retail has success alone. Add a reward term, as in --techniques 'tool"),
         ({"task.env": "tests:numbers", "schedule.group_size": 1}, "group_size >= 2, got 1"),
-        ({"channels.weights": '{"a": 1}'}, "must name several rewards, got a alone"),
-        ({"channels.weights": '{"a": "1", "b": 2}'}, "a number for each reward, got '1' for 'a'"),
-        ({"channels.weights": "a=1"}, "must be a JSON object"),
+        ({"reward_channels.weights": '{"a": 1}'}, "must name several rewards, got a alone"),
+        (
+            {"reward_channels.weights": '{"a": "1", "b": 2}'},
+            "a number for each reward, got '1' for 'a'",
+        ),
+        ({"reward_channels.weights": "a=1"}, "must be a JSON object"),
     ],
 )
 def test_a_wrong_choice_is_refused_with_what_to_do(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        override(RunConfig(recipe="mine"), {"techniques": "channels", **values})
+        override(RunConfig(recipe="mine"), {"techniques": "reward_channels", **values})
 
 
 def test_a_reward_term_is_a_second_channel() -> None:
-    config = override(RunConfig(recipe="mine"), {"techniques": "tool_bonus channels"})
-    assert list(Techniques.of(config).parts) == ["tool_bonus", "channels"]
+    config = override(RunConfig(recipe="mine"), {"techniques": "tool_bonus reward_channels"})
+    assert list(Techniques.of(config).parts) == ["tool_bonus", "reward_channels"]
 
 
 def num_distinct(advantage: Tensor, size: int) -> int:

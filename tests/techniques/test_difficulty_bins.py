@@ -1,4 +1,4 @@
-"""Test `bins` and `bin_sizes`: the bins, weights and sizes, and what they do to hard tasks."""
+"""Test difficulty bins: their weights and sizes, and what they do to hard tasks."""
 
 import math
 from dataclasses import replace
@@ -12,9 +12,12 @@ from tests.support.groups import context, group, made
 from unstale.config import ConfigError, RunConfig
 from unstale.records import ScoredTrajectory, Task
 from unstale.research.techniques.bin_sizes import BinSizes, BinSizesConfig, exact_sizes
-from unstale.research.techniques.bins import BinsConfig, BinWeights
 from unstale.research.techniques.difficulty import Bins
-from unstale.techniques import GroupSoFar, Outcome
+from unstale.research.techniques.difficulty_bin_weights import (
+    DifficultyBinWeights,
+    DifficultyBinWeightsConfig,
+)
+from unstale.techniques.hooks import GroupSoFar, Outcome
 
 SEEDS, TASKS, HARD, GROUPS, SIZE = 20, 24, 6, 6, 8
 
@@ -29,7 +32,7 @@ def visits(text: str, task: str = "a") -> list[Outcome]:
 
 
 def test_a_task_is_in_the_bin_of_its_share_of_solved_groups() -> None:
-    bins = Bins(BinsConfig(bins=4, visits=4, margin=0.0))
+    bins = Bins(DifficultyBinWeightsConfig(bins=4, visits=4, margin=0.0))
     found = []
     for each in visits("-+++++--"):
         bins.observe([each])
@@ -42,20 +45,22 @@ def test_a_task_is_in_the_bin_of_its_share_of_solved_groups() -> None:
 
 def test_a_task_changes_its_bin_only_beyond_the_margin() -> None:
     """Shares of 10 visits around the border 1/2: 0.5 is within 0.15 of it, 0.7 is beyond."""
-    bins = Bins(BinsConfig(bins=2, visits=10, margin=0.15))
+    bins = Bins(DifficultyBinWeightsConfig(bins=2, visits=10, margin=0.15))
     bins.observe(visits("-----+++++"))
     assert bins.find("a") == 0
     bins.observe(visits("++"))
     assert bins.find("a") == 1
     bins.observe(visits("---"))
     assert bins.find("a") == 1  # 0.6 or 0.5 do not bring it back
-    with pytest.raises(ConfigError, match=r"bins\.bins must be between 2 and 100, got 1"):
-        BinsConfig(bins=1)
+    with pytest.raises(
+        ConfigError, match=r"difficulty_bin_weights\.bins must be between 2 and 100, got 1"
+    ):
+        DifficultyBinWeightsConfig(bins=1)
 
 
 def test_the_weight_of_a_bin() -> None:
     """Losses 1 and 1/2, beta 1/2: S = 3/4 of 1, exp(3/4) = 2.117; the limit 0.5: 1.6487."""
-    weights = BinWeights(BinsConfig(beta=0.5))
+    weights = DifficultyBinWeights(DifficultyBinWeightsConfig(beta=0.5))
     assert weights.weight("a") == 1.0
     weights.observe([outcome("a", 0.0, 0.0)])
     assert weights.weight("a") == 1.0  # its first group has put it into a bin
@@ -63,22 +68,26 @@ def test_the_weight_of_a_bin() -> None:
     assert weights.weight("a") == pytest.approx(math.exp(0.5))
     weights.observe([outcome("a", 0.0, 0.0)])
     assert weights.weight("a") == pytest.approx(2.117, abs=1e-3)
-    limited = BinWeights(BinsConfig(beta=0.5, limit=0.5))
-    capped = BinWeights(BinsConfig(beta=0.5, max_weight=1.25))
+    limited = DifficultyBinWeights(DifficultyBinWeightsConfig(beta=0.5, limit=0.5))
+    capped = DifficultyBinWeights(DifficultyBinWeightsConfig(beta=0.5, max_weight=1.25))
     for each in (limited, capped):
         each.restore(weights.state())
     assert (limited.weight("a"), capped.weight("a")) == pytest.approx((1.6487, 1.25), abs=1e-4)
 
 
 def test_a_rare_bin_counts_more_with_by_share() -> None:
-    weights = BinWeights(BinsConfig(beta=1.0, by_share=True, limit=9.0, max_weight=99.0))
+    weights = DifficultyBinWeights(
+        DifficultyBinWeightsConfig(beta=1.0, by_share=True, limit=9.0, max_weight=99.0)
+    )
     batch = [outcome("a", 0.0, 0.0), *(outcome(name, 1.0, 0.0) for name in "bcd")]
     weights.observe(batch)
     weights.observe(batch)
     assert weights.weight("a") == pytest.approx(math.exp(1 / (1 / 4)))
     assert weights.weight("b") == pytest.approx(math.exp(0.5 / (3 / 4)))
-    even = BinWeights(
-        BinsConfig(beta=1.0, by_share=True, min_share=0.5, limit=9.0, max_weight=99.0)
+    even = DifficultyBinWeights(
+        DifficultyBinWeightsConfig(
+            beta=1.0, by_share=True, min_share=0.5, limit=9.0, max_weight=99.0
+        )
     )
     even.observe(batch)
     even.observe(batch)
@@ -86,7 +95,7 @@ def test_a_rare_bin_counts_more_with_by_share() -> None:
 
 
 def test_advantages_are_multiplied_by_the_weight_of_their_task() -> None:
-    weights = BinWeights(BinsConfig(beta=1.0))
+    weights = DifficultyBinWeights(DifficultyBinWeightsConfig(beta=1.0))
     for _ in range(2):
         weights.observe([outcome(Task("toy", "train", 0).key, 0.0, 0.0)])
     items = [made(1.0), made(0.0, episode=1), replace(made(1.0, episode=2), task=Task("x", "y", 1))]
@@ -96,10 +105,12 @@ def test_advantages_are_multiplied_by_the_weight_of_their_task() -> None:
     seen = context()
     found = weights.recredit([group(*items)], scored, seen)
     assert [each.advantage[0] for each in found] == pytest.approx([math.e, -2 * math.e, 3])
-    assert seen.metrics == {"bins/weight_mean": pytest.approx((2 * math.e + 1) / 3)}
+    assert seen.metrics == {
+        "difficulty_bin_weights/weight_mean": pytest.approx((2 * math.e + 1) / 3)
+    }
 
 
-def worst(options: BinsConfig | None) -> tuple[float, float]:
+def worst(options: DifficultyBinWeightsConfig | None) -> tuple[float, float]:
     """Return the success rates of 6 tasks that pull shared parameters the other way, and of 18."""
     found = []
     for seed in range(SEEDS):
@@ -107,7 +118,7 @@ def worst(options: BinsConfig | None) -> tuple[float, float]:
         features = rng.normal(0, 0.4, (TASKS, 4))
         features[:, 0] += np.where(np.arange(TASKS) < HARD, -0.6, 1.0)
         w = np.zeros(4)
-        weights = BinWeights(options) if options else None
+        weights = DifficultyBinWeights(options) if options else None
         waiting: list[list[Outcome]] = []
         for _ in range(60):
             gradient, total, batch = np.zeros(4), 0.0, []
@@ -132,7 +143,9 @@ def worst(options: BinsConfig | None) -> tuple[float, float]:
 def test_the_worst_tasks_gain_at_the_cost_of_the_others() -> None:
     """Measured: 0.24 and 0.97 without, 0.48 and 0.81 with it (standard error at most 0.05)."""
     plain = worst(None)
-    hard, others = worst(BinsConfig(eta=2.0, by_share=True, limit=5.0, max_weight=20.0))
+    hard, others = worst(
+        DifficultyBinWeightsConfig(eta=2.0, by_share=True, limit=5.0, max_weight=20.0)
+    )
     assert hard > plain[0] + 0.1 and others < plain[1]
 
 
@@ -200,7 +213,7 @@ def test_wrong_options_are_refused() -> None:
         BinSizesConfig(mean=40.0)
     with pytest.raises(ConfigError, match=r"bin_sizes.rate is an option of weights"):
         BinSizesConfig(rate=2.0)
-    for name in ("bins", "bin_sizes"):
+    for name in ("difficulty_bin_weights", "bin_sizes"):
         with pytest.raises(
             ConfigError, match=f"{name} needs selection.pool > 0.*earlier results of a task"
         ):

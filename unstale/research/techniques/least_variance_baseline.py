@@ -1,10 +1,10 @@
-"""`opob`: the baseline with the least variance of the gradient under stale data.
+"""`least_variance_baseline`: the baseline with the least variance of the gradient under stale data.
 
 The advantage A_i of a sequence becomes A_i - b, b = sum_j w_j^2 g_j^2 A_j / sum_j w_j^2 g_j^2 over
 the sequences of its group. w is pi / mu of a sequence: the product of the ratios of its sampled
 tokens. g is the norm of the gradient of its log-probability under the current policy. Where A_i is
 the reward minus the group's mean, divided by its standard deviation or not, this is the reward
-minus the paper's baseline, divided likewise. From VCPO (arXiv 2602.17616).
+minus the paper's baseline, divided likewise. From OPOB of VCPO (arXiv 2602.17616).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unstale.config.checks import ConfigError, NonNegative, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import group_of
 from unstale.research.techniques.sequences import mean_of, sum_of
-from unstale.techniques import GradientPart, Shaped, Signals
+from unstale.techniques.hooks import GradientPart, Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpobConfig(Section):
-    """The baseline with the least variance of the gradient under stale data (VCPO)."""
+class LeastVarianceBaselineConfig(Section):
+    """The baseline with the least variance of the gradient under stale data (OPOB of VCPO)."""
 
     scope: Literal["group", "batch"] = "group"
     """The sequences that have one baseline: those of a task, or all of a batch."""
@@ -39,10 +39,10 @@ class OpobConfig(Section):
     """Largest w that counts; 0 sets no limit, as in the paper."""
 
 
-class Opob:
+class LeastVarianceBaseline:
     """A shaper that subtracts a baseline."""
 
-    def __init__(self, options: OpobConfig) -> None:
+    def __init__(self, options: LeastVarianceBaselineConfig) -> None:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
@@ -52,7 +52,10 @@ class Opob:
         mean = mean_of(batch.advantage, batch)
         spread = (batch.advantage - mean[batch.sequence])[batch.sampled].abs()
         if len(spread) and spread.max() > 1e-5 * mean.abs().max():
-            raise ValueError("opob needs one advantage per sequence, got several in one sequence")
+            raise ValueError(
+                "least_variance_baseline needs one advantage per sequence, got several in one "
+                "sequence"
+            )
         count = batch.num_sequences
         scope = group_of(batch) if options.scope == "group" else torch.zeros(count).long()
         log_weight = sum_of(signals.logp - batch.behavior_logp, batch)
@@ -94,35 +97,35 @@ def _differing(values: Tensor, scope: Tensor) -> Tensor:
     return (high > low)[scope]
 
 
-def _check(options: OpobConfig, config: RunConfig) -> None:
+def _check(options: LeastVarianceBaselineConfig, config: RunConfig) -> None:
     if options.scope == "group" and config.schedule.group_size < 2:
         raise ConfigError(
-            "opob.scope = group needs schedule.group_size >= 2, got "
-            f"{config.schedule.group_size}. Set opob.scope batch"
+            "least_variance_baseline.scope = group needs schedule.group_size >= 2, got "
+            f"{config.schedule.group_size}. Set least_variance_baseline.scope batch"
         )
     if options.norm == "head" and config.trainer.lora_rank:
         raise ConfigError(
-            "opob.norm = head needs trainer.lora_rank = 0, got "
-            f"{config.trainer.lora_rank}: with adapters, the head is not trained. Set opob.norm "
-            "full"
+            "least_variance_baseline.norm = head needs trainer.lora_rank = 0, got "
+            f"{config.trainer.lora_rank}: with adapters, the head is not trained. Set "
+            "least_variance_baseline.norm full"
         )
     if config.advantage.estimator == "turn_level":
         raise ConfigError(
-            "the technique opob needs one advantage per episode, got advantage.estimator = "
-            "turn_level. Set advantage.estimator grpo"
+            "the technique least_variance_baseline needs one advantage per episode, got "
+            "advantage.estimator = turn_level. Set advantage.estimator grpo"
         )
     before = config.techniques.split()
-    before = before[: before.index("opob")]
+    before = before[: before.index("least_variance_baseline")]
     for entry in chosen(config.techniques):
         if entry.slot == "recredit" or (entry.slot == "shaper" and entry.name in before):
             raise ConfigError(
-                f"the technique opob needs one advantage per episode, got {entry.name}, which may "
-                "give tokens different ones. In the option techniques, write opob before shapers, "
-                "and leave out recredits"
+                "the technique least_variance_baseline needs one advantage per episode, got "
+                f"{entry.name}, which may give tokens different ones. In the option techniques, "
+                "write least_variance_baseline before shapers, and leave out recredits"
             )
 
 
-def _describe(options: OpobConfig) -> str:
+def _describe(options: LeastVarianceBaselineConfig) -> str:
     cost = "backward" if options.norm == "full" else "forward"
     gradient = "" if options.norm == "full" else " of the output head"
     limit = f", w at most {options.max_weight:g}" if options.max_weight else ""
@@ -138,7 +141,7 @@ Groups of 8 sequences of 6 tokens with 4 words, rewards 0 and 1, policies whose 
 normal noise; the mean over 40 pairs of the variance of a group's gradient, and the norm of its
 mean.
 
-| size of the noise | group's mean | `opob` | `opob` without w | `opob` without g |
+| size of the noise | group's mean | this baseline | without w | without g |
 |---|---|---|---|---|
 | 0 | 0.095, 0.189 | 0.094, 0.189 | 0.094, 0.189 | 0.095, 0.189 |
 | 0.3 | 0.137, 0.189 | 0.104, 0.175 | 0.135, 0.189 | 0.106, 0.175 |
@@ -151,11 +154,11 @@ gradient hardly matters here. It has not been measured on the desks.
 """
 
 ENTRY = Entry(
-    name="opob",
+    name="least_variance_baseline",
     slot="shaper",
     rows=(16,),
-    makes=Opob,
-    options=OpobConfig,
+    makes=LeastVarianceBaseline,
+    options=LeastVarianceBaselineConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
     by_group=lambda options: options.scope == "group",

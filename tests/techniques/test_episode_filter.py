@@ -1,4 +1,4 @@
-"""Test `pick`: the choice of each rule, and its effect on the gradient and on tool errors.
+"""Test `episode_filter`: each rule, and its effect on the gradient and on tool errors.
 
 One toy is a batch of softmax bandits, whose exact gradient is known. In the other, a policy learns
 with or without a tool error that does not change its success.
@@ -21,21 +21,21 @@ from unstale.config.options import override
 from unstale.config.techniques import techniques
 from unstale.lint import check
 from unstale.records import Group, ScoredTrajectory
-from unstale.research.techniques.pick import (
-    Pick,
-    PickConfig,
+from unstale.research.techniques.episode_filter import (
+    EpisodeFilter,
+    EpisodeFilterConfig,
     balanced,
     contrast,
     largest_variance,
     split,
 )
-from unstale.techniques import Techniques
+from unstale.techniques.hooks import Techniques
 
-RUN = RunConfig(recipe="mine", techniques="pick")
+RUN = RunConfig(recipe="mine", techniques="episode_filter")
 
 
 def picked(*groups: Group, progress: float = 0.0, **options: object) -> list[Group]:
-    choice = Pick(PickConfig(**options))  # type: ignore[arg-type]
+    choice = EpisodeFilter(EpisodeFilterConfig(**options))  # type: ignore[arg-type]
     return list(choice.select(groups, context(progress)))
 
 
@@ -141,7 +141,7 @@ def test_variance_picks_from_the_whole_batch_and_keeps_the_advantages() -> None:
     right = made(1, episode=0, branches=(branch,))
     mixed = group(right, *(made(0, episode=place) for place in (1, 2, 3)))
     equal = group(*(made(1, episode=10 + place) for place in range(4)), number=1)
-    parts = {"pick": techniques()["pick"].makes(PickConfig(n=2))}
+    parts = {"episode_filter": techniques()["episode_filter"].makes(EpisodeFilterConfig(n=2))}
     scored, metrics = Techniques(parts).credit(
         [equal, mixed], progress=0.0, version=0, estimate=grpo, identify=lambda task: task.key
     )
@@ -160,7 +160,7 @@ def test_episodes_that_an_estimator_leaves_out_are_not_picked() -> None:
     def without_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
         return [each for each in grpo(groups) if each.trajectory.episode not in (0, 4)]
 
-    parts = {"pick": techniques()["pick"].makes(PickConfig(n=2))}
+    parts = {"episode_filter": techniques()["episode_filter"].makes(EpisodeFilterConfig(n=2))}
     scored, _ = Techniques(parts).credit(
         groups, progress=0.0, version=0, estimate=without_first, identify=lambda task: task.key
     )
@@ -169,19 +169,28 @@ def test_episodes_that_an_estimator_leaves_out_are_not_picked() -> None:
 
 def test_sizes_that_do_not_fit_are_refused_at_the_start() -> None:
     for values, message in [
-        ({"schedule.group_size": 4}, r"pick\.n must be < 4 \(schedule\.group_size\), got 4"),
-        ({"pick.last": 9}, r"pick\.last must be <= 8 \(schedule\.group_size\), got 9"),
-        ({"pick.last": 1}, r"pick\.last must be 0 or >= 2"),
-        ({"pick.rule": "clean_success", "pick.n": 3}, r"must be >= 4 with pick\.rule = clean"),
-        ({"pick.target": 0.3}, r"pick\.target is an option of balanced"),
+        (
+            {"schedule.group_size": 4},
+            r"episode_filter\.n must be < 4 \(schedule\.group_size\), got 4",
+        ),
+        (
+            {"episode_filter.last": 9},
+            r"episode_filter\.last must be <= 8 \(schedule\.group_size\), got 9",
+        ),
+        ({"episode_filter.last": 1}, r"episode_filter\.last must be 0 or >= 2"),
+        (
+            {"episode_filter.rule": "clean_success", "episode_filter.n": 3},
+            r"must be >= 4 with episode_filter\.rule = clean",
+        ),
+        ({"episode_filter.target": 0.3}, r"episode_filter\.target is an option of balanced"),
         (
             {"trainer.minibatches_per_batch": 65},
-            r"minibatches_per_batch must be <= 64 \(pick\.n \* schedule\.groups_per_step\)",
+            r"must be <= 64 \(episode_filter\.n \* schedule\.groups_per_step\)",
         ),
     ]:
         with pytest.raises(ConfigError, match=message):
             override(RUN, values)
-    facts = check(override(RUN, {"pick.last": 6})).facts
+    facts = check(override(RUN, {"episode_filter.last": 6})).facts
     assert (
         "a part of the episodes of a task is trained on, 4 at first, 6 at the end"
         in facts["techniques"]
@@ -192,12 +201,15 @@ def test_the_linter_warns_of_a_baseline_over_the_chosen_episodes() -> None:
     values = {
         "advantage.estimator": "reinforce_batch",
         "advantage.group_baseline": False,
-        "pick.rule": "balanced",
+        "episode_filter.rule": "balanced",
     }
     (finding,) = check(override(RUN, values)).warnings
-    assert "pick.rule is balanced" in finding.wrong
-    assert finding.fixes == ({"advantage.group_baseline": True}, {"pick.rule": "variance"})
-    assert not check(override(RUN, {**values, "pick.rule": "variance"})).warnings
+    assert "episode_filter.rule is balanced" in finding.wrong
+    assert finding.fixes == (
+        {"advantage.group_baseline": True},
+        {"episode_filter.rule": "variance"},
+    )
+    assert not check(override(RUN, {**values, "episode_filter.rule": "variance"})).warnings
 
 
 SEEDS, TASKS, SIZE, ARMS, KEPT = 64, 4, 16, 12, 4
@@ -269,7 +281,7 @@ def test_clean_successes_teach_fewer_tool_errors() -> None:
     In the first step it is 0.13 in the chosen successes, and 0.51 in the chosen failures.
     """
     plain, clean = (Learner(ANSWERS, [0.0, 0.0], size=16) for _ in range(2))
-    parts = {"pick": Pick(PickConfig(rule="clean_success", n=8))}
+    parts = {"episode_filter": EpisodeFilter(EpisodeFilterConfig(rule="clean_success", n=8))}
     first = clean.step(parts)
     plain.step({})
     shares = {}
@@ -284,6 +296,6 @@ def test_clean_successes_teach_fewer_tool_errors() -> None:
 
 
 def test_the_linter_warns_of_episodes_that_are_added_and_left_out() -> None:
-    warnings = check(override(RUN, {"techniques": "allocate pick"})).warnings
-    (finding,) = [each for each in warnings if each.wrong == "pick with allocate"]
+    warnings = check(override(RUN, {"techniques": "allocate episode_filter"})).warnings
+    (finding,) = [each for each in warnings if each.wrong == "episode_filter with allocate"]
     assert {"techniques": "allocate"} in finding.fixes

@@ -1,4 +1,4 @@
-"""`pick`: training on some episodes of a larger group only.
+"""`episode_filter`: training on some episodes of a larger group only.
 
 `schedule.group_size` episodes of each task are sampled, and n of them are trained on. n goes
 linearly from `n` at the start of the run to `last` at its end. Smaller groups stay whole.
@@ -30,7 +30,7 @@ from unstale.config.checks import ConfigError, Range, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.records import Group, ScoredTrajectory, Trajectory
 from unstale.research.techniques.facts import RequiredFact
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -51,7 +51,7 @@ _READ_BY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PickConfig(Section):
+class EpisodeFilterConfig(Section):
     """Training on some episodes of a larger group only (D3S, GRPO-RoC, Sol-RL, ARRoL)."""
 
     selector: ClassVar[str] = "rule"
@@ -84,14 +84,17 @@ class PickConfig(Section):
 
     def check_combination(self) -> None:
         if self.last == 1:
-            raise ConfigError("pick.last must be 0 or >= 2, got 1: one episode has no comparison")
+            raise ConfigError(
+                "episode_filter.last must be 0 or >= 2, got 1: one episode has no comparison"
+            )
         if self.rule == "clean_success" and not self.errors:
-            raise ConfigError("pick.errors must name a fact of the environment, got ''")
+            raise ConfigError("episode_filter.errors must name a fact of the environment, got ''")
         least = 2 * LEAST_OF_EACH
         if self.rule == "clean_success" and min(self.n, self.last or self.n) < least:
             raise ConfigError(
-                f"pick.n and pick.last must be >= {least} with pick.rule = clean_success, got "
-                f"{self.n} and {self.last}: it keeps {LEAST_OF_EACH} successes and failures each"
+                f"episode_filter.n and episode_filter.last must be >= {least} with "
+                f"episode_filter.rule = clean_success, got {self.n} and {self.last}: it keeps "
+                f"{LEAST_OF_EACH} successes and failures each"
             )
 
     def size(self, progress: float) -> int:
@@ -99,12 +102,12 @@ class PickConfig(Section):
         return round(self.n + ((self.last or self.n) - self.n) * progress)
 
 
-class Pick:
+class EpisodeFilter:
     """A filter by reward or tool errors, within each group."""
 
-    def __init__(self, options: PickConfig) -> None:
+    def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
-        self._errors = RequiredFact(options.errors, option="pick.errors")
+        self._errors = RequiredFact(options.errors, option="episode_filter.errors")
 
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         size = self._options.size(context.progress)
@@ -151,10 +154,10 @@ class Pick:
         return penalty + item.facts.get(options.extra, 0.0)
 
 
-class PickByAdvantage:
+class EpisodeFilterByAdvantage:
     """A filter by advantage, over the whole batch."""
 
-    def __init__(self, options: PickConfig) -> None:
+    def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
 
     def select_scored(
@@ -251,12 +254,14 @@ def split(num_successes: int, num_failures: int, size: int) -> int:
     return min(max(share, least), most, num_successes)
 
 
-def make(options: PickConfig) -> Pick | PickByAdvantage:
+def make(options: EpisodeFilterConfig) -> EpisodeFilter | EpisodeFilterByAdvantage:
     """Return the filter of a rule."""
-    return PickByAdvantage(options) if options.rule == "variance" else Pick(options)
+    return (
+        EpisodeFilterByAdvantage(options) if options.rule == "variance" else EpisodeFilter(options)
+    )
 
 
-def _describe(options: PickConfig) -> str:
+def _describe(options: EpisodeFilterConfig) -> str:
     chosen = {
         "variance": "those with the largest variance of advantages over the batch",
         "clean_success": f"of the successes those with the fewest {options.errors}",
@@ -267,17 +272,19 @@ def _describe(options: PickConfig) -> str:
     return f"a part of the episodes of a task is trained on, {options.n} at first{last}: {chosen}"
 
 
-def _check(options: PickConfig, config: RunConfig) -> None:
+def _check(options: EpisodeFilterConfig, config: RunConfig) -> None:
     size = config.schedule.group_size
     if options.n >= size:
         raise ConfigError(
-            f"pick.n must be < {size} (schedule.group_size), got {options.n}: nothing would be "
-            "left out. Sample larger groups, such as with --schedule.group_size "
+            f"episode_filter.n must be < {size} (schedule.group_size), got {options.n}: nothing "
+            "would be left out. Sample larger groups, such as with --schedule.group_size "
             f"{2 * options.n}"
         )
     if options.last > size:
-        raise ConfigError(f"pick.last must be <= {size} (schedule.group_size), got {options.last}")
-    require_sequences(config, min(options.n, options.last or options.n), "pick.n")
+        raise ConfigError(
+            f"episode_filter.last must be <= {size} (schedule.group_size), got {options.last}"
+        )
+    require_sequences(config, min(options.n, options.last or options.n), "episode_filter.n")
 
 
 _MEASURED = """
@@ -299,11 +306,11 @@ measured on the desks.
 """
 
 ENTRY = Entry(
-    name="pick",
+    name="episode_filter",
     slot="filter",
     rows=(4, 21, 24),
     makes=make,
-    options=PickConfig,
+    options=EpisodeFilterConfig,
     changes=frozenset({"groups"}),
     describe=_describe,
     use="Sampling is cheap beside training, so that larger groups cost little and fewer episodes "

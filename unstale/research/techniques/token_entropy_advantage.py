@@ -1,4 +1,4 @@
-"""`aepo`: larger advantages for tokens of high entropy.
+"""`token_entropy_advantage`: larger advantages for tokens of high entropy.
 
 The advantage of a token is multiplied by 1 + a z, where z = (H - mean) / std is the entropy H of
 the policy at the token, standardised over the sampled tokens of the batch (with the standard
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from unstale.config.checks import NonNegative, Section
 from unstale.config.techniques import Entry
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AepoConfig(Section):
+class TokenEntropyAdvantageConfig(Section):
     """Larger advantages for tokens of high entropy (AEPO)."""
 
     a: NonNegative = 0.2
     """Change of an advantage per standard deviation of the entropy, as a share of it."""
 
 
-class Aepo:
+class TokenEntropyAdvantage:
     """A shaper that multiplies the advantages of tokens."""
 
-    def __init__(self, options: AepoConfig) -> None:
+    def __init__(self, options: TokenEntropyAdvantageConfig) -> None:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
@@ -52,7 +52,7 @@ def entropy_factor(entropy: Tensor, *, a: float) -> Tensor:
     return (1 + a * z).clamp(min=0)
 
 
-def _describe(options: AepoConfig) -> str:
+def _describe(options: TokenEntropyAdvantageConfig) -> str:
     return (
         f"advantages times 1 + {options.a:g} z, at least 0, where z is the standardised entropy of "
         "the token; one more forward pass per batch, with entropies"
@@ -61,17 +61,17 @@ def _describe(options: AepoConfig) -> str:
 
 _MEASURED = """
 A bandit of 10 positions with 10 arms, noisy rewards, 150 steps, 24 seeds: the mean probability of
-the best arm at the end is 0.82 with `aepo` and 0.80 without at learning rate 1, and 0.83 in both
-cases at learning rate 2 (standard error 0.02). So there was no effect beyond noise. It has not been
-measured on the desks.
+the best arm at the end is 0.82 with `token_entropy_advantage` and 0.80 without at learning rate 1,
+and 0.83 in both cases at learning rate 2 (standard error 0.02). So there was no effect beyond
+noise. It has not been measured on the desks.
 """
 
 ENTRY = Entry(
-    name="aepo",
+    name="token_entropy_advantage",
     slot="shaper",
     rows=(55,),
-    makes=Aepo,
-    options=AepoConfig,
+    makes=TokenEntropyAdvantage,
+    options=TokenEntropyAdvantageConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
     use="The few uncertain tokens decide an episode, and the many certain ones dilute the update.",

@@ -1,4 +1,4 @@
-"""The command `align`: does distillation from a teacher point to success?
+"""The command `probe-distillation`: measure whether distillation points to success.
 
 Prefixes are cut out of a run's saved episodes. The environment is played again up to a prefix, as
 in a resumed run, and the student plays on from it.
@@ -46,7 +46,7 @@ FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlignOptions:
+class ProbeOptions:
     """The options of the command."""
 
     prefixes: int = 32
@@ -150,11 +150,11 @@ class Alignment:
         )
 
 
-def align(
+def probe_distillation(
     run: Path,
     teacher: str,
     config: RunConfig,
-    options: AlignOptions,
+    options: ProbeOptions,
     *,
     console: Console | None = None,
 ) -> Alignment:
@@ -186,8 +186,8 @@ def align(
     policy.check_length(config.engine.max_context)
     if ends_freely(taskset):
         raise ConfigError(
-            f"align cannot use {config.task.env}: an external agent cannot be started again in the "
-            "middle of an episode"
+            f"probe-distillation cannot use {config.task.env}: an external agent cannot be "
+            "started again in the middle of an episode"
         )
     if policy.tokenizer.get_vocab() != vocabulary:
         raise ConfigError(
@@ -302,7 +302,7 @@ async def _play(  # noqa: PLR0913 - two of them are options
     rollout: Rollout,
     prefixes: Sequence[Prefix],
     candidates: Sequence[Candidates],
-    options: AlignOptions,
+    options: ProbeOptions,
     config: RunConfig,
     display: LiveDisplay,
 ) -> list[list[list[Trajectory | Failure]]]:

@@ -1,4 +1,4 @@
-"""`flaw`: a lower reward for successes in which a judge has found an error.
+"""`flawed_success_penalty`: a lower reward for successes in which a judge has found an error.
 
 A success whose fact `fact` is at least 0.5 gets `penalty` less. The environment reports the fact;
 `unstale.rewards.judge.find_flaw` asks a language model for it, about successes only. While failures
@@ -18,14 +18,14 @@ from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
 from unstale.research.techniques.facts import RequiredFact
 from unstale.research.techniques.rewards import add_reward
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 FLAWED = 0.5
 """Value of the fact from which on a success counts as flawed. A judge may report a probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlawConfig(Section):
+class FlawedSuccessPenaltyConfig(Section):
     """A lower reward for successes in which a judge has found an error (FAPO)."""
 
     penalty: Positive = 0.5
@@ -36,22 +36,26 @@ class FlawConfig(Section):
 
     def check_combination(self) -> None:
         if not self.fact:
-            raise ConfigError("flaw.fact must name a fact of the environment, got ''")
+            raise ConfigError(
+                "flawed_success_penalty.fact must name a fact of the environment, got ''"
+            )
 
 
-class Flaw:
+class FlawedSuccessPenalty:
     """A reward term for flawed successes."""
 
-    def __init__(self, options: FlawConfig) -> None:
+    def __init__(self, options: FlawedSuccessPenaltyConfig) -> None:
         self._options = options
-        self._fact = RequiredFact(options.fact, option="flaw.fact")
+        self._fact = RequiredFact(options.fact, option="flawed_success_penalty.fact")
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         self._fact.require(groups, context)
         items = [item for group in groups for item in group.trajectories if item.success]
         flawed = sum(self._is_flawed(item) for item in items)
-        context.metrics["flaw/success_share"] = flawed / len(items) if items else 0.0
-        return add_reward(groups, "flaw", self._term, context)
+        context.metrics["flawed_success_penalty/success_share"] = (
+            flawed / len(items) if items else 0.0
+        )
+        return add_reward(groups, "flawed_success_penalty", self._term, context)
 
     def _term(self, item: Trajectory) -> float:
         return -self._options.penalty if self._is_flawed(item) else 0.0
@@ -60,7 +64,7 @@ class Flaw:
         return item.success and item.facts.get(self._options.fact, 0.0) >= FLAWED
 
 
-def _describe(options: FlawConfig) -> str:
+def _describe(options: FlawedSuccessPenaltyConfig) -> str:
     return (
         f"a success whose fact {options.fact} is at least {FLAWED:g} gets {options.penalty:g} less"
     )
@@ -81,16 +85,17 @@ has not been measured with a judge.
 """
 
 ENTRY = Entry(
-    name="flaw",
+    name="flawed_success_penalty",
     slot="reward",
     rows=(32,),
-    makes=Flaw,
-    options=FlawConfig,
+    makes=FlawedSuccessPenalty,
+    options=FlawedSuccessPenaltyConfig,
     changes=frozenset({"reward"}),
     describe=_describe,
     by_group=lambda options: True,
     use="The reward accepts right answers that were reached by wrong steps, and a judge can find "
-    "these ([rewards](rewards.md#a-judge)). `flaw/success_share` shows how many there are.",
+    "these ([rewards](rewards.md#a-judge)). `flawed_success_penalty/success_share` shows how "
+    "many there are.",
     measured=_MEASURED,
     exactness="The objective is the reward with the penalty: its optimum has clean successes. D "
     "and S do not change. The judge's errors become errors of the reward.",

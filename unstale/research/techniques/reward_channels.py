@@ -1,4 +1,4 @@
-"""`channels`: normalise each named reward of an episode on its own.
+"""`reward_channels`: normalise each named reward of an episode on its own.
 
 A channel is a named reward. Its advantage is r minus the mean of its group, divided by their
 standard deviation plus 0.0001. The advantage of an episode is the sum over the channels, times
@@ -22,7 +22,7 @@ from unstale.config.checks import ConfigError, JsonObject, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import ENDED_BY_ENVIRONMENT, Group, ScoredTrajectory, Trajectory
 from unstale.research.techniques.facts import Seen
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ COMBINED = "reward/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelsConfig(Section):
+class RewardChannelsConfig(Section):
     """Normalise each named reward of an episode on its own (GDPO)."""
 
     weights: Annotated[str, JsonObject()] = ""
@@ -57,20 +57,20 @@ class ChannelsConfig(Section):
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not is_number or not math.isfinite(weight):
                 raise ConfigError(
-                    f"channels.weights must have a number for each reward, got {weight!r} for "
-                    f"{name!r}"
+                    f"reward_channels.weights must have a number for each reward, got {weight!r} "
+                    f"for {name!r}"
                 )
         if len(weights) == 1:
             raise ConfigError(
-                f"channels.weights must name several rewards, got {', '.join(weights)} alone: with "
-                "one reward, use advantage.estimator grpo"
+                f"reward_channels.weights must name several rewards, got {', '.join(weights)} "
+                "alone: with one reward, use advantage.estimator grpo"
             )
 
 
-class Channels:
+class RewardChannels:
     """An estimator that compares each named reward within its group."""
 
-    def __init__(self, options: ChannelsConfig) -> None:
+    def __init__(self, options: RewardChannelsConfig) -> None:
         self._options = options
         self._weights = options.by_name()
         self._several = Seen()
@@ -95,7 +95,9 @@ class Channels:
         owner = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
         for name, column in zip(names, rewards.T, strict=True):
             mixed = sum(len(column[owner == i].unique()) > 1 for i in owner.unique())
-            context.metrics[f"channels/{name}_mixed_group_share"] = mixed / len(owner.unique())
+            context.metrics[f"reward_channels/{name}_mixed_group_share"] = mixed / len(
+                owner.unique()
+            )
         weight = torch.tensor([self._weights.get(name, 1.0) for name in names]).double()
         lengths = None
         if self._options.whiten == "tokens":
@@ -118,16 +120,16 @@ class Channels:
             # Cut-off episodes lack the environment's rewards, but have the terms of techniques.
             if len(found) == 1 and ended and not had_several:
                 raise ConfigError(
-                    f"the technique channels needs several named rewards, got {found[0]} alone. "
-                    "Return several from the environment (docs/rewards.md), or use "
+                    f"the technique reward_channels needs several named rewards, got {found[0]} "
+                    "alone. Return several from the environment (docs/rewards.md), or use "
                     "advantage.estimator grpo"
                 )
             return found
         if unknown := [name for name in found if name not in self._weights]:
             raise ConfigError(
-                f"channels.weights must have every named reward, got {', '.join(self._weights)}; "
-                f"the episodes also have {', '.join(unknown)}. Give a reward that must not count "
-                "the weight 0"
+                "reward_channels.weights must have every named reward, got "
+                f"{', '.join(self._weights)}; the episodes also have {', '.join(unknown)}. Give a "
+                "reward that must not count the weight 0"
             )
         return list(self._weights)
 
@@ -174,7 +176,7 @@ def whiten_nonzero(advantage: Tensor, lengths: Tensor | None = None) -> Tensor:
     return torch.where(advantage == 0, 0.0, whitened)
 
 
-def _describe(options: ChannelsConfig) -> str:
+def _describe(options: RewardChannelsConfig) -> str:
     weights = "; ".join(f"{name} times {each:g}" for name, each in options.by_name().items())
     after = {
         "episodes": ", normalised over the episodes of the batch",
@@ -187,20 +189,20 @@ def _describe(options: ChannelsConfig) -> str:
     )
 
 
-def _check(options: ChannelsConfig, config: RunConfig) -> None:
+def _check(options: RewardChannelsConfig, config: RunConfig) -> None:
     names = config.task.reward_names
     terms = [entry.name for entry in chosen(config.techniques) if entry.slot == "reward"]
     if names and len(names) + len(terms) < 2:
         raise ConfigError(
-            f"the technique channels needs several named rewards, but task.env {config.task.env} "
-            f"has {names[0]} alone. Add a reward term, as in --techniques 'tool_bonus channels', "
-            "or use advantage.estimator grpo"
+            "the technique reward_channels needs several named rewards, but task.env "
+            f"{config.task.env} has {names[0]} alone. Add a reward term, as in --techniques "
+            "'tool_bonus reward_channels', or use advantage.estimator grpo"
         )
 
 
 _MEASURED = """
 Of all groups of 4 episodes with two rewards of 0 or 1, there are 51 different lists of advantages
-with the sum of the rewards first, and 107 with `channels` (3 and 5 in groups of 2).
+with the sum of the rewards first, and 107 with `reward_channels` (3 and 5 in groups of 2).
 
 A policy of four answers, with an answer's rewards (right, brief) of (0, 0), (0, 1), (1, 0) and
 (1, 1), which at first have the probabilities 0.60, 0.30, 0.07 and 0.03. 40 seeds, 4 groups of 8 per
@@ -210,22 +212,22 @@ brackets):
 | advantages | after 40 steps | after 80 steps |
 |---|---|---|
 | sum of the rewards first (GRPO) | 0.07 (0.01) | 0.81 (0.04) |
-| `channels` | 0.21 (0.02) | 0.97 (0.00) |
-| `channels` with `whiten` = none | 0.23 (0.03) | 0.95 (0.01) |
+| `reward_channels` | 0.21 (0.02) | 0.97 (0.00) |
+| `reward_channels` with `whiten` = none | 0.23 (0.03) | 0.95 (0.01) |
 | GRPO, weights 1 and 0.1 | 0.05 (0.00) | 0.25 (0.04) |
-| `channels`, weights 1 and 0.1 | 0.03 (0.00) | 0.07 (0.01) |
+| `reward_channels`, weights 1 and 0.1 | 0.03 (0.00) | 0.07 (0.01) |
 
 With unequal weights it is a loss here: in a group whose episodes are all right, GRPO divides by the
-deviation of the small reward, and so enlarges it. `channels` does so only if the whole batch is
-like that. It has not been measured on the desks.
+deviation of the small reward, and so enlarges it. `reward_channels` does so only if the whole batch
+is like that. It has not been measured on the desks.
 """
 
 ENTRY = Entry(
-    name="channels",
+    name="reward_channels",
     slot="estimator",
     rows=(26,),
-    makes=Channels,
-    options=ChannelsConfig,
+    makes=RewardChannels,
+    options=RewardChannelsConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
     use="The reward is a sum of several, of which one is learned much earlier than another.",

@@ -1,4 +1,4 @@
-"""The command `align`: measure whether distillation from a teacher would pay."""
+"""The command `probe-distillation`: measure whether distillation from a teacher would pay."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ from unstale.config.options import override
 from unstale.durability.console import Console
 
 
-def _align(chosen: argparse.Namespace) -> int:
+def _probe(chosen: argparse.Namespace) -> int:
     from unstale.cli.resume import load_config
 
     values = file_values(chosen)
@@ -26,15 +26,17 @@ def _align(chosen: argparse.Namespace) -> int:
     with open_journal(chosen.run):
         pass  # an unreadable journal ends the command before the models are loaded
     with quick_imports():
-        from unstale.research.align import AlignOptions, align
+        from unstale.research.probe_distillation import ProbeOptions, probe_distillation
 
-    options = AlignOptions(
+    options = ProbeOptions(
         prefixes=chosen.prefixes,
         rollouts=chosen.rollouts,
         top=chosen.top,
         student=chosen.student,
     )
-    result = align(chosen.run, chosen.teacher, config, options, console=console_of(chosen))
+    result = probe_distillation(
+        chosen.run, chosen.teacher, config, options, console=console_of(chosen)
+    )
     if chosen.json:
         print_json(result.as_json())
     else:
@@ -44,7 +46,7 @@ def _align(chosen: argparse.Namespace) -> int:
 
 
 add = command(
-    "align",
+    "probe-distillation",
     "measure whether distillation from a teacher would raise a student's success",
     argument("run", type=Path, help="a run folder with episodes to take prefixes from"),
     argument("teacher", help="the model folder of the teacher"),
@@ -68,4 +70,4 @@ add = command(
         help="likeliest next tokens of each policy to try; default: 4",
     ),
     JSON,
-)(_align)
+)(_probe)

@@ -1,4 +1,4 @@
-"""`ace`: a stronger correction of errors of which the policy has become more confident.
+"""`confident_error_penalty`: a stronger correction where the policy grew more confident of errors.
 
 A negative advantage is multiplied by 1 + alpha * softplus(c), where c = log pi - log pi_ref of the
 sequence, summed over its sampled tokens. pi is the current policy, pi_ref the one from which the
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Literal
 from unstale.config.checks import Positive, Section
 from unstale.config.techniques import Entry
 from unstale.research.techniques.sequences import mean_of, sum_of
-from unstale.techniques import Shaped, Signals
+from unstale.techniques.hooks import Shaped, Signals
 
 if TYPE_CHECKING:
     from unstale.records import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AceConfig(Section):
+class ConfidentErrorPenaltyConfig(Section):
     """A stronger correction of errors of which the policy has become more confident (ACE)."""
 
     alpha: Positive = 1.0
@@ -35,10 +35,10 @@ class AceConfig(Section):
     """
 
 
-class Ace:
+class ConfidentErrorPenalty:
     """A shaper that multiplies negative advantages."""
 
-    def __init__(self, options: AceConfig) -> None:
+    def __init__(self, options: ConfidentErrorPenaltyConfig) -> None:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
@@ -54,7 +54,7 @@ class Ace:
         return Shaped(advantage, batch.trained)
 
 
-def _describe(options: AceConfig) -> str:
+def _describe(options: ConfidentErrorPenaltyConfig) -> str:
     return (
         f"negative advantages times 1 + {options.alpha:g} softplus(c), c = log pi - log pi_ref: "
         f"the {options.over} over a sequence, at most {options.max_shift:g}; a copy of the first "
@@ -64,16 +64,16 @@ def _describe(options: AceConfig) -> str:
 
 _MEASURED = """
 A bandit with 3 answers, of which the policy gives a wrong one 90% at first (8 samples a step, 400
-runs): the wrong answer has less than half after 30.8 steps without and 26.5 steps with `ace`
-(standard error 0.3). It has not been measured on the desks.
+runs): the wrong answer has less than half after 30.8 steps without and 26.5 steps with
+`confident_error_penalty` (standard error 0.3). It has not been measured on the desks.
 """
 
 ENTRY = Entry(
-    name="ace",
+    name="confident_error_penalty",
     slot="shaper",
     rows=(20,),
-    makes=Ace,
-    options=AceConfig,
+    makes=ConfidentErrorPenalty,
+    options=ConfidentErrorPenaltyConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
     by_group=lambda options: True,

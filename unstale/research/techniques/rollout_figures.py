@@ -1,4 +1,4 @@
-"""`gfcr`: figures of reliability, coverage and cost of the episodes of a batch.
+"""`rollout_figures`: figures of reliability, coverage and cost of the episodes of a batch.
 
 They are the three criteria by which the survey GFCR compares the stages of rollouts: generate,
 filter, control and replay. Reliability is the share of started episodes that the environment ended,
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from unstale.config.checks import Section
 from unstale.config.techniques import Entry
 from unstale.records import Group
-from unstale.techniques import CreditContext
+from unstale.techniques.hooks import CreditContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GfcrConfig(Section):
+class RolloutFiguresConfig(Section):
     """Figures of reliability, coverage and cost of the episodes of a batch (GFCR)."""
 
 
-class Gfcr:
+class RolloutFigures:
     """A diagnostic of the groups of a batch."""
 
-    def __init__(self, options: GfcrConfig) -> None: ...
+    def __init__(self, options: RolloutFiguresConfig) -> None: ...
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
@@ -40,11 +40,11 @@ class Gfcr:
         tokens = sum(each.num_sampled_in_all for each in episodes)
         tokens += sum(each.sampled_tokens for each in failures)
         return {
-            "gfcr/reliability_share": _divide(
+            "rollout_figures/reliability_share": _divide(
                 sum(each.stop == "done" for each in episodes), started
             ),
-            "gfcr/coverage_share": _divide(covered, len(groups)),
-            "gfcr/tokens_per_success": _divide(tokens, successes),
+            "rollout_figures/coverage_share": _divide(covered, len(groups)),
+            "rollout_figures/tokens_per_success": _divide(tokens, successes),
         }
 
 
@@ -52,16 +52,16 @@ def _divide(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def _describe(options: GfcrConfig) -> str:
+def _describe(options: RolloutFiguresConfig) -> str:
     return "measures reliability, coverage and cost of episodes; it changes nothing"
 
 
 ENTRY = Entry(
-    name="gfcr",
+    name="rollout_figures",
     slot="diagnostic",
     rows=(3,),
-    makes=Gfcr,
-    options=GfcrConfig,
+    makes=RolloutFigures,
+    options=RolloutFiguresConfig,
     changes=frozenset(),
     describe=_describe,
     use="To compare samplers, allocators and filters by more than the success at the end.",

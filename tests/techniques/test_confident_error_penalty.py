@@ -1,4 +1,4 @@
-"""Test `ace`: its formula, and its effect on a policy that is confident in a wrong answer."""
+"""Test the formula, and the effect on a policy that is confident in a wrong answer."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,10 @@ from torch.nn.functional import one_hot
 
 from tests.support.signals import made
 from unstale.records import Batch, collate
-from unstale.research.techniques.ace import Ace, AceConfig
+from unstale.research.techniques.confident_error_penalty import (
+    ConfidentErrorPenalty,
+    ConfidentErrorPenaltyConfig,
+)
 from unstale.testing import episode
 
 
@@ -20,7 +23,7 @@ def shaped(shift: float, advantage: float, **options: object) -> Tensor:
     logp = torch.where(batch.sampled, shift / 2, 0.0).double()
     reference = torch.where(batch.sampled, 0.0, 99.0).double()  # of no other token
     signals = made(batch, logp=logp, reference_logp=reference)
-    out = Ace(AceConfig(**options)).shape(batch, signals)  # type: ignore[arg-type]
+    out = ConfidentErrorPenalty(ConfidentErrorPenaltyConfig(**options)).shape(batch, signals)  # type: ignore[arg-type]
     assert torch.equal(out.keep, batch.sampled)
     return out.advantage[batch.sampled]
 
@@ -43,7 +46,7 @@ def test_negative_advantages_grow_with_the_confidence_shift(
     assert not shaped(shift, 0.0, **options).any()
 
 
-def steps_to_leave(*, ace: bool, runs: int = 100) -> float:
+def steps_to_leave(*, penalty: bool, runs: int = 100) -> float:
     """Return the mean number of steps until the wrong answer has less than half. It begins at 90%.
 
     Each of the runs draws 8 of 3 answers per step.
@@ -52,14 +55,14 @@ def steps_to_leave(*, ace: bool, runs: int = 100) -> float:
     logits = torch.tensor([math.log(18.0), 0.0, 0.0]).repeat(runs, 1)
     batch = collate([episode(i, [2, (1, 0)], advantage=0.0) for i in range(8 * runs)])
     reference = torch.full((len(batch.tokens),), math.log(1 / 3)).double()
-    shaper, steps = Ace(AceConfig()), torch.zeros(runs)
+    shaper, steps = ConfidentErrorPenalty(ConfidentErrorPenaltyConfig()), torch.zeros(runs)
     for _ in range(80):
         logp = logits.log_softmax(1)
         steps += logp[:, 0].exp() >= 0.5
         drawn = torch.multinomial(logp.exp(), 8, replacement=True, generator=noise)
         reward = (drawn == 2).float()
         advantage = reward - reward.mean(1, keepdim=True)
-        if ace:
+        if penalty:
             values, now = (torch.zeros_like(reference) for _ in range(2))
             values[batch.sampled] = advantage.flatten().double()
             now[batch.sampled] = logp.gather(1, drawn).flatten().double()
@@ -73,4 +76,4 @@ def steps_to_leave(*, ace: bool, runs: int = 100) -> float:
 
 def test_a_policy_leaves_a_wrong_answer_of_which_it_is_confident_in_fewer_steps() -> None:
     """Measured over 400 runs: 30.8 steps without, 26.5 with it (standard error 0.3)."""
-    assert steps_to_leave(ace=True) < steps_to_leave(ace=False) - 3
+    assert steps_to_leave(penalty=True) < steps_to_leave(penalty=False) - 3

@@ -1,4 +1,4 @@
-"""Test `unstale align`: prefixes of saved episodes, candidates, exact figures, and refusals."""
+"""Test `unstale probe-distillation`: prefixes of episodes, candidates, figures, and refusals."""
 
 import json
 from collections.abc import Callable
@@ -21,12 +21,18 @@ from unstale.durability.journal import Journal
 from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
 from unstale.records import Failure, Sampled, Task, Trajectory
-from unstale.research.align import AlignOptions, Mean, align, choose_candidates, choose_prefixes
 from unstale.research.alignment import (
     cosine,
     forward_kl_direction,
     reverse_kl_direction,
     success_direction,
+)
+from unstale.research.probe_distillation import (
+    Mean,
+    ProbeOptions,
+    choose_candidates,
+    choose_prefixes,
+    probe_distillation,
 )
 from unstale.rollout.episode import Rollout
 from unstale.testing import tiny_policy
@@ -78,8 +84,8 @@ def one_word(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -> None:
     """The prompt is the only prefix. A candidate's success rate is 1 if it is an even word."""
     run, teacher = one_word.runs / "run", one_word.runs / "teacher"
-    options = AlignOptions(prefixes=6, rollouts=2, top=3)
-    found = align(run, str(teacher), one_word, options, console=quiet())
+    options = ProbeOptions(prefixes=6, rollouts=2, top=3)
+    found = probe_distillation(run, str(teacher), one_word, options, console=quiet())
     assert {name: len(each) for name, each in found.figures.items()} == {
         "correct": 5,
         "incorrect": 5,
@@ -125,8 +131,8 @@ def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
     changes = {"max_staleness": 0, "groups_per_step": 1, "group_size": 2}
     config = override(one_word, {f"schedule.{name}": value for name, value in changes.items()})
     out = Console(file=StringIO(), width=500)
-    options = AlignOptions(prefixes=2, rollouts=4, top=2)
-    found = align(
+    options = ProbeOptions(prefixes=2, rollouts=4, top=2)
+    found = probe_distillation(
         one_word.runs / "run", str(one_word.runs / "teacher"), config, options, console=out
     )
     assert most == 2 and found.failed == -(-found.episodes // 3)
@@ -138,9 +144,9 @@ def test_an_environment_that_answers_differently_is_refused(
     one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OneWordTasks, "greeting", "w5")
-    options = AlignOptions(prefixes=2, rollouts=2, top=1)
+    options = ProbeOptions(prefixes=2, rollouts=2, top=1)
     with pytest.raises(ConfigError, match=r"toy/train/\d+ cannot be played again .*must answer"):
-        align(
+        probe_distillation(
             one_word.runs / "run",
             str(one_word.runs / "teacher"),
             one_word,
@@ -152,17 +158,17 @@ def test_an_environment_that_answers_differently_is_refused(
 def test_another_tokenizer_and_a_missing_teacher_are_refused(
     one_word: RunConfig, tmp_path: Path
 ) -> None:
-    run, options = one_word.runs / "run", AlignOptions(prefixes=2)
+    run, options = one_word.runs / "run", ProbeOptions(prefixes=2)
     with pytest.raises(ConfigError, match=r"the tokenizers of base and .* differ"):
-        align(run, "base", one_word, options, console=quiet())
+        probe_distillation(run, "base", one_word, options, console=quiet())
     with pytest.raises(ConfigError, match="nowhere"):
-        align(run, str(tmp_path / "nowhere"), one_word, options, console=quiet())
+        probe_distillation(run, str(tmp_path / "nowhere"), one_word, options, console=quiet())
 
 
 @pytest.mark.parametrize("options", [{"prefixes": 1}, {"rollouts": 3}, {"rollouts": 0}, {"top": 0}])
 def test_wrong_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="--prefixes must be >= 2, --rollouts even and >= 2"):
-        AlignOptions(**options)
+        ProbeOptions(**options)
 
 
 @pytest.mark.costly
@@ -180,8 +186,18 @@ def test_the_command_plays_on_inside_replies_of_several_turns(
         whole = episodes[each.episode]
         assert whole.tokens[: len(each.tokens)] == each.tokens and len(each.tokens) < len(whole)
         assert each.success == whole.success
-    words = ["align", str(run), str(tmp_path / "teacher"), "--task.env", config.task.env]
-    words += ["--prefixes", "4", "--rollouts", "2", "--top", "2", "--json"]
+    words = ["probe-distillation", str(run), str(tmp_path / "teacher")]
+    words += [
+        "--task.env",
+        config.task.env,
+        "--prefixes",
+        "4",
+        "--rollouts",
+        "2",
+        "--top",
+        "2",
+        "--json",
+    ]
     with pytest.raises(SystemExit, match=r"^0$"):
         main(words)
     row = json.loads(capsys.readouterr().out)
@@ -190,11 +206,11 @@ def test_the_command_plays_on_inside_replies_of_several_turns(
     assert row["sampled_tokens"] > 0
     shares = [row["figures"][kind]["student_share"] for kind in ("correct", "incorrect")]
     assert sum(each["number"] for each in shares) == 4
-    again = align(
+    again = probe_distillation(
         run,
         str(tmp_path / "teacher"),
         replace(config, name="run"),
-        AlignOptions(prefixes=4, rollouts=2, top=2),
+        ProbeOptions(prefixes=4, rollouts=2, top=2),
         console=quiet(),
     )
     assert again.sampled_tokens == row["sampled_tokens"]  # the same seeds

@@ -1,4 +1,4 @@
-"""Test `stages`: the tasks and sizes of each stage, and which hard tasks are solved."""
+"""Test `hard_task_stages`: the tasks and sizes of each stage, and which hard tasks are solved."""
 
 from collections import Counter
 from random import Random
@@ -10,8 +10,8 @@ import pytest
 from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.lint import check
-from unstale.research.techniques.stages import Stages, StagesConfig
-from unstale.techniques import Draw, DrawContext, Outcome
+from unstale.research.techniques.hard_task_stages import HardTaskStages, HardTaskStagesConfig
+from unstale.techniques.hooks import Draw, DrawContext, Outcome
 
 SEEDS, TASKS, GROUPS = 20, 64, 8
 NAMES = [f"{i:02}" for i in range(20)]
@@ -21,9 +21,9 @@ def outcome(task: str, *rewards: float) -> Outcome:
     return Outcome(task, 0, 0, rewards, 0, 10)
 
 
-def ranked(**options: Any) -> Stages:
+def ranked(**options: Any) -> HardTaskStages:
     """Return a sampler that has seen 20 tasks, whose success rises with their number."""
-    sampler = Stages(StagesConfig(steps=2, **options))
+    sampler = HardTaskStages(HardTaskStagesConfig(steps=2, **options))
     sampler.observe([outcome(name, *[i / 20] * 50) for i, name in enumerate(NAMES)])
     return sampler
 
@@ -57,8 +57,8 @@ def test_the_first_stage_has_its_own_limit_of_replies() -> None:
 
 
 def test_the_linter_says_the_limit_and_one_that_is_none_is_refused() -> None:
-    options = {"techniques": "stages", "selection.pool": 9, "stages.steps": 50}
-    made = override(RunConfig(recipe="mine"), {**options, "stages.first_reply": 95})
+    options = {"techniques": "hard_task_stages", "selection.pool": 9, "hard_task_stages.steps": 50}
+    made = override(RunConfig(recipe="mine"), {**options, "hard_task_stages.first_reply": 95})
     assert (
         "replies of at most 95 tokens up to step 50; from step 51 on"
         in check(made).facts["techniques"]
@@ -66,7 +66,7 @@ def test_the_linter_says_the_limit_and_one_that_is_none_is_refused() -> None:
     for tokens in (96, 2000):
         message = rf"first_reply must be below 96 \(engine.max_completion_tokens\), got {tokens}"
         with pytest.raises(ConfigError, match=message):
-            override(made, {"stages.first_reply": tokens})
+            override(made, {"hard_task_stages.first_reply": tokens})
 
 
 def test_the_number_of_hard_tasks_falls_with_each_pass() -> None:
@@ -89,16 +89,31 @@ def test_a_task_that_is_solved_is_no_longer_hard() -> None:
 @pytest.mark.parametrize(
     ("techniques", "selection", "steps", "message"),
     [
-        ("stages", SelectionConfig(), 200, "needs selection.pool > 0"),
+        ("hard_task_stages", SelectionConfig(), 200, "needs selection.pool > 0"),
         (
-            "stages",
+            "hard_task_stages",
             SelectionConfig(pool=300),
             200,
             r"candidates >= selection.pool, got 256 and 300",
         ),
-        ("stages", SelectionConfig(pool=9), 1, r"stages.steps must be below steps, got 1 and 1"),
-        ("stages allocate", SelectionConfig(pool=9), 200, "and so does allocate. Remove one"),
-        ("stages beta_sampler", SelectionConfig(pool=9), 200, "stages and beta_sampler"),
+        (
+            "hard_task_stages",
+            SelectionConfig(pool=9),
+            1,
+            r"hard_task_stages.steps must be below steps, got 1 and 1",
+        ),
+        (
+            "hard_task_stages allocate",
+            SelectionConfig(pool=9),
+            200,
+            "and so does allocate. Remove one",
+        ),
+        (
+            "hard_task_stages beta_sampler",
+            SelectionConfig(pool=9),
+            200,
+            "hard_task_stages and beta_sampler",
+        ),
     ],
 )
 def test_wrong_options_are_refused(
@@ -108,7 +123,7 @@ def test_wrong_options_are_refused(
         RunConfig(recipe="mine", techniques=techniques, selection=selection, max_steps=steps)
 
 
-def learn(options: StagesConfig | None, episodes: int = 8000) -> tuple[float, float]:
+def learn(options: HardTaskStagesConfig | None, episodes: int = 8000) -> tuple[float, float]:
     """Train tasks without anything in common. Return figures of those that are hard at first.
 
     They are the share that was solved at least once, and the success rate at the end.
@@ -119,7 +134,7 @@ def learn(options: StagesConfig | None, episodes: int = 8000) -> tuple[float, fl
         rng = np.random.default_rng(seed)
         logits = rng.normal(-2.5, 2.5, TASKS)
         hard = logits < np.log(0.05 / 0.95)
-        sampler = Stages(options) if options else None
+        sampler = HardTaskStages(options) if options else None
         solved = np.zeros(TASKS, bool)
         number = used = 0
         waiting: list[list[Outcome]] = []
@@ -154,6 +169,6 @@ def test_more_hard_tasks_are_solved_at_least_once() -> None:
     The standard error is at most 0.023. That the success rates are lower is kept here, too.
     """
     plain = learn(None)
-    staged = learn(StagesConfig(steps=24, size=32, hard=0.5, keep=0.75))
+    staged = learn(HardTaskStagesConfig(steps=24, size=32, hard=0.5, keep=0.75))
     assert staged[0] > plain[0] + 0.06
     assert staged[1] < plain[1]

@@ -1,0 +1,50 @@
+"""The size of the trainer's passes, chosen by the memory that is left."""
+
+from unstale.config import RunConfig
+from unstale.engines.vllm_server import ACTIVATIONS_SHARE
+from unstale.model.pass_size import free_bytes, largest_pass, total_bytes
+from unstale.model.policy import Policy
+from unstale.model.sharding import local
+
+_PENDING_BYTES = 12
+"""Bytes per trained weight that the first optimizer step allocates: a float32 gradient and two
+moments.
+"""
+_COPIES = 3
+"""Copies of the weights in the precision of passes that a run may still allocate: the gradient of a
+pass, the model of an old-logit route and the weights to publish.
+"""
+
+
+def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
+    """Return the largest number of tokens in a forward pass: the option, or what fits if it is 0.
+
+    `trains` is True for a pass with gradient. All ranks of the policy must call this, and get the
+    same number. An engine of this run on the same GPU leaves `ACTIVATIONS_SHARE` of it to
+    activations.
+    """
+    options = config.trainer
+    if options.max_tokens_per_microbatch:
+        return options.max_tokens_per_microbatch
+    word = policy.dtype.itemsize
+    trained = sum(local(each).numel() for each in policy.model.parameters() if each.requires_grad)
+    free = free_bytes(policy.device) - trained * (_PENDING_BYTES + _COPIES * word)
+    if policy.device.type == "cuda" and _shares_gpu(config):
+        free = min(free, ACTIVATIONS_SHARE * total_bytes(policy.device))
+    elif policy.device.type == "cpu":
+        free /= policy.peers.count  # which may all be on this machine
+    own = largest_pass(
+        policy.model,
+        free=free,
+        word=word,
+        checkpointing=options.gradient_checkpointing,
+        trains=trains,
+    )
+    context = policy.peers.context
+    return min(policy.peers.gather(own)) * (context.size if context else 1)
+
+
+def _shares_gpu(config: RunConfig) -> bool:
+    engine, cluster = config.engine, config.cluster
+    elsewhere = engine.urls or cluster.trainers or cluster.engine_hosts or engine.servers > 1
+    return not elsewhere and engine.transfer != "nccl"
