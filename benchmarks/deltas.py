@@ -1,14 +1,12 @@
-"""Measure how many bytes of weights per second are encoded as a delta, and how many are applied.
+"""Measure how many bytes of weights per second are encoded as a delta, applied, joined and checked.
 
     python -m benchmarks.deltas --peer ../main    # five minutes; `--peer` is another checkout
 
 Each measurement runs in a new process, in this checkout and in the peer's, in turn. The bfloat16
-weights of two versions differ in the share of words that one optimizer step changes at some
-learning rates. A version store encodes the second version, checksum and copy included. The rates
-are those of one thread, per processor second. Copying the weights in memory is the limit.
-
-A second table has the rates of encoding on several threads, per processor second and per second.
-If they are the same per processor second, the threads do not wait for each other.
+weights of versions differ in the share of words that one optimizer step changes at some learning
+rates. A version store encodes a version, checksum and copy included (encode). The delta is applied
+and the result's checksum compared (apply). A version between two others is dropped, so that its
+deltas are joined (merge). Copying the weights in memory is the limit.
 """
 
 import argparse
@@ -17,15 +15,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import tables
-from unstale.weights.bits import checksum, words
-from unstale.weights.codec import Delta, advance
+from unstale.weights.bits import checksum, sum64, words
+from unstale.weights.codec import advance
 from unstale.weights.store import VersionStore
 
 SHARES = {"1e-06": 0.014, "3e-06": 0.034, "1e-05": 0.115, "0.0001": 0.54}
@@ -33,15 +32,15 @@ SHARES = {"1e-06": 0.014, "3e-06": 0.034, "1e-05": 0.115, "0.0001": 0.54}
 TENSORS = 8
 GOAL_GB = 2.0
 """GB of weights that a core should encode per second."""
-THREADS = (1, 2, 4)
-"""Numbers of threads of the second table."""
+THREADS = (1, 2)
 TRIES = 5
 """Each measurement is the fastest of these."""
 
 Figures = dict[str, float]
+Weights = dict[str, Tensor]
 
 
-def versions(share: float, num_words: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def versions(share: float, num_words: int) -> tuple[Weights, Weights]:
     """Return weights, and the same with low bits changed in a share of the words."""
     noise = torch.Generator().manual_seed(0)
     before, after = {}, {}
@@ -54,58 +53,60 @@ def versions(share: float, num_words: int) -> tuple[dict[str, Tensor], dict[str,
     return before, after
 
 
-def put_s(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Return the processor seconds and the seconds in which a store adds the second version."""
-    store = VersionStore()
-    store.put(0, before)
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds and the processor seconds of a call."""
     began, began_cpu = time.perf_counter(), time.process_time()
-    store.put(1, after)
-    return time.process_time() - began_cpu, time.perf_counter() - began
+    call()
+    return time.perf_counter() - began, time.process_time() - began_cpu
 
 
-def advance_s(before: Mapping[str, Tensor], delta: Delta) -> float:
-    """Return the processor seconds in which a delta is applied and its checksum compared."""
-    held = {name: tensor.clone() for name, tensor in before.items()}
-    began = time.process_time()
-    advance(held, delta)
-    return time.process_time() - began
+def store_of(*versions: Mapping[str, Tensor]) -> VersionStore:
+    store = VersionStore()
+    for number, weights in enumerate(versions):
+        store.put(number, weights)
+    return store
 
 
-def checksum_s(weights: Mapping[str, Tensor]) -> float:
-    began = time.process_time()
-    checksum(weights)
-    return time.process_time() - began
+def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def copy_s(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    held = {name: tensor.clone() for name, tensor in before.items()}
-    began = time.process_time()
-    for name, tensor in held.items():
-        tensor.copy_(after[name])
-    return time.process_time() - began
+def operations(before: Weights, after: Weights) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return functions that prepare an operation on the weights, by the operation's name."""
+    third = {name: tensor.roll(1) for name, tensor in changed_words(before, after).items()}
+    third = {name: (words(after[name]) ^ third[name]).view(torch.bfloat16) for name in after}
+    delta = store_of(before, after).delta(1)
+    return {
+        "encode": lambda: partial(store_of(before).put, 1, after),
+        "apply": lambda: partial(advance, copied(before), delta),
+        "merge": lambda: partial(store_of(before, after, third).keep, {0, 2}),
+    }
+
+
+def changed_words(before: Weights, after: Weights) -> Weights:
+    return {name: words(before[name]) ^ words(after[name]) for name in before}
 
 
 def measure(num_words: int) -> Figures:
-    """Return GB per processor second for each share of changed words, in this process."""
-    torch.set_num_threads(1)
+    """Return GB per second, and per processor second, of each operation, in this process."""
     gigabytes = 2 * num_words / 1e9
     figures: Figures = {}
-    for rate, share in SHARES.items():
-        before, after = versions(share, num_words)
-        store = VersionStore()
-        store.put(0, before)
-        store.put(1, after)
-        delta = store.delta(1)
+
+    def add(what: str, prepare: Callable[[], Callable[[], object]]) -> None:
         for threads in THREADS:
             torch.set_num_threads(threads)
-            processor_s, elapsed_s = zip(*(put_s(before, after) for _ in range(TRIES)), strict=True)
-            figures[f"threads {rate}, {threads}"] = gigabytes / min(processor_s)
-            figures[f"elapsed {rate}, {threads}"] = gigabytes / min(elapsed_s)
-        torch.set_num_threads(1)
-        figures[f"encode {rate}"] = figures[f"threads {rate}, 1"]
-        figures[f"apply {rate}"] = gigabytes / min(advance_s(before, delta) for _ in range(TRIES))
-    figures["checksum"] = gigabytes / min(checksum_s(after) for _ in range(TRIES))
-    figures["copy"] = gigabytes / min(copy_s(before, after) for _ in range(TRIES))
+            seconds, processor_s = zip(*(timed(prepare()) for _ in range(TRIES)), strict=True)
+            figures[f"{what}, {threads}"] = gigabytes / min(seconds)
+            figures[f"{what}, {threads}, processor"] = gigabytes / min(processor_s)
+
+    for rate, share in SHARES.items():
+        before, after = versions(share, num_words)
+        for what, prepare in operations(before, after).items():
+            add(f"{what} {rate}", prepare)
+    held = copied(after)
+    add("checksum", lambda: partial(checksum, after))
+    add("sum of a GPU's weights", lambda: partial(sum64, [*after.values()]))
+    add("copy", lambda: lambda: [tensor.copy_(after[name]) for name, tensor in held.items()])
     return figures
 
 
@@ -141,33 +142,36 @@ def main() -> None:
             tables.CONSOLE.print(f"round {repeat + 1} of {options.repeats}: {name}")
             results[name].append(measure_in(checkouts[name], options.words))
     lines = [
-        "GB of bfloat16 weights per processor second of one thread, "
-        f"{options.words:,} words in {TENSORS} tensors. Medians",
-        f"of {options.repeats} alternating rounds, with the range. Encoding includes the checksum "
-        "and the copy.",
+        f"GB of bfloat16 weights per second, {options.words:,} words in {TENSORS} tensors. Medians",
+        f"of {options.repeats} alternating rounds, with the range; a round is the fastest of "
+        f"{TRIES}. Per processor second, the time",
+        "of all threads counts, and that of other programs does not.",
         "",
-        *tables.columns("", *checkouts, *(["ratio"] if options.peer else [])),
+        *tables.columns(
+            "",
+            "threads",
+            "GB/s",
+            "per processor second",
+            *(["peer, per processor second", "ratio"] if options.peer else []),
+        ),
     ]
-    alone = [what for what in results["this"][0] if not what.startswith(("threads ", "elapsed "))]
-    for what in alone:
-        runs = {name: [run[what] for run in results[name]] for name in checkouts}
-        ratio = [tables.spread(tables.ratios(runs, "this", over="peer"))] if options.peer else []
-        lines.append(tables.row(what, *map(tables.spread, runs.values()), *ratio))
-    lines += ["", "## Encoding on several threads", ""]
-    lines += tables.columns("", "threads", "GB per processor second", "GB per second")
-    for rate in SHARES:
-        for threads in THREADS:
-            both = [
-                tables.spread([run[f"{kind} {rate}, {threads}"] for run in results["this"]])
-                for kind in ("threads", "elapsed")
-            ]
-            lines.append(tables.row(f"encode {rate}", threads, *both))
+    for key in (key for key in results["this"][0] if not key.endswith("processor")):
+        what, threads = key.rsplit(", ", 1)
+        runs = {name: [run[f"{key}, processor"] for run in results[name]] for name in checkouts}
+        figures = [
+            tables.spread([run[key] for run in results["this"]]),
+            tables.spread(runs["this"]),
+        ]
+        if options.peer:
+            ratio = tables.ratios(runs, "this", over="peer")
+            figures += [tables.spread(runs["peer"]), tables.spread(ratio)]
+        lines.append(tables.row(what, threads, *figures))
     lines.append("")
     for rate in SHARES:
-        rates = [run[f"encode {rate}"] for run in results["this"]]
+        rates = [run[f"encode {rate}, 1, processor"] for run in results["this"]]
         verdict = tables.verdict(rates, GOAL_GB)
         lines.append(f"- Encoding at {rate}, GB a second of a core: {verdict}.")
-    tables.write("deltas", "Encoding and applying deltas", lines)
+    tables.write("deltas", "Encoding, applying and joining deltas", lines)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 `python -m benchmarks.routes` has a shorter form of it for all routes. The runs use the retail
 recipe with its embedded engine, and partial rollouts, which mix versions within an episode. In the
 trainer's thread, they time the route and the loop's preparation of a batch, the work done in time
-that would be spent waiting, the scoring while generation is paused, and the route's part of
+that would be spent waiting, the scoring before the optimizer step, and the route's part of
 publication.
 """
 

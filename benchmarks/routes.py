@@ -332,6 +332,8 @@ def play(
         waiting = list(pieces_of(batches[version + 1 : version + 3], version))
         for piece in (*own, *waiting):
             route.on_piece(piece)
+        for piece in own:
+            route.on_end([piece])
         with timed(played.idle_s):
             while route.score_while_idle():
                 pass
@@ -345,7 +347,7 @@ def play(
         if route.needs.inline:  # a training pass has `now` anyway
             played.logps_s[-1] = 0.0
         with timed(played.closing_s):
-            if route.needs.closing:
+            if route.needs.closing or route.needs.idle:
                 route.before_update(waiting)
         route.trained(1.0)
         played.costs = route.costs()

@@ -371,11 +371,11 @@ async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
     take = partial(run.queue.take_part, missing) if run.config.trainer.stream else run.queue.take
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(take())
-        taking.add_done_callback(lambda _: run.pending.arrived.set())
+        taking.add_done_callback(lambda _: run.pending.ended.set())
         while run.old_logps.needs.idle and not taking.done():
-            run.pending.arrived.clear()
+            run.pending.ended.clear()
             if not await run.trainer_thread.run(run.old_logps.score_while_idle):
-                await run.pending.arrived.wait()
+                await run.pending.ended.wait()
     return taking.result()
 
 
@@ -388,9 +388,9 @@ async def learn(
 ) -> Mapping[str, Any]:
     """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
-    Some old-logit routes must score all tokens of the current version before its weights change.
-    For these (`needs.closing`), generation is paused and `before_update` is called before the first
-    step.
+    Some old-logit routes score tokens of the current version before its weights change. For these
+    (`needs.idle`, `needs.closing`), `before_update` is called before the first step. For those that
+    must score all tokens (`needs.closing`), generation is paused before.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
@@ -401,8 +401,9 @@ async def learn(
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.backward, minibatch)
         await publication.finished()
-        if number == 0 and needs.closing:
-            await run.engine.interrupt()
+        if number == 0 and (needs.closing or needs.idle):
+            if needs.closing:
+                await run.engine.interrupt()
             unscored = run.pending.of_version(trainer.version, excluding=episodes_of(groups))
             await run.trainer_thread.run(run.old_logps.before_update, unscored)
         with run.log.span("trainer", f"step {step}"):

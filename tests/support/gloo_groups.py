@@ -25,13 +25,13 @@ _TIMEOUT = datetime.timedelta(seconds=LIMIT_S)
 def _gloo(file: str, rank: int, size: int) -> Any:
     """Join a group on loopback, whose members meet in a file."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = _TIMEOUT
-    return dist.ProcessGroupGloo(FileStore(file, size), rank, size, options)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(FileStore(file, size), rank, size, options)
 
 
 def _broadcast(group: Any, data: Tensor) -> None:
-    options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+    options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([data], options).wait()
 

@@ -381,6 +381,7 @@ def check_any_order(peers: RankGroup, folder: Path, config: OldLogpsConfig) -> N
         pieces = [piece for each in episodes for piece in pending(each)]
         for piece in pieces:
             old.on_piece(piece)
+            old.on_end([piece])
         batch = collate(episodes)
         scored = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=32)
         batches.append(batch)

@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,16 +23,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unstale.native import compile_library
-from unstale.weights import changes, codec
-from unstale.weights.bits import bytes_of, checksum, has_checksum, words
+from unstale.weights import bits, changes, codec
+from unstale.weights.bits import bytes_of, checksum, has_checksum, sum64, words, xxh3
 from unstale.weights.changes import (
+    apply_changes,
     apply_on_device,
+    apply_planes,
     find_changes,
     find_changes_on_device,
+    merge_changes,
     positions_of,
     split_planes,
 )
-from unstale.weights.codec import Delta, advance, apply, dumps, encode_all, encode_between, loads
+from unstale.weights.codec import (
+    Delta,
+    advance,
+    apply,
+    dumps,
+    encode,
+    encode_all,
+    encode_between,
+    loads,
+)
 from unstale.weights.store import VersionStore
 
 WIDTHS = {torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
@@ -111,6 +124,97 @@ def test_compiled_code_and_numpy_return_the_same_bytes(
         assert each.gaps.tolist() == first.gaps.tolist()
         assert [plane.tolist() for plane in each.planes] == [p.tolist() for p in first.planes]
         assert [plane.tolist() for plane in its_planes] == [plane.tolist() for plane in planes]
+
+
+@given(st.data(), st.sampled_from(list(WIDTHS)), st.integers(1, 3000))
+@settings(max_examples=40, deadline=None)
+def test_changes_are_applied_and_merged_alike_with_and_without_a_compiler(
+    data: st.DataObject, dtype: torch.dtype, count: int
+) -> None:
+    """Merged changes are those that are found in the XOR of both differences."""
+    pairs = [two_versions(data, dtype, count) for _ in range(2)]
+    one, two = (before ^ after for before, after in pairs)
+    both = [find_changes(each, None, count) for each in (one, two)]
+    expected = one ^ two
+    found = find_changes(expected, None, count)
+    for context in (nullcontext, without_compiler):
+        with context():
+            merged = merge_changes(*both, count)
+            target = torch.zeros(count, dtype=dtype)
+            for each in both:
+                apply_changes(target, each)
+            planes = torch.zeros(count, dtype=dtype)
+            apply_planes(planes, split_planes(expected, None))
+        assert merged.count == found.count and merged.gaps.tolist() == found.gaps.tolist()
+        assert [p.tolist() for p in merged.planes] == [p.tolist() for p in found.planes]
+        assert torch.equal(target, expected) and torch.equal(planes, expected)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("shares", [(0.01, 0.01), (0.1, 0.1, 0.1), (0.2, 0.3), (0.9, 0.01), (0, 0)])
+@pytest.mark.parametrize("count", [3, 200, 70_000])
+def test_a_merged_difference_is_the_encoded_one(
+    count: int, shares: Sequence[float], compiled: bool
+) -> None:
+    noise = torch.Generator().manual_seed(count)
+    differences = [
+        torch.randint(1, 4, (count,), generator=noise, dtype=torch.int16)
+        * (torch.rand(count, generator=noise) < share)
+        for share in shares
+    ]
+    differences.append(differences[0].clone())  # the changes of the first are taken back
+    with nullcontext() if compiled else without_compiler():
+        merged = codec.merge([encode(each) for each in differences])
+    total = differences[0]
+    for each in differences[1:]:
+        total = total ^ each
+    assert merged == encode(total)
+
+
+def test_differences_of_other_sizes_are_not_merged() -> None:
+    parts = [encode(torch.ones(count, dtype=torch.int16)) for count in (5, 6)]
+    with pytest.raises(ValueError, match=re.escape("differences of other tensors: [5, 6] words")):
+        codec.merge(parts)
+
+
+@pytest.mark.parametrize("damage", ["gap", "count"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_damaged_changes_are_neither_applied_nor_merged(damage: str, compiled: bool) -> None:
+    sound = find_changes(torch.tensor([0, 3, 0, 5], dtype=torch.int16), None, 4)
+    bad = replace(sound, gaps=sound.gaps + 2) if damage == "gap" else replace(sound, count=3)
+    target = torch.zeros(4, dtype=torch.int16)
+    with nullcontext() if compiled else without_compiler():
+        for call in (
+            lambda: apply_changes(target, bad),
+            lambda: merge_changes(sound, bad, 4),
+            lambda: merge_changes(bad, sound, 4),
+        ):
+            with pytest.raises(ValueError, match=r"positions? "):
+                call()
+    assert not target.any()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = torch.Generator().manual_seed(0)
+    before = {f"w{i}": torch.randn(500 * i, generator=noise).bfloat16() for i in range(8)}
+    after = {
+        name: (words(tensor) ^ (torch.arange(len(tensor)) % 50 == 0)).view(torch.bfloat16)
+        for name, tensor in before.items()
+    }
+    delta = Delta(1, 2, checksum(after), encode_all(before, after, before))
+    recorded = checksum(before), sum64([*before.values()])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(bits, "MIN_SHARED_BYTES", 0)
+    assert (checksum(before), sum64([*before.values()])) == recorded
+    assert has_checksum(before, xxh3(bytes_of(before[name]) for name in sorted(before)))
+    broken = replace(delta.tensors["w7"], streams=(b"", *delta.tensors["w7"].streams[1:]))
+    held = {name: tensor.clone() for name, tensor in before.items()}
+    with pytest.raises(ValueError, match="a stream cannot be read"):
+        advance(held, replace(delta, tensors={**delta.tensors, "w7": broken}))
+    assert checksum(held) == checksum(before), "a delta that cannot be read changes nothing"
+    advance(held, delta)
+    assert checksum(held) == checksum(after)
 
 
 @given(

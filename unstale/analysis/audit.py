@@ -4,7 +4,7 @@ A route is a method to obtain old log-probabilities. The recorded versions of th
 in order. At each version a route gets the calls that a run would make, and returns old
 log-probabilities for the batch that was trained on there. They are compared with the true ones,
 computed with the recorded weights that sampled each token. A recording does not say when tokens
-arrived. So the route `eager` gets all the idle time it can use.
+arrived. So the route `eager` gets all tokens of a version in time.
 """
 
 import time
@@ -300,7 +300,7 @@ class Replay:
         reads = old.needs.now or old.needs.inline
         with spent.clock():
             answer = old.logps(truth.batch, truth.logp if reads else torch.empty(0))
-            if old.needs.closing:
+            if old.needs.closing or old.needs.idle:
                 passed = frozenset(truth.batch.episodes)
                 held = self.pieces.get(truth.version, [])
                 old.before_update([piece for piece in held if piece.episode not in passed])

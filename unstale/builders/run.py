@@ -175,7 +175,7 @@ def _evaluation(
 
 @dataclass(frozen=True, slots=True)
 class _Listeners:
-    """Callbacks of the rollout for sampled tokens, failed episodes and restarted episodes.
+    """Callbacks of the rollout for sampled tokens, and ended, failed and restarted episodes.
 
     Receivers are the old-logit route, the list of tokens not yet trained on, and the run's log.
     """
@@ -187,6 +187,9 @@ class _Listeners:
     def on_piece(self, piece: PendingPiece) -> None:
         self.pending.add(piece)
         self.old.on_piece(piece)
+
+    def on_end(self, episode: int) -> None:
+        self.old.on_end(self.pending.end(episode))
 
     def on_failure(self, episode: int, failure: Failure, final: bool) -> None:
         self.pending.discard([episode])
@@ -203,6 +206,7 @@ def _training_rollout(
     """Return the object that runs training episodes, with the state of a resumed run."""
     rollout = make_rollout(
         on_piece=listeners.on_piece,
+        on_end=listeners.on_end,
         on_failure=listeners.on_failure,
         on_restart=listeners.on_restart,
         on_blocked=listeners.recorder.blocked,

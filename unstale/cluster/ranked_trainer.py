@@ -22,6 +22,7 @@ from unstale.config.routes import Needs
 from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
+from unstale.old_logps.scoring.queue import PieceKey, key_of
 from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import Batch, PendingPiece
 from unstale.token_values import TokenValues
@@ -162,22 +163,30 @@ class RankedOldLogps(OldLogps):
     def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
         self.needs = needs
         self._trainer = trainer
+        self._sent: set[PieceKey] = set()
+        """Pieces of the current version that the ranks have."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
         self._call("before_publish")
 
     def on_published(self, live: Collection[int]) -> None:
+        self._sent = {key for key in self._sent if key.version == self._trainer.version}
         self._call("on_published", tuple(live))
 
-    def on_piece(self, piece: PendingPiece) -> None:
-        if self.needs.idle:  # other routes have no use for it, and routed experts are large
-            self._trainer.ranks.later("on_piece", piece)
+    def on_end(self, pieces: Sequence[PendingPiece]) -> None:
+        version = self._trainer.version
+        of_version = tuple(piece for piece in pieces if piece.piece.version == version)
+        if self.needs.idle and of_version:  # others have no use for it; routed experts are large
+            self._sent.update(map(key_of, of_version))
+            self._trainer.ranks.later("on_end", of_version)
 
     def score_while_idle(self) -> bool:
         return bool(self._call("score_while_idle"))
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        if not self.needs.closing:
+            unscored = [piece for piece in unscored if key_of(piece) not in self._sent]
         self._call("before_update", tuple(unscored))
 
     def events(self) -> list[dict[str, Any]]:

@@ -163,8 +163,8 @@ class Rank:
     def audit_published(self, live: Collection[int]) -> None:
         self.auditor.on_published(live)
 
-    def on_piece(self, piece: PendingPiece) -> None:
-        self._old.on_piece(piece)
+    def on_end(self, pieces: Sequence[PendingPiece]) -> None:
+        self._old.on_end(pieces)
 
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
         self._scores.add_scores(rows, forward_tokens)

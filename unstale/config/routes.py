@@ -53,7 +53,9 @@ class Needs:
     change.
     """
     idle: bool = False
-    """True if `score_while_idle` must be called while the trainer waits for episodes."""
+    """True if `score_while_idle` must be called while the trainer waits for episodes, and
+    `before_update` before the weights of a version change.
+    """
     whole_batch: bool = False
     """True if `logps` must be called with the whole batch, not with some groups of it."""
     own_process: bool = False

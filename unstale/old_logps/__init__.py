@@ -36,10 +36,10 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 class OldLogps:
     """The base class of routes.
 
-    A route computes old log-probabilities. `on_piece` may be called at any time, on the event loop.
-    All other methods are called one at a time: `costs`, `events` and `close` on the event loop
-    while the trainer's thread is idle, the others in that thread. The methods of this class do
-    nothing. A route overrides those that it needs.
+    A route computes old log-probabilities. `on_piece` and `on_end` may be called at any time, on
+    the event loop. All other methods are called one at a time: `costs`, `events` and `close` on the
+    event loop while the trainer's thread is idle, the others in that thread. The methods of this
+    class do nothing. A route overrides those that it needs.
     """
 
     needs = Needs()
@@ -63,6 +63,12 @@ class OldLogps:
         Called on the event loop, so it must not block.
         """
 
+    def on_end(self, pieces: Sequence[PendingPiece]) -> None:
+        """Receive all pieces of an episode that has ended. Failed episodes are not reported.
+
+        Called on the event loop, so it must not block.
+        """
+
     def score_while_idle(self) -> bool:
         """Do at most about one forward pass of work, while the trainer waits for episodes.
 
@@ -73,7 +79,8 @@ class OldLogps:
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         """Score pieces of the current version, before an optimizer step changes its weights.
 
-        `unscored` has all pieces that this version sampled and that no batch has contained yet.
+        Called only if the route declares `needs.closing` or `needs.idle`. `unscored` has all pieces
+        that this version sampled and that no batch has contained yet.
         """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`eager`: score tokens while the trainer waits for data and still has the weights that sampled."""
+"""`eager`: score tokens while the trainer still has the weights that sampled them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unstale.config.checks import ConfigError
 from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.ewma_prox import EwmaProxSpec
-from unstale.old_logps.scoring.queue import ScoreQueue, key_of, text_of
+from unstale.old_logps.scoring.queue import ScoreQueue, by_key, key_of, text_of
 from unstale.old_logps.snapshot_old import SnapshotOldSpec
 
 if TYPE_CHECKING:
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class Eager(OldLogps):
-    """A route that scores each reply when it arrives, while the trainer waits for episodes.
+    """A route that scores each token once with the trainer's weights, before they change.
 
-    Values are exact for tokens that are scored before the trainer changes the weights that sampled
-    them. The route `fallback` scores all others: tokens sampled after the first optimizer step of a
-    batch, and nearly all tokens of earlier versions if the trainer never waits. The metric
-    `old_logps/scored_in_time_share` is the share of tokens scored in time.
+    An episode is scored when it has ended, while the trainer waits. Other episodes are scored
+    before the optimizer step, so that no context is computed again for every turn. These values are
+    exact. The route `fallback` scores the tokens that the same version sampled later, until engines
+    loaded the next one. The metric `old_logps/scored_in_time_share` is the share of tokens scored
+    in time.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -38,9 +39,11 @@ class Eager(OldLogps):
         self.needs = replace(fallback.needs, idle=True, forwards="versions")
         self._scorer = scorer
         self._cache = LogpCache(scorer)
-        self._arrived: deque[PendingPiece] = deque()
-        self._waiting: dict[int, ScoreQueue] = {}
-        """Pieces (runs of tokens) to be scored, by the version that sampled them."""
+        self._ended: deque[Sequence[PendingPiece]] = deque()
+        """The pieces of episodes that have ended, until they are sorted."""
+        self._waiting = ScoreQueue()
+        """Pieces (runs of tokens) of ended episodes, which `_version` sampled, without scores."""
+        self._version = -1
         self._num_tokens = 0
         self._num_covered = 0
 
@@ -50,32 +53,34 @@ class Eager(OldLogps):
     def on_published(self, live: Collection[int]) -> None:
         self._cache.keep({*live, self._scorer.version})
         self._sort()
-        self._waiting = {
-            version: waiting
-            for version, waiting in self._waiting.items()
-            if version >= self._scorer.version
-        }
         self.fallback.on_published(live)
 
     def on_piece(self, piece: PendingPiece) -> None:
-        self._arrived.append(piece)
         self.fallback.on_piece(piece)
+
+    def on_end(self, pieces: Sequence[PendingPiece]) -> None:
+        self._ended.append(pieces)
+        self.fallback.on_end(pieces)
 
     def score_while_idle(self) -> bool:
         self._sort()
-        waiting = self._waiting.get(self._scorer.version)
-        if not self._scorer.weights_match_version or not waiting:
+        if not self._scorer.weights_match_version or not self._waiting:
             return self.fallback.score_while_idle()
-        self._cache.score(waiting.take(self._scorer.max_tokens))
+        self._cache.score(self._waiting.take(self._scorer.max_tokens))
         return True
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        self._sort()
+        if not self.needs.closing:  # else the fallback scores them
+            self._cache.score(self._waiting.take_all() | by_key(self._cache.missing(unscored)))
         self.fallback.before_update(self._cache.missing(unscored))
 
     def trained(self, kept: float) -> None:
         self.fallback.trained(kept)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        self._sort()
+        self._waiting.discard(batch.episodes)
         values, covered = self._cache.lookup(batch)
         exact = covered & has_clean_behavior(batch)
         missing = batch.sampled & ~covered
@@ -122,26 +127,28 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put each piece (run of sampled tokens) that arrived into the queue of its version."""
-        while self._arrived:
-            piece = self._arrived.popleft()
-            self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(
-                key_of(piece), text_of(piece)
-            )
+        """Put the pieces of ended episodes that the current version sampled into the queue."""
+        if self._version != self._scorer.version:
+            self._version, self._waiting = self._scorer.version, ScoreQueue()
+        while self._ended:
+            for piece in self._cache.missing(self._ended.popleft()):
+                if piece.piece.version == self._version:
+                    self._waiting.put(key_of(piece), text_of(piece))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
-    """Options of the route `eager`, which scores tokens while the trainer waits for episodes.
+    """Options of the route `eager`, which scores tokens before the trainer's weights change.
 
-    A second route scores the other tokens.
+    Ended episodes are scored while the trainer waits, and others before the optimizer step. A
+    second route scores the tokens that are sampled after that.
     """
 
     route: str = "eager"
     makes: ClassVar[type[OldLogps]] = Eager
     fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
-    """Only for `eager`: the route that scores tokens for which the trainer had no time while their
-    version was current.
+    """Only for `eager`: the route that scores the tokens that their version sampled after the
+    optimizer step.
     """
 
     exactness: ClassVar = "where scored in time (old_logps/exact_share)"
@@ -151,10 +158,10 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     }
     recipe: ClassVar = {}
     docs: ClassVar = RouteDocs(
-        policy="the trainer while it waits for data; a fallback route for the rest",
+        policy="the trainer before each step; a fallback route for later tokens",
         exact="for its own share; otherwise as its fallback",
         holds="as its fallback",
-        costs="forward passes while the trainer is idle",
+        costs="one forward pass of each trajectory per version in it, mostly in idle time",
         choose="if the trainer waits for episodes",
         report="Exact where a turn was scored while the trainer's weights still were its version; "
         "the rest is the fallback's.",
@@ -211,7 +218,10 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
         return self.fallback_spec.shares_deltas
 
     def cost(self, run: RunConfig) -> str:
-        return f"the trainer's idle time; for the rest {self.fallback_spec.meaning(run).cost}"
+        rest = self.fallback_spec.meaning(run).cost
+        return (
+            f"a forward pass for every version in a trajectory, mostly in idle time; later {rest}"
+        )
 
     def meaning(self, run: RunConfig) -> Meaning:
         meaning = self.fallback_spec.meaning(run)

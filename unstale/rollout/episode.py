@@ -149,16 +149,18 @@ def _is_current(task: asyncio.Task[Any]) -> bool:
 class Rollout:
     """Runs episodes.
 
-    `on_piece` is called with each piece (run of tokens) as soon as it is sampled.
+    `on_piece` is called with each piece (run of tokens) as soon as it is sampled, and `on_end` with
+    the number of each episode that has ended with a trajectory, and of its branches.
     """
 
-    def __init__(  # noqa: PLR0913 - four of them are callbacks
+    def __init__(  # noqa: PLR0913 - five of them are callbacks
         self,
         generator: Generator,
         taskset: Taskset,
         config: RolloutConfig,
         *,
         on_piece: Callable[[PendingPiece], None] = lambda piece: None,
+        on_end: Callable[[int], None] = lambda episode: None,
         on_failure: OnFailure = lambda episode, failure, final: None,
         on_restart: OnRestart = lambda episode, failure: None,
         on_blocked: OnBlocked = lambda name, seconds: None,
@@ -172,6 +174,7 @@ class Rollout:
         self.taskset = taskset
         self.config = config
         self.on_piece = on_piece
+        self.on_end = on_end
         self.on_failure = on_failure
         self.on_restart = on_restart
         self._on_blocked = on_blocked
@@ -359,6 +362,8 @@ class Rollout:
                 ]
             else:
                 transcript.write_outcome(trajectory)
+                for each in (transcript, *transcript.branches):
+                    self.on_end(each.episode)
                 return trajectory
             if transcript.replaying:
                 transcript.writer.write_restart(

@@ -318,12 +318,18 @@ class PendingPieces:
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
-        self.arrived = asyncio.Event()
-        """Set by `add`. Whoever waits for the next piece clears it before."""
+        self.ended = asyncio.Event()
+        """Set by `end`. Whoever waits for the next end of an episode clears it before."""
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
-        self.arrived.set()
+
+    def end(self, episode: int) -> list[PendingPiece]:
+        """Return all pieces of an episode that has ended."""
+        self.ended.set()
+        return [
+            piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
+        ]
 
     def discard(self, episodes: Collection[int]) -> None:
         """Remove the pieces of episodes that were trained on or have failed."""

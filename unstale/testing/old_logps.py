@@ -83,6 +83,7 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, versions: 
         versions.add(policy)
         for piece in _pieces_of(version, _PLANS):
             route.on_piece(piece)
+            route.on_end([piece])
         while version == 1 and route.score_while_idle():
             pass
         if version < 2:
@@ -181,6 +182,7 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], 
         arrived = _pieces_of(version, _INTERRUPTED)[:: 2 if version == 2 else 1]
         for piece in arrived:
             route.on_piece(piece)
+            route.on_end([piece])
         while version == 1 and route.score_while_idle():
             pass
         route.before_update(arrived)

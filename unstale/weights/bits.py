@@ -2,15 +2,21 @@
 
 A checksum of weights is text that begins with its kind:
 
-    xxh3:...    XXH3 with 64 bits, which reads the bytes in order: for weights in main memory
+    tensors:... XXH3 of the XXH3 of each tensor, on several threads: for weights in main memory
     sum64:...   a sum over all words of 64 bits, which a GPU computes: for weights in its memory
+    xxh3:...    XXH3 with 64 bits, which reads the bytes in order: for files
 
-Earlier releases wrote a CRC-32, as a number. Every kind can be checked on every device.
+Earlier releases wrote an XXH3 for weights, or a CRC-32, as a number. Every kind can be checked on
+every device.
 """
 
+import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +26,18 @@ from torch import Tensor
 from unstale.weights.changes import MAX_SUM_WORDS, mixed_sum
 from unstale.weights.child_process import Bytes
 
+T = TypeVar("T")
+R = TypeVar("R")
 Checksum = int | str
-"""`xxh3:` or `sum64:` and 16 hexadecimal digits, or a CRC-32 as a number."""
+"""`tensors:`, `sum64:` or `xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
 
-_KINDS = re.compile("(xxh3|sum64):[0-9a-f]{16}")
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MIN_SHARED_BYTES = 1 << 25
+"""Smallest number of bytes for which threads are used. Starting them takes longer than processing
+fewer bytes.
+"""
+_KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers by their size in bytes."""
 _WORD_BYTES = 8
 """Bytes of a word of `sum64`."""
 
@@ -34,7 +47,7 @@ def words(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(_WORDS[tensor.element_size()])
+    return tensor.view(WORDS[tensor.element_size()])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -42,15 +55,39 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
 
 
+def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
+    """Return the results of a function for all items, which have so many bytes.
+
+    Many bytes are processed on as many threads as torch has, or on half of the processor's cores if
+    these are more, because torch has one thread only in processes that compute little. The threads
+    have torch's default stream and modes, not those of the caller.
+    """
+    threads = max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // 2)
+    if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
+        return [call(item) for item in items]
+    order = sorted(range(len(items)), key=lambda i: -sizes[i])  # so that all threads end together
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        made = dict(zip(order, pool.map(call, [items[i] for i in order]), strict=True))
+    return [made[i] for i in range(len(items))]
+
+
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return the checksum of the bits of all tensors, in the order of their names.
 
-    The checksum is an XXH3, or a sum if all tensors are on a GPU.
+    It is a sum if all tensors are on a GPU.
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     if ordered and all(tensor.is_cuda for tensor in ordered):
         return sum64(ordered)
-    return xxh3(map(bytes_of, ordered))
+    return _of_tensors(ordered)
+
+
+def _of_tensors(tensors: Sequence[Tensor]) -> str:
+    def digest(tensor: Tensor) -> bytes:
+        return xxhash.xxh3_64_digest(bytes_of(tensor))
+
+    digests = in_threads(digest, tensors, [tensor.nbytes for tensor in tensors])
+    return f"tensors:{xxhash.xxh3_64_hexdigest(b''.join(digests))}"
 
 
 def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
@@ -60,8 +97,9 @@ def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     check_kind(recorded)
-    if isinstance(recorded, str) and recorded.startswith("sum64:"):
-        return sum64(ordered) == recorded
+    if isinstance(recorded, str) and not recorded.startswith("xxh3:"):
+        compute = sum64 if recorded.startswith("sum64:") else _of_tensors
+        return compute(ordered) == recorded
     return checksum_like(recorded, map(bytes_of, ordered)) == recorded
 
 
@@ -73,17 +111,32 @@ def xxh3(parts: Iterable[Bytes]) -> str:
     return f"xxh3:{state.hexdigest()}"
 
 
-def sum64(tensors: Iterable[Tensor]) -> str:
+def sum64(tensors: Sequence[Tensor]) -> str:
     """Return the sum of all 64-bit words, each mixed with its position, modulo 2^64.
 
     The bytes of each tensor are padded with zeros to whole words of 64 bits. The sum of the first
     `n` words does not depend on the order in which they are added, so any device can compute it.
     """
+    if all(tensor.is_cpu for tensor in tensors):
+        sizes = [tensor.nbytes for tensor in tensors]
+        places = accumulate((-(-size // _WORD_BYTES) for size in sizes), initial=0)
+        sums = in_threads(_sum_of, [*zip(tensors, places, strict=False)], sizes)
+        return f"sum64:{sum(sums) % 2**64:016x}"
     total = place = 0
     for lanes in _in_groups(lanes for tensor in tensors for lanes in _lanes_of(tensor)):
         total += mixed_sum(lanes, place)
         place += len(lanes)
     return f"sum64:{total % 2**64:016x}"
+
+
+def _sum_of(placed: tuple[Tensor, int]) -> int:
+    """Return the sum of a tensor's words, of which the first is at the given place."""
+    tensor, place = placed
+    total = 0
+    for lanes in _lanes_of(tensor):
+        total += mixed_sum(lanes, place)
+        place += len(lanes)
+    return total
 
 
 def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -125,14 +178,14 @@ def check_kind(recorded: object) -> None:
     if type(recorded) is not int and not is_text:
         raise ValueError(
             f"its checksum is {repr(recorded)[:40]}, but this release reads CRC-32 (a number), and "
-            "XXH3 and sums (xxh3: or sum64:, and 16 hexadecimal digits)"
+            "XXH3 and sums (tensors:, xxh3: or sum64:, and 16 hexadecimal digits)"
         )
 
 
 def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
-    """Return the CRC-32 or XXH3 of bytes: the same kind as a recorded checksum.
+    """Return the CRC-32 or XXH3 of bytes: the same kind as a recorded checksum of a file.
 
-    Raises ValueError for other kinds.
+    Raises ValueError for unknown kinds.
     """
     check_kind(recorded)
     if type(recorded) is int:

@@ -1,4 +1,7 @@
-/* The words that differ between two tensors, for words of 8, 16, 32 and 64 bits, and sums of words. */
+/*
+ * The words that differ between two tensors, for words of 8, 16, 32 and 64 bits: finding, joining
+ * and applying them. And sums of words.
+ */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -67,6 +70,18 @@ static int64_t write_gaps(const uint16_t *where, int found, int64_t before, uint
     return coded;
 }
 
+/* Return the word after `where` that a gap leads to, or INT64_MAX after the last one. */
+static inline int64_t next_word(const uint8_t **gaps, const uint8_t *end, int64_t where)
+{
+    while (*gaps < end) {
+        uint8_t gap = *(*gaps)++;
+        where += gap;
+        if (gap != ESCAPE)
+            return where + 1;
+    }
+    return INT64_MAX;
+}
+
 /* Return the sum of words, each mixed with its place as in changes.py. `place` is the first one's. */
 uint64_t sum_words(const uint64_t *words, int64_t count, int64_t place)
 {
@@ -89,6 +104,14 @@ uint64_t sum_words(const uint64_t *words, int64_t count, int64_t place)
  * split_BITS writes the byte planes of all words, each of which has room for `words` bytes.
  *
  * `after` may be NULL: then `before` is the difference itself.
+ *
+ * apply_BITS changes the words of `target` to which the gaps lead, by the words of the planes.
+ *
+ * apply_planes_BITS changes all words of `target` by those of the planes.
+ *
+ * merge_BITS writes the changes that two sets of changes make together, and returns their number.
+ * `planes` has the planes of the first set, then those of the second. `made` are planes for `limit`
+ * words each. `num_made` receives the number of bytes written to `made_gaps`.
  */
 #define FUNCTIONS(BITS)                                                                            \
     static const uint##BITS##_t zeros_##BITS[BLOCK]; /* in place of a second tensor */             \
@@ -141,6 +164,66 @@ uint64_t sum_words(const uint64_t *words, int64_t count, int64_t place)
                     plane[i] = (uint8_t)((left[i] ^ right[i]) >> 8 * byte);                        \
             }                                                                                      \
         }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    static inline uint##BITS##_t word_##BITS(const uint8_t *const *planes, int64_t n)              \
+    {                                                                                              \
+        uint##BITS##_t word = 0;                                                                   \
+        for (int byte = 0; byte < BITS / 8; byte++)                                                \
+            word |= (uint##BITS##_t)((uint##BITS##_t)planes[byte][n] << 8 * byte);                 \
+        return word;                                                                               \
+    }                                                                                              \
+                                                                                                   \
+    void apply_##BITS(const uint8_t *gaps, int64_t num_gaps, const uint8_t *const *planes,         \
+                      uint##BITS##_t *target)                                                      \
+    {                                                                                              \
+        const uint8_t *end = gaps + num_gaps;                                                      \
+        int64_t where = next_word(&gaps, end, -1);                                                 \
+        for (int64_t n = 0; where != INT64_MAX; n++) {                                             \
+            target[where] ^= word_##BITS(planes, n);                                               \
+            where = next_word(&gaps, end, where);                                                  \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    void apply_planes_##BITS(const uint8_t *const *planes, int64_t words, uint##BITS##_t *target)  \
+    {                                                                                              \
+        for (int64_t n = 0; n < words; n++)                                                        \
+            target[n] ^= word_##BITS(planes, n);                                                   \
+    }                                                                                              \
+                                                                                                   \
+    int64_t merge_##BITS(const uint8_t *const *gaps, const int64_t *num_gaps,                      \
+                         const uint8_t *const *planes, int64_t limit, uint8_t *made_gaps,          \
+                         uint8_t *made, int64_t *num_made)                                         \
+    {                                                                                              \
+        const uint8_t *left = gaps[0], *left_end = left + num_gaps[0];                             \
+        const uint8_t *right = gaps[1], *right_end = right + num_gaps[1];                          \
+        const uint8_t *const *right_planes = planes + BITS / 8;                                    \
+        int64_t i = 0, j = 0, count = 0, coded = 0, last = -1;                                     \
+        int64_t here = next_word(&left, left_end, -1), there = next_word(&right, right_end, -1);   \
+        while (here != INT64_MAX || there != INT64_MAX) {                                          \
+            int64_t where = here < there ? here : there;                                           \
+            uint##BITS##_t word = 0;                                                               \
+            if (here == where) {                                                                   \
+                word ^= word_##BITS(planes, i++);                                                  \
+                here = next_word(&left, left_end, here);                                           \
+            }                                                                                      \
+            if (there == where) {                                                                  \
+                word ^= word_##BITS(right_planes, j++);                                            \
+                there = next_word(&right, right_end, there);                                       \
+            }                                                                                      \
+            if (!word)                                                                             \
+                continue;                                                                          \
+            int64_t gap = where - last - 1;                                                        \
+            for (; gap >= ESCAPE; gap -= ESCAPE)                                                   \
+                made_gaps[coded++] = ESCAPE;                                                       \
+            made_gaps[coded++] = (uint8_t)gap;                                                     \
+            last = where;                                                                          \
+            for (int byte = 0; byte < BITS / 8; byte++)                                            \
+                made[byte * limit + count] = (uint8_t)(word >> 8 * byte);                          \
+            count++;                                                                               \
+        }                                                                                          \
+        *num_made = coded;                                                                         \
+        return count;                                                                              \
     }
 
 FUNCTIONS(8)

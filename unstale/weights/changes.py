@@ -148,6 +148,82 @@ def find_all_on_device(
     return found
 
 
+def apply_changes(target: Tensor, found: Changes) -> None:
+    """Change the words of a contiguous integer tensor `[n]` on the CPU, in place.
+
+    Raises ValueError before any word is changed, if gaps are not positions of that many words.
+    """
+    _check_words(target, None)
+    check_gaps(found.gaps, found.count, len(target))
+    library = _library()
+    if library is None:
+        where = positions_of(found.gaps, found.count, len(target))
+        target.numpy()[where] ^= words_of(found.planes)
+        return
+    call = getattr(library, f"apply_{8 * target.element_size()}")
+    gaps, planes = _pointers([found.gaps]), _pointers(found.planes)
+    call(gaps[0], len(found.gaps), planes, target.data_ptr())
+
+
+def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
+    """Change all words of a contiguous integer tensor `[n]` on the CPU by planes, in place."""
+    _check_words(target, None)
+    library = _library()
+    if library is None:
+        target ^= torch.from_numpy(words_of(planes))
+        return
+    call = getattr(library, f"apply_planes_{8 * target.element_size()}")
+    call(_pointers(planes), len(target), target.data_ptr())
+
+
+def merge_changes(first: Changes, second: Changes, words: int) -> Changes:
+    """Return the changes of a tensor of `words` words that two sets of changes make together.
+
+    Raises ValueError if gaps are not positions of that many words.
+    """
+    for found in (first, second):
+        check_gaps(found.gaps, found.count, words)
+    width, limit = len(first.planes), first.count + second.count
+    library = _library()
+    if library is None:
+        return _merged_by_numpy(first, second, words)
+    gaps = np.empty(limit + words // ESCAPE + 1, np.uint8)
+    planes = np.empty((width, limit), np.uint8)
+    num_gaps = ctypes.c_int64()
+    count = getattr(library, f"merge_{8 * width}")(
+        _pointers([first.gaps, second.gaps]),
+        (ctypes.c_int64 * 2)(len(first.gaps), len(second.gaps)),
+        _pointers([*first.planes, *second.planes]),
+        limit,
+        gaps.ctypes.data,
+        planes.ctypes.data,
+        ctypes.byref(num_gaps),
+    )
+    return Changes(count, gaps[: num_gaps.value], tuple(plane[:count] for plane in planes))
+
+
+def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
+    both = (first, second)
+    where = np.concatenate([positions_of(found.gaps, found.count, words) for found in both])
+    bits = np.concatenate([words_of(found.planes) for found in both])
+    order = np.argsort(where, kind="stable")
+    where, begins = np.unique(where[order], return_index=True)
+    bits = np.bitwise_xor.reduceat(bits[order], begins) if len(where) else bits
+    return Changes(
+        int(np.count_nonzero(bits)), encode_gaps(where[bits != 0]), _planes(bits[bits != 0])
+    )
+
+
+def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Return the addresses of byte strings, which must be kept until they are read."""
+    for part in parts:
+        if part.dtype != np.uint8 or not part.flags.c_contiguous:
+            raise ValueError(
+                f"bytes must be contiguous, got strides {part.strides} of {part.dtype}"
+            )
+    return (ctypes.c_void_p * len(parts))(*(part.ctypes.data for part in parts))
+
+
 def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> None:
     """Change the words of several integer tensors on one device and of one dtype, in place.
 
@@ -203,6 +279,15 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     for i, plane in enumerate(planes):
         bits |= plane.to(dtype) << 8 * i
     return bits
+
+
+def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
+    """Return the words of byte planes, of which the last has the highest bits."""
+    bits = np.zeros(len(planes[0]), f"u{len(planes)}")
+    for plane in reversed(planes):
+        bits <<= 8 * (len(planes) > 1)
+        bits |= plane
+    return bits.view(f"i{len(planes)}")
 
 
 def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
@@ -299,7 +384,7 @@ def _library() -> ctypes.CDLL | None:
         library = compile_library(SOURCE)
     except NotCompiled as error:
         warnings.warn(
-            "differences of weights are found by NumPy, several times slower, because "
+            "differences of weights are found and applied by NumPy, several times slower, because "
             f"{SOURCE.name} does not compile: {error}",
             RuntimeWarning,
             stacklevel=2,
@@ -315,6 +400,15 @@ def _library() -> ctypes.CDLL | None:
         split = getattr(library, f"split_{bits}")
         split.argtypes = [pointer, pointer, number, pointer]
         split.restype = None
+        apply = getattr(library, f"apply_{bits}")
+        apply.argtypes = [pointer, number, pointer, pointer]
+        apply.restype = None
+        apply_planes = getattr(library, f"apply_planes_{bits}")
+        apply_planes.argtypes = [pointer, number, pointer]
+        apply_planes.restype = None
+        merge = getattr(library, f"merge_{bits}")
+        merge.argtypes = [pointer, pointer, pointer, number, pointer, pointer, pointer]
+        merge.restype = number
     return library
 
 

@@ -22,12 +22,11 @@ needs 24 bytes for each changed word of a tensor, or of small tensors together.
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from mmap import mmap
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +35,14 @@ import zstandard
 from torch import Tensor
 
 from unstale.weights.bits import (
+    WORDS,
     Checksum,
     bytes_of,
     check_kind,
     checksum,
     checksum_like,
     has_checksum,
+    in_threads,
     joined,
     words,
     xxh3,
@@ -49,12 +50,14 @@ from unstale.weights.bits import (
 from unstale.weights.changes import (
     ESCAPE,
     Changes,
+    apply_changes,
     apply_on_device,
+    apply_planes,
     find_all_on_device,
     find_changes,
     find_changes_on_device,
     join_planes,
-    positions_of,
+    merge_changes,
     require_alike,
     split_planes,
     upload,
@@ -101,7 +104,6 @@ _DAMAGE = (struct.error, KeyError, TypeError, AttributeError, RuntimeError)
 """The kinds of errors, besides ValueError, that are raised when a damaged header is read."""
 
 Array = npt.NDArray[Any]
-T = TypeVar("T")
 Kind = Literal["sparse", "packed", "raw"]
 Entry = tuple[str, str, tuple[int, ...], int]
 """One tensor of a safetensors file: name, dtype, shape and number of bytes."""
@@ -202,7 +204,8 @@ def encode_all(
 
     names = list(names)
     on_cpu = [name for name in names if before[name].is_cpu]
-    made = dict(zip(on_cpu, _in_threads(encode_one, on_cpu), strict=True))
+    sizes = [before[name].nbytes for name in on_cpu]
+    made = dict(zip(on_cpu, in_threads(encode_one, on_cpu, sizes), strict=True))
     others = {name: words(before[name]) for name in names if name not in made}
     for group in _groups(others):
         made |= _encode_group(
@@ -250,19 +253,8 @@ def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> 
     pairs = {
         name: _Pair(part, found=found) for name, (part, found) in zip(before, parts, strict=True)
     }
-    return dict(zip(pairs, _in_threads(lambda name: _encode(pairs[name]), [*pairs]), strict=True))
-
-
-def _in_threads(call: Callable[[str], T], names: Sequence[str]) -> list[T]:
-    """Return the results of a function for all names, computed on torch's threads.
-
-    The threads have torch's default stream and modes, not those of the caller.
-    """
-    threads = min(torch.get_num_threads(), len(names))
-    if threads <= 1:
-        return [call(name) for name in names]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(call, names))
+    made = in_threads(_encode, [*pairs.values()], [tensor.nbytes for tensor in before.values()])
+    return dict(zip(pairs, made, strict=True))
 
 
 def encode(difference: Tensor) -> Encoded:
@@ -397,16 +389,14 @@ def apply(encoded: Encoded, target: Tensor) -> None:
     if encoded.kind == "sparse" and not target.is_cpu:
         apply_on_device([target], [_changes_of(encoded)])
         return
-    flat = target.reshape(-1)
+    flat = target.contiguous().reshape(-1)
     match encoded.kind:
         case "sparse":
-            found = _changes_of(encoded)
-            where = positions_of(found.gaps, encoded.changed, encoded.words)
-            flat.numpy()[where] ^= _words_of(found.planes)
+            apply_changes(flat, _changes_of(encoded))
         case "packed":
             planes = [_unpack(each, encoded.words, encoded.words) for each in encoded.streams]
             if flat.is_cpu:
-                flat ^= torch.from_numpy(_words_of(planes))
+                apply_planes(flat, planes)
             else:
                 flat ^= join_planes([upload([plane], flat) for plane in planes], flat.dtype)
         case "raw":
@@ -429,12 +419,41 @@ def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> 
         and not targets[name].is_cpu
     }
     others = [name for name in tensors if name not in together]
-    _in_threads(lambda name: apply(tensors[name], targets[name]), others)
+    sizes = [targets[name].nbytes for name in others]
+    in_threads(lambda name: apply(tensors[name], targets[name]), others, sizes)
     for group in _groups(together):
         for name in group:
             _check_fit(tensors[name], targets[name])
-        changes = _in_threads(lambda name: _changes_of(tensors[name]), group)
+        sizes = [targets[name].nbytes for name in group]
+        changes = in_threads(lambda name: _changes_of(tensors[name]), group, sizes)
         apply_on_device([targets[name] for name in group], changes)
+
+
+def merge(parts: Sequence[Encoded]) -> Encoded:
+    """Return the difference that differences of one tensor make together.
+
+    The result is what `encode` returns. If few words changed, nothing as large as the tensor is
+    allocated. Raises ValueError if the differences are of tensors of other sizes.
+    """
+    words, width = parts[0].words, parts[0].width
+    if any((part.words, part.width) != (words, width) for part in parts):
+        raise ValueError(f"differences of other tensors: {[part.words for part in parts]} words")
+    changing = [part for part in parts if part.changed]
+    changed = sum(part.changed for part in changing)
+    if all(part.kind == "sparse" for part in changing) and changed < PACKED_ABOVE * words:
+        found = Changes(0, np.empty(0, np.uint8), (np.empty(0, np.uint8),) * width)
+        for part in changing:
+            found = (
+                merge_changes(found, _changes_of(part), words) if found.count else _changes_of(part)
+            )
+        shape = {"words": words, "width": width, "changed": found.count}
+        streams = tuple(map(_pack, (found.gaps, *found.planes))) if found.count else ()
+        if not found.count or sum(map(len, streams)) < words * width:
+            return Encoded("sparse", streams=streams, **shape)
+    difference = torch.zeros(words, dtype=WORDS[width])
+    for part in changing:
+        apply(part, difference)
+    return encode(difference)
 
 
 def _changes_of(encoded: Encoded) -> Changes:
@@ -455,10 +474,18 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     require_fit(delta, tensors)
     targets = {name: words(tensor) for name, tensor in tensors.items()}
     applied = []
+
+    def apply_one(name: str) -> None:
+        apply(delta.tensors[name], targets[name])
+        applied.append(name)
+
+    names = [*delta.tensors]
     try:
-        for name, encoded in delta.tensors.items():
-            apply(encoded, targets[name])
-            applied.append(name)
+        if all(target.is_cpu for target in targets.values()):
+            in_threads(apply_one, names, [targets[name].nbytes for name in names])
+        else:
+            for name in names:
+                apply_one(name)
         if not has_checksum(tensors, delta.checksum):
             raise ValueError(
                 f"the delta from version {delta.base} does not lead to version {delta.version}: "
@@ -732,12 +759,3 @@ def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
         )
     except zstandard.ZstdError as error:
         raise ValueError(f"a stream cannot be read: {error}") from error
-
-
-def _words_of(planes: Sequence[npt.NDArray[np.uint8]]) -> Array:
-    """Return the words of byte planes, of which the last has the highest bits."""
-    bits = np.zeros(len(planes[0]), f"u{len(planes)}")
-    for plane in reversed(planes):
-        bits <<= 8 * (len(planes) > 1)
-        bits |= plane
-    return bits.view(f"i{len(planes)}")

@@ -13,14 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unstale.weights.bits import Checksum, checksum, has_checksum, words
+from unstale.weights.bits import Checksum, checksum, has_checksum, in_threads, words
 from unstale.weights.codec import (
     Delta,
-    apply,
     apply_all,
-    encode,
     encode_all,
     loads,
+    merge,
     require_fit,
     whole,
 )
@@ -276,15 +275,13 @@ class VersionStore:
         `links`.
         """
         deltas = [self._shelf.get(version) for version in links]
-        merged = {}
-        for name, tensor in self._movable.items():
-            difference = torch.zeros_like(
-                words(tensor), device="cpu", memory_format=torch.contiguous_format
-            )
-            for delta in deltas:
-                apply(delta.tensors[name], difference)
-            merged[name] = encode(difference)
-        return Delta(before, links[-1], deltas[-1].checksum, merged)
+        merged = in_threads(
+            lambda name: merge([delta.tensors[name] for delta in deltas]),
+            [*self._movable],
+            [tensor.nbytes for tensor in self._movable.values()],
+        )
+        tensors = dict(zip(self._movable, merged, strict=True))
+        return Delta(before, links[-1], deltas[-1].checksum, tensors)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
         """Raise ValueError unless each version but the first has a fitting delta to it."""

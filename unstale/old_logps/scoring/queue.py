@@ -68,6 +68,16 @@ class ScoreQueue:
             max_tokens -= length
         return taken
 
+    def take_all(self) -> Pieces:
+        """Remove and return all pieces."""
+        taken, self._episodes = self._episodes, {}
+        return {key: text for pieces in taken.values() for key, text in pieces.items()}
+
+    def discard(self, episodes: Iterable[int]) -> None:
+        """Remove the pieces of some episodes."""
+        for episode in episodes:
+            self._episodes.pop(episode, None)
+
 
 class ScoringOrder:
     """The work of a second model in order: all pieces of a version, then the next version.
