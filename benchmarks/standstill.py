@@ -4,7 +4,8 @@
 
 Nothing here has so many weights. A real publisher sends a tiny model to a fake vLLM server, through
 the real engine and the real engine host. Each step then sleeps as long as it takes with all bytes,
-at the speeds that `SPEEDS` and `--load_gb_s` give. Replies are generated meanwhile.
+at the speeds that `SPEEDS` and `--load_gb_s` give. Replies are generated meanwhile. With `--before`
+a table of this script from another commit is compared.
 """
 
 import argparse
@@ -251,12 +252,20 @@ async def publish(
     )
 
 
+def standstills(table: Path) -> dict[tuple[str, ...], str]:
+    """Return the standstill in each row of a table, by model, size, way and speed."""
+    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines()]
+    return {tuple(cells[:4]): cells[-2] for cells in rows if len(cells) > 4}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--load_gb_s", type=float, nargs="+", default=LOAD_GB_S)
     parser.add_argument("--versions", type=int, default=1)
     parser.add_argument("--unstaged", action="store_true", help="publish without staging")
+    parser.add_argument("--before", type=Path, help="a table of another commit")
     chosen = parser.parse_args()
+    before = standstills(chosen.before) if chosen.before else {}
     lines = columns(
         "model",
         "GB",
@@ -264,7 +273,8 @@ def main() -> None:
         "GB/s to each GPU",
         "staged s",
         "replies meanwhile",
-        "standstill s",
+        "standstill s, before",
+        "now",
         "first reply held back s",
     )
     for case in CASES:
@@ -275,9 +285,18 @@ def main() -> None:
                 median(getattr(each, name) for each in found)
                 for name in ("stage_s", "replies", "standstill_s", "held_s")
             ]
-            cells = (case.name, case.gb, case.way, speed, f"{middle[0]:.1f}", f"{middle[1]:.0f}")
+            names = (case.name, str(case.gb), case.way, str(speed))
+            cells = (*names, f"{middle[0]:.1f}", f"{middle[1]:.0f}", before.get(names, ""))
             lines.append(row(*cells, *(f"{seconds:.1f}" for seconds in middle[2:])))
             CONSOLE.print(lines[-1])
+    lines += [
+        "",
+        f"Sleeps in seconds per GB: {SPEEDS.apply_s} to apply a delta, {SPEEDS.check_s} for its "
+        f"checksum, {SPEEDS.write_s} to write whole weights. In seconds: "
+        + ", ".join({f"{case.reference_s:g} for the probe of {case.name}": 0 for case in CASES})
+        + ". The goals are 4 s for 4B and 8 s for 30B-A3B. Contexts that engines compute again are "
+        "not part of the standstill.",
+    ]
     write("standstill", "The standstill of servers by bytes, with throttled speeds", lines)
 
 

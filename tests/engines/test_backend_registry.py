@@ -111,7 +111,7 @@ folder = Path(sys.argv[1])
 tiny_policy().save(folder)
 with TinyServer(tiny_policy()) as server:
     options = EngineConfig(backend="tiny", urls=server.url, dtype="float32", max_context=512)
-    run = RunConfig(recipe="x", policy=str(folder), engine=options)
+    run = RunConfig(recipe="x", model=str(folder), engine=options)
     reply = asyncio.run(sample(build_engine(run, None)))
 print(reply.piece.version, len(reply.piece.tokens))
 """

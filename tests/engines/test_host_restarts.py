@@ -1,4 +1,4 @@
-"""An engine that restarts while its host gets a new version loads that one, as the same restart.
+"""An engine that restarts while its host stages a new version loads that one.
 
 The host runs without Ray.
 """
@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.host_engines import digits
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
 from unstale.cluster.weight_objects import Part, arrays
-from unstale.engines import SamplingParams, Update
+from unstale.engines import EngineDied, SamplingParams, Update
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.testing import tiny_policy
@@ -113,3 +114,21 @@ def test_an_engine_that_restarts_while_a_version_is_staged_gets_the_new_version(
         "engine_restarted",
         "engine_back",
     ]
+
+
+def test_a_host_refuses_a_delta_to_weights_that_it_does_not_have(tmp_path: Path) -> None:
+    """Another stage came between the report on which the delta is based, and the delta."""
+    tiny_policy().save(tmp_path)
+
+    async def main() -> None:
+        host = EngineHost(HostOptions(Gated, (EngineOptions(tmp_path),)))
+        await host.start(0)
+        await host.stage(1, -1, full(1))
+        with pytest.raises(EngineDied, match="the host has version 1, not 0"):
+            await host.stage(2, 0, None, [])
+        with pytest.raises(EngineDied, match="version 2 was not staged, but 1"):
+            await host.load(2)
+        await host.load(1)
+        await host.close()
+
+    asyncio.run(main())

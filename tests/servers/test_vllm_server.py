@@ -59,6 +59,7 @@ from unstale.records import Sampled
 from unstale.testing import check_engine, nudge
 from unstale.trainer.auditor import score_truth
 from unstale.weights.recording import RECORDED, Recorded
+from unstale.weights.store import VersionStore
 
 pytestmark = [
     pytest.mark.engines,
@@ -131,6 +132,32 @@ def test_log_d_is_float_noise(
             f"{log_d.quantile(0.99):.2g}, most {log_d.max():.2g}"
         )
     assert len(log_d) > 3000 and log_d.mean() < mean
+
+
+def test_the_server_samples_from_its_own_copy_while_a_delta_changes_the_file(url: str) -> None:
+    policy = Policy.load(SHIPPED_POLICY)
+    options = EngineOptions(SHIPPED_POLICY, dtype="float32", url=url, deltas=True)
+    engine, store = VllmEngine(options), VersionStore(policy.twin().weights())
+    versions = []
+    for version in range(2):
+        nudge(policy, seed=version, size=0.01)
+        store.put(version, policy.weights())
+        versions.append(policy.twin())
+    found: list[torch.Tensor] = []
+
+    async def story() -> None:
+        await engine.load(versions[0].weights(), 0)
+        await engine.resume()
+        await engine.stage(store.delta(1), 1)
+        found.append(await _log_d(engine, versions[0], 1.0))
+        await engine.interrupt()
+        await engine.load(store.delta(1), 1)
+        await engine.resume()
+        found.append(await _log_d(engine, versions[1], 1.0))
+        found.append(await _log_d(engine, versions[0], 1.0))
+
+    _run(engine, story)
+    assert max(found[0].mean(), found[1].mean()) < 1e-4 < 1e-2 < found[2].mean()
 
 
 def test_an_fp8_server_quantises_the_weights_at_each_load(
@@ -230,8 +257,10 @@ def test_the_probe_catches_it_within_one_update(fault: str, version: int) -> Non
     async def story() -> None:
         for number in range(version):
             await engine.load(policy.weights(), number)
+        await engine.load(policy.weights(), version)
+        await engine.resume()
         with pytest.raises(ProbeFailed, match=f"after loading version {version}"):
-            await engine.load(policy.weights(), version)
+            await engine.sample([1, 2], SamplingParams(2, ()))
         with pytest.raises(EngineDied, match=f"after loading version {version}"):
             await engine.sample([1, 2], SamplingParams(2, ()))
 

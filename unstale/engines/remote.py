@@ -446,9 +446,32 @@ class RemoteEngine(ABC):
     async def _probe(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> None:
-        """Sample a few tokens, and compare their log-probabilities with the trainer's model.
+        """Raise `ProbeFailed` if the mean absolute error exceeds `options.probe_tolerance`."""
+        try:
+            errors = await self._probe_errors(session, version, weights)
+        except EngineDied:
+            raise
+        except (ValueError, RuntimeError) as error:  # not one of the replies that wait for it
+            raise self._fail(session, f"the probe failed: {error}") from error
+        mean = float(errors.mean())
+        session.usage.probed(mean)
+        options = self.options
+        number_format = options.dtype if options.quantise == "none" else options.quantise
+        tolerance = options.probe_tolerance or TOLERANCE[number_format]
+        if not mean <= tolerance:
+            reason = (
+                f"after loading version {version}, the log-probabilities of {len(errors)} tokens "
+                f"differ by {mean:.2g} on average and {errors.max():.2g} at most; "
+                f"engine.probe_tolerance allows {tolerance:g}. The server has other weights or no "
+                "temperature"
+            )
+            raise ProbeFailed(str(self._fail(session, reason)))
 
-        Raises `ProbeFailed` if the mean absolute error exceeds `options.probe_tolerance`.
+    async def _probe_errors(
+        self, session: "_Session", version: int, weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Sample some tokens. Return the absolute differences, in nats, of their log-probabilities
+        from those of the trainer's model.
         """
         prompt = self._probe_prompt(version)
         request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
@@ -466,20 +489,7 @@ class RemoteEngine(ABC):
         expected = await session.while_alive(
             in_thread(self._expected_logps, weights, [*prompt, *piece.tokens])
         )
-        errors = (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
-        mean = float(errors.mean())
-        session.usage.probed(mean)
-        options = self.options
-        number_format = options.dtype if options.quantise == "none" else options.quantise
-        tolerance = options.probe_tolerance or TOLERANCE[number_format]
-        if not mean <= tolerance:
-            reason = (
-                f"after loading version {version}, the log-probabilities of {len(errors)} tokens "
-                f"differ by {mean:.2g} on average and {errors.max():.2g} at most; "
-                f"engine.probe_tolerance allows {tolerance:g}. The server has other weights or no "
-                "temperature"
-            )
-            raise ProbeFailed(str(self._fail(session, reason)))
+        return (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
 
     def _expected_logps(self, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
         """Return the log-probabilities of the probe's tokens. Runs in a thread."""
