@@ -42,7 +42,8 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
     """
     policy.check_length(config.engine.max_context)
-    return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
+    max_tokens = config.trainer.scoring_tokens(on_gpu=policy.device.type == "cuda")
+    return LocalScorer(policy, config.engine.temperature, max_tokens)
 
 
 def build_trainer(

@@ -137,5 +137,5 @@ def _route(config: RunConfig, trainer: RankedTrainer) -> RankedOldLogps:
     needs, scorers = config.old_logps.needs, trainer.ranks.scorers
     if scorers is None:
         return RankedOldLogps(trainer, needs)
-    link = RanksLink(scorers, max_tokens=config.trainer.max_tokens_per_microbatch)
+    link = RanksLink(scorers, max_tokens=config.trainer.scoring_tokens(on_gpu=scorers.on_gpus))
     return RankedOldLogitModel(trainer, needs, link, lockstep=config.deterministic)

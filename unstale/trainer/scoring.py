@@ -60,7 +60,7 @@ class Scoring:
         self._rules = rules
         self._techniques = rules.techniques
         self._temperature = config.engine.temperature
-        self._max_tokens = config.trainer.max_tokens_per_microbatch
+        self._max_tokens = config.trainer.scoring_tokens(on_gpu=policy.device.type == "cuda")
         self._is_bitwise = config.engine.bitwise
         self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
         keeps_reference = config.objective.kl_coef or "reference" in rules.techniques.needs
