@@ -405,7 +405,8 @@ async def learn(
             if needs.closing:
                 await run.engine.interrupt()
             unscored = run.pending.of_version(trainer.version, excluding=episodes_of(groups))
-            await run.trainer_thread.run(run.old_logps.before_update, unscored)
+            with run.log.span("old_logps", f"step {step}"):
+                await run.trainer_thread.run(run.old_logps.before_update, unscored)
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.step)
     points = [*trainer.scatter_sample(), *run.auditor.scatter_sample()]

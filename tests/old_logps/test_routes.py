@@ -18,7 +18,8 @@ from torch import Tensor
 
 from unstale.algorithms.corrections import log_discrepancy, log_staleness
 from unstale.builders import build_old_logps
-from unstale.config import OldLogpsConfig
+from unstale.builders.local import build_scorer
+from unstale.config import OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.ewma_prox import EwmaProx
@@ -99,6 +100,19 @@ def test_at_lag_zero_with_no_step_since_publication(route: str) -> None:
         assert log_s.abs().max() < 1e-5
     if route in ("current_recompute", "snapshot_old"):
         assert torch.equal(exact, batch.sampled)
+
+
+def test_a_scoring_pass_has_a_size_of_its_own_which_changes_no_bit() -> None:
+    policy, batch = tiny_policy(), collate([episode(i, [4, (6, 0), 2, (3, 0)]) for i in range(5)])
+    values = []
+    for tokens in (0, 16, 1000):
+        trainer = TrainerConfig(max_tokens_per_microbatch=40, max_tokens_per_scoring_pass=tokens)
+        scorer = build_scorer(RunConfig(recipe="", trainer=trainer), policy)
+        assert scorer.max_tokens == (tokens or 40)
+        values.append(scorer.score(batch, batch.sampled).logp)
+    assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+    default = TrainerConfig(max_tokens_per_microbatch=40)
+    assert [default.scoring_tokens(on_gpu=on_gpu) for on_gpu in (False, True)] == [40, 160]
 
 
 def test_once_a_step_is_taken_the_current_policy_stands_for_no_version() -> None:

@@ -140,6 +140,6 @@ def _route(config: RunConfig, trainer: RankedTrainer) -> RankedOldLogps:
     needs, scorers = config.old_logps.needs, trainer.ranks.scorers
     if scorers is None:
         return RankedOldLogps(trainer, needs)
-    max_tokens = config.trainer.max_tokens_per_microbatch or MOST["cpu"]
-    link = RanksLink(scorers, max_tokens=max_tokens)
+    scoring = config.trainer.scoring_tokens(on_gpu=scorers.on_gpus)
+    link = RanksLink(scorers, max_tokens=scoring or MOST["cpu"])
     return RankedOldLogitModel(trainer, needs, link, lockstep=config.deterministic)

@@ -17,15 +17,16 @@ pass, the model of an old-logit route and the weights to publish.
 
 
 def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
-    """Return the largest number of tokens in a forward pass: the option, or what fits if it is 0.
+    """Return the largest number of tokens in a forward pass: of the options, or what fits if 0.
 
     `trains` is True for a pass with gradient. All ranks of the policy must call this, and get the
     same number. An engine of this run on the same GPU leaves `ACTIVATIONS_SHARE` of it to
     activations.
     """
     options = config.trainer
-    if options.max_tokens_per_microbatch:
-        return options.max_tokens_per_microbatch
+    scoring = options.scoring_tokens(on_gpu=policy.device.type == "cuda")
+    if chosen := options.max_tokens_per_microbatch if trains else scoring:
+        return chosen
     word = policy.dtype.itemsize
     trained = sum(local(each).numel() for each in policy.model.parameters() if each.requires_grad)
     free = free_bytes(policy.device) - trained * (_PENDING_BYTES + _COPIES * word)
