@@ -40,7 +40,7 @@ from unstale.trainer.local import LocalTrainer
 
 STEPS = 3
 SECTIONS = ("schedule", "advantage", "old_logps", "correction", "objective", "trainer")
-OTHERS = ("steps", "engine.dtype", "engine.temperature", "engine.max_context")
+OTHERS = ("max_steps", "engine.dtype", "engine.temperature", "engine.max_context")
 FIXED = (
     "trainer.compile",
     "trainer.threads",

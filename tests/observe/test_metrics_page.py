@@ -24,6 +24,7 @@ OTHER_ROUTES = {
 }
 OTHER_POLICIES = {"routed_experts/missing_share", "trainer/packing_noise"}
 OTHER_DTYPES = {
+    "trainer/max_tokens_per_microbatch",
     "trainer/overflow_step_share",
     "trainer/loss_scale",
     "trainer/moved_weight_share",

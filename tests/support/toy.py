@@ -69,7 +69,7 @@ class BlockingEnv(ToyEnv):
 
     async def begin(self) -> Turn:
         if self.task.index == 1:
-            time.sleep(0.3)  # noqa: ASYNC251
+            time.sleep(0.5)  # noqa: ASYNC251
         return await super().begin()
 
 
