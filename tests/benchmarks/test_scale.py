@@ -156,8 +156,9 @@ def left(turns: int) -> int:
 def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
     # In another process, because threads of other tests leave something, too.
     with ProcessPoolExecutor(1, CONTEXT) as apart:
-        few, many = apart.map(left, (200, 1_000))
-    assert many - few < 40  # of 160 episodes more; what was cut short at the end is the same
+        few, *many = apart.map(left, (200, 1_000, 1_000, 1_000))
+    # Of 160 episodes more. A loaded machine may cut more of them short at the end of one run.
+    assert min(many) - few < 40
 
 
 def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
