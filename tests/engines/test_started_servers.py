@@ -47,7 +47,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter of its own with a fake vLLM, which this process does not have."""
+    """Another interpreter, in which a fake vLLM can be imported. It cannot be in this one."""
     folder = tmp_path_factory.mktemp("servers")
     module = folder / "fake/vllm/entrypoints/launchers/api_server/entry.py"
     module.parent.mkdir(parents=True)

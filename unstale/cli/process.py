@@ -19,9 +19,9 @@ quarter of the time of every turn.
 """
 
 NUM_ARENAS = 2
-"""Number of heaps of the C library. Its default is eight for each core, and every thread that
-allocates gets one of its own. Each keeps freed memory: in a run of agents with large requests, two
-thirds of its memory.
+"""Number of heaps from which the C library serves all threads. By default each thread gets another
+heap, up to eight for each core. A heap keeps freed memory, which was two thirds of the memory of a
+run of agents with large requests.
 """
 _M_ARENA_MAX = -8
 """The parameter of `mallopt` in the header malloc.h of glibc."""

@@ -280,8 +280,8 @@ class RunConfig(Section):
         hosts = self.cluster.engine_hosts
         engines = hosts or self.engine.num_engines
         if self.engine.prefill_engines and self.engine.prefill_engines >= engines:
-            counted = "engine.processes, engine.servers or engine.urls"
-            counted = "cluster.engine_hosts" if hosts else counted
+            here = "engine.processes, engine.servers or engine.urls"
+            counted = "cluster.engine_hosts" if hosts else here
             raise ConfigError(
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"

@@ -507,7 +507,7 @@ class Techniques:
     ) -> None:
         self.parts = dict(parts or {})
         self.needs = needs
-        """What the signals of the shapers must contain."""
+        """The conditions of the techniques in `parts`, such as the entropy of every token."""
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
         self.limiter = next((each for each in values if isinstance(each, TurnLimiter)), None)

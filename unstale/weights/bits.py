@@ -10,7 +10,6 @@ Earlier releases wrote an XXH3 for weights, or a CRC-32, as a number. Every kind
 every device.
 """
 
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from unstale.weights.changes import MAX_SUM_WORDS, mixed_sum
-from unstale.weights.child_process import Bytes
+from unstale.weights.child_process import Bytes, cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,7 +61,7 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
     these are more, because torch has one thread only in processes that compute little. The threads
     have torch's default stream and modes, not those of the caller.
     """
-    threads = max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // 2)
+    threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
         return [call(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: -sizes[i])  # so that all threads end together

@@ -41,7 +41,10 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaInParts(Delta):
-    """A delta in several parts, such as those of trainer ranks. It has no `tensors` of its own."""
+    """A delta that consists of several others, such as one from each trainer rank.
+
+    Its `tensors` are empty: `read` returns the parts.
+    """
 
     read: Callable[[], Iterable[Delta]]
     """A function that fetches one part after the other."""
