@@ -15,6 +15,7 @@ from unstale.cli.sft import RECORD, SftOptions, sft
 from unstale.config import ConfigError, RunConfig, TaskConfig, TrainerConfig
 from unstale.config.options import override
 from unstale.envs.calculator import CalculatorTasks
+from unstale.envs.dataset import DatasetConfig
 from unstale.envs.mixed import MixedTasks
 from unstale.model.policy import Policy
 
@@ -134,3 +135,12 @@ def test_the_command_writes_a_model_folder(
     out = capsys.readouterr().out
     assert "step 2: -log pi" in out and "the policy is in" in out
     assert Policy.load(tmp_path / "out").version == 0
+
+
+def test_a_data_set_that_is_not_there_is_not_asked_for(
+    policy: Path, data: Path, tmp_path: Path
+) -> None:
+    task = DatasetConfig(env=f"dataset:{tmp_path / 'missing.jsonl'}", reward="builtins:len")
+    out = tmp_path / "out"
+    sft(replace(options_of(policy, tmp_path), task=task), data, out, SftOptions())
+    assert (out / "model.safetensors").exists()

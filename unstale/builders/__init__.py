@@ -24,6 +24,7 @@ from unstale.builders.sampling import (
     build_server,
     ends_freely,
     warn_of_hidden_tools,
+    without_tasks,
 )
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "lora_of",
     "shares_deltas",
     "warn_of_hidden_tools",
+    "without_tasks",
 ]

@@ -94,14 +94,19 @@ def build_sampler(
 
 def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
     """Return policy, task set and engine for a server, whose clients send tasks and tools."""
-    taskset = cast(Taskset, ExternalAgent(_no_agent, [None], name="server"))
+    taskset = without_tasks("server")
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
     return policy, taskset, build_generator(config, policy, taskset)
 
 
-def _no_agent(*_: object) -> float:
-    raise EnvError("a server runs no agent")
+def without_tasks(name: str) -> Taskset:
+    """Return a task set without tools whose tasks cannot be run."""
+
+    def no_agent(*_: object) -> float:
+        raise EnvError(f"{name} runs no task")
+
+    return cast(Taskset, ExternalAgent(no_agent, [None], name=name))
 
 
 def build_generator(

@@ -16,6 +16,7 @@ from unstale.builders import (
     build_scorer,
     load_policy,
     warn_of_hidden_tools,
+    without_tasks,
 )
 from unstale.config import (
     AuditConfig,
@@ -29,6 +30,7 @@ from unstale.config.checks import require_empty_folder
 from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasTaskTools, implements
+from unstale.envs.dataset import DatasetConfig
 from unstale.envs.references import Reference, load_references
 from unstale.envs.registry import build_taskset, preparing
 from unstale.model.policy import Policy
@@ -120,7 +122,9 @@ def sft(
     console = console or Console(soft_wrap=True)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
-    taskset = build_taskset(config.task)
+    # Rows of a data set have no tools, so the recipe's own data set need not be there.
+    has_no_tools = isinstance(config.task, DatasetConfig)
+    taskset = without_tasks("sft") if has_no_tools else build_taskset(config.task)
     own_tools = implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed)
     policy = load_policy(config)
     chat = build_chat(config, policy, taskset)
