@@ -22,6 +22,7 @@ from typing import IO, Any, NoReturn
 from unstale.frames import show_frame
 
 SHOW_CURSOR = "\x1b[?25h"
+HIDE_CURSOR = "\x1b[?25l"
 REPEAT_S = 0.2
 """Signals in this many seconds count as one. Some programs send theirs to a process and then to its
 group.
@@ -199,3 +200,30 @@ def stop_signals(note: str = "", on_end: Callable[[], None] = lambda: None) -> I
         _active = None
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def cursor_while_stopped(terminal: int) -> Iterator[None]:
+    """Return a context in which Ctrl-Z shows the cursor that a display has hidden.
+
+    When the process goes on, the cursor is hidden again. Only the main thread can set this, and
+    only where the program has no handler of Ctrl-Z.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        os.write(terminal, SHOW_CURSOR.encode())
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)  # returns when the process goes on
+        signal.signal(signal.SIGTSTP, stop)
+        with suppress(OSError):  # the terminal may be gone
+            os.write(terminal, HIDE_CURSOR.encode())
+
+    signal.signal(signal.SIGTSTP, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)

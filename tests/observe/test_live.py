@@ -5,11 +5,17 @@
 - Control characters in a text are shown and never sent.
 - Held-out success is green only once it is above its first value.
 - On a terminal: a panel that fits 80 columns and 24 lines and shows what waits for what.
+- Ctrl-Z shows the cursor.
 - The ratios of an approximate route are always marked as approximate.
 """
 
 import io
+import os
+import pty
 import random
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -18,6 +24,7 @@ from rich.console import Console
 from tests.support.fake_run import FakeClock, fake_config, fake_metrics
 from tests.support.waits import wait_until
 from unstale.observe.live import LiveDisplay, sparkline
+from unstale.stop_signals import HIDE_CURSOR, SHOW_CURSOR
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -228,3 +235,44 @@ def test_sparkline_averages_down_and_keeps_to_its_range() -> None:
     assert sparkline([0.0, 1.0, 1.0, 1.0], 2, low=0.0, high=1.0) == "▅█"
     assert sparkline([-5.0, 9.0], 2, low=0.0, high=1.0) == "▁█"
     assert sparkline([2.0, 2.0], 2) == "▁▁"
+
+
+DISPLAY = """
+from rich.console import Console
+from tests.support.fake_run import fake_config
+from unstale.observe.live import LiveDisplay
+with LiveDisplay(fake_config("rollout"), console=Console(force_terminal=True)):
+    print("shown", flush=True)
+    input()
+"""
+
+
+def test_ctrl_z_shows_the_cursor_until_the_run_goes_on() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", DISPLAY],
+        stdin=theirs,
+        stdout=theirs,
+        env=environment,
+        process_group=0,
+    )
+
+    os.close(theirs)
+
+    def read_until(mark: bytes) -> bytes:
+        found = b""
+        while mark not in found:
+            found += os.read(ours, 4096)
+        return found
+
+    read_until(b"shown")
+    child.send_signal(signal.SIGTSTP)
+    read_until(SHOW_CURSOR.encode())
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+    child.send_signal(signal.SIGCONT)
+    read_until(HIDE_CURSOR.encode())
+    os.write(ours, b"\n")
+    read_until(SHOW_CURSOR.encode())
+    assert child.wait() == 0
+    os.close(ours)

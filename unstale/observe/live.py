@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from unstale.durability.console import Console, escaped_prints
 from unstale.durability.run_folder import show_controls
 from unstale.observe.held_out import HeldOut, improved
 from unstale.observe.words import NONE, amount, duration, number, percent, waiting
+from unstale.stop_signals import cursor_while_stopped
 
 HISTORY = 400
 RECENT = 5
@@ -94,6 +95,8 @@ class LiveDisplay:
                 vertical_overflow="crop",
             )
             self._live.start()
+            with suppress(OSError):  # a terminal without a file, as in a notebook
+                self._prints.enter_context(cursor_while_stopped(self.console.file.fileno()))
         else:
             self._prints.enter_context(escaped_prints())
             self._heart = threading.Thread(target=self._beat, name="unstale-display")
