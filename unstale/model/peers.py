@@ -3,6 +3,7 @@
 Every rank must call the same methods in the same order, each with its own values.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -103,9 +104,12 @@ class RankGroup:
         groups = self.count // size
         rounds = -(-len(costs) // groups)
         dealt: list[list[int]] = [[] for _ in range(groups)]
+        open_groups = [(0, group) for group in range(groups)]  # a heap of costs
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            open_groups = [group for group in dealt if len(group) < rounds]
-            min(open_groups, key=lambda group: sum(costs[k] for k in group)).append(i)
+            cost, group = heapq.heappop(open_groups)
+            dealt[group].append(i)
+            if len(dealt[group]) < rounds:
+                heapq.heappush(open_groups, (cost + costs[i], group))
         mine = sorted(dealt[self.rank // size])
         cheapest = min(range(len(costs)), key=lambda i: costs[i], default=0)
         return [(i, True) for i in mine] + [(cheapest, False)] * (rounds - len(mine))
@@ -116,6 +120,13 @@ class RankGroup:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def largest(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        largest = torch.tensor(number)
+        if self.count > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
+
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of the ranks. They are copied by pickle."""
         if self.count == 1:
@@ -123,6 +134,25 @@ class RankGroup:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_to_first(self, value: T) -> list[T]:
+        """Return the values of all ranks on the first rank, and an empty list on all others.
+
+        The ranks need not all have memory for all values. They are copied by pickle.
+        """
+        if self.count == 1:
+            return [value]
+        values: list[Any] | None = None if self.rank else [None] * self.count
+        dist.gather_object(value, values, group=self.group)
+        return values or []
+
+    def from_first(self, value: T) -> T:
+        """Return the first rank's value on all ranks. It is copied by pickle."""
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group)
+        return values[0]
 
     @contextmanager
     def fail_together(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:

@@ -255,8 +255,10 @@ class LocalTrainer:
             self._add_gradient(minibatch, first, passes)
             self._halves.keep_first(self._master)
         self._add_gradient(minibatch, members, passes)
-        reports = self._peers.gather(passes if self._peers.reports else None)
-        metrics.add_passes([passes for passes in reports if passes is not None])
+        reports = self._peers.gather_to_first(passes if self._peers.reports else None)
+        if self._peers.rank == 0:
+            metrics.add_passes([passes for passes in reports if passes is not None])
+        metrics.tokens_run = self._peers.largest(passes.tokens_run)
         metrics.update_s += time.perf_counter() - began
 
     def _add_gradient(
@@ -355,7 +357,8 @@ class LocalTrainer:
             return StepPlan()
         log_weight = torch.tensor(self._metrics.take_log_weights(), dtype=torch.float64)
         kl, kl_of_batch = self._metrics.take_kl()
-        plan = self.techniques.plan(StepSeen(log_weight, grad_norm, noise, kl, kl_of_batch))
+        seen = StepSeen(log_weight, grad_norm, noise, kl, kl_of_batch)
+        plan = self.techniques.plan(self._peers.from_first(seen))
         self._metrics.extra |= plan.metrics
         return plan
 

@@ -87,7 +87,8 @@ class StepMetrics:
         """Number of tensors of `_values["log_s"]` that `take_kl` has read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
-        self._tokens_run = 0
+        self.tokens_run = 0
+        """Sampled tokens in the forward passes so far, from which `entropy_sample` counts on."""
 
     def add_correction(
         self,
@@ -193,8 +194,8 @@ class StepMetrics:
         every = self.entropy_every
         positions = sampled.nonzero().squeeze(1)
         chosen = torch.zeros_like(sampled)
-        chosen[positions[-self._tokens_run % every :: every]] = True
-        self._tokens_run += len(positions)
+        chosen[positions[-self.tokens_run % every :: every]] = True
+        self.tokens_run += len(positions)
         return chosen
 
     def of_passes(self) -> "StepMetrics":
@@ -205,11 +206,14 @@ class StepMetrics:
         tokens = self.tokens.of_passes(max(0, self.num_steps - 1))
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
         passes.expected_tokens = self.expected_tokens
-        passes._tokens_run = self._tokens_run
+        passes.tokens_run = self.tokens_run
         return passes
 
     def add_passes(self, ranks: "Sequence[StepMetrics]") -> None:
-        """Add the metrics of the forward passes of one optimizer step, rank by rank."""
+        """Add the metrics of the forward passes of one optimizer step, rank by rank.
+
+        Of several ranks, only the first one adds them.
+        """
         for passes in ranks:
             self.microbatches += passes.microbatches
             self.sequence_tokens += passes.sequence_tokens
@@ -219,7 +223,6 @@ class StepMetrics:
             self.tokens.add_passes(passes.tokens)
             for name, recorded in passes._values.items():
                 self._values[name] += recorded
-        self._tokens_run = max(passes._tokens_run for passes in ranks)
         run = [passes.forward_tokens for passes in ranks]
         self.imbalance = max(run) * len(run) / max(1, sum(run))
 
