@@ -54,6 +54,7 @@ from unstale.old_logps import Needs, OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, Group, GroupRequest, PendingPiece, Task
+from unstale.rollout import Evaluation
 from unstale.rollout.generator import Generator
 from unstale.rollout.selection import training_requests
 from unstale.rollout.timeouts import first_error
@@ -768,7 +769,7 @@ def test_a_batch_that_fails_does_not_wait_for_an_evaluation(tmp_path: Path) -> N
     parts.trainer.backward = backward  # type: ignore[method-assign]
     config = replace(parts.config, eval=replace(parts.config.eval, interval=1))
     with pytest.raises(ExceptionGroup) as failure:
-        run(replace(parts, config=config, evaluation=evaluation))
+        run(replace(parts, config=config, evaluation=Evaluation(evaluation)))
     assert str(first_error(failure.value)) == "nan in a gradient"
     assert cancelled and marked(tmp_path) == [0, 1]
     assert [row["step"] for row in parts.log.rows] == [0, 1]  # type: ignore[attr-defined]
@@ -862,6 +863,6 @@ def test_an_evaluation_without_a_finished_episode_has_failed_and_is_not_zero() -
         event=lambda kind, **fields: events.append(fields),
     )
     run: Any = SimpleNamespace(trainer=SimpleNamespace(version=3), log=log)
-    metrics = asyncio.run(loop.evaluate(run, evaluation, 2))
+    metrics = asyncio.run(loop.evaluate(run, Evaluation(evaluation), 2))
     assert math.isnan(metrics["eval/success_rate"]) and metrics["eval/failed_tasks"] == 2
     assert math.isnan(events[0]["success"]) and events[0]["failed"] == 2

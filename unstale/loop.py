@@ -13,7 +13,6 @@ run, but a failed episode does not.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -39,7 +38,7 @@ from unstale.records import (
 )
 from unstale.rollout import Evaluation, GroupRollout, activity
 from unstale.rollout.episode import require_finished
-from unstale.rollout.evaluation import FinishedEpisodes
+from unstale.rollout.evaluation import FinishedEpisodes, measure_success
 from unstale.rollout.metrics import describe, describe_advantages
 from unstale.rollout.staleness_queue import (
     PendingPieces,
@@ -121,7 +120,7 @@ class RunComponents:
     engine: GenerationControl
     rollout: GroupRollout
     evaluation: Evaluation | None
-    """Runs the held-out tasks and returns their success. None if the run has no held-out tasks."""
+    """The evaluation on the held-out tasks. None if the run has no held-out tasks."""
     queue: StalenessQueue
     pending: PendingPieces
     """Sampled pieces (runs of tokens of one version) that no batch has contained yet."""
@@ -153,7 +152,7 @@ async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None)
     """
     await run.engine.start()
     on_start()
-    complete = run.progress.step >= run.config.max_steps
+    complete = run.progress.step >= run.config.max_steps or has_best(run)
     publication = Publication(run, run.progress, last=complete)
     await publication.finished()
     if complete:
@@ -218,7 +217,7 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
             async with publication.finish_before_errors():
                 progress = await take_step(run, progress.step + 1, publication)
             now = time.monotonic()
-            last = progress.step >= config.max_steps or now > deadline
+            last = progress.step >= config.max_steps or now > deadline or has_best(run)
             checkpoint_due = (
                 last
                 or progress.step % config.checkpoint.interval == 0
@@ -231,6 +230,11 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
                 run, progress, tasks.create_task, checkpoint=checkpoint_due, last=last
             )
     return progress
+
+
+def has_best(run: RunComponents) -> bool:
+    """Return True if evaluations are no longer expected to get better (`eval.patience`)."""
+    return run.evaluation is not None and run.evaluation.ends_run
 
 
 async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
@@ -593,23 +597,23 @@ async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dic
     version = run.trainer.version
     finished = FinishedEpisodes()
     with run.log.span("eval", f"step {step}"):
-        outcomes = await evaluation(progress=run.log.phase, finished=finished)
-    failed = outcomes.count(None)
-    # without a single finished episode, the policy's success is not known
-    success = outcomes.count(True) / len(outcomes) if failed < len(outcomes) else math.nan
+        outcomes = await evaluation.measure(progress=run.log.phase, finished=finished)
+    measured = measure_success(outcomes, evaluation.samples)
+    reward = finished.mean_reward(finished.successes)
+    metrics: Mapping[str, float] = {**measured, "eval/reward_mean": reward}
     run.log.event(
         "eval",
         step=step,
         version=version,
-        success=success,
-        tasks=len(outcomes),
-        failed=failed,
+        success=metrics["eval/success_rate"],
+        tasks=int(metrics["eval/tasks"]),
+        failed=int(metrics["eval/failed_tasks"]),
     )
+    best = evaluation.best
+    if best is not None and await run.trainer_thread.run(best.add, step, version, metrics):
+        run.log.event("best_policy", step=step, version=version)
     return {
-        "eval/success_rate": success,
-        "eval/tasks": float(len(outcomes)),
-        "eval/failed_tasks": float(failed),
-        "eval/reward_mean": finished.mean_reward(finished.successes),
+        **metrics,
         "eval/version": version,
         "eval/duration_s": time.monotonic() - began,
         **finished.waits,

@@ -16,6 +16,7 @@ from unstale.builders.policy import load_policy, loads_in_place, lora_of, shares
 from unstale.builders.ranked import build_rank
 from unstale.builders.run import build, build_components
 from unstale.builders.sampling import (
+    at_eval_temperature,
     build_chat,
     build_engine,
     build_generator,
@@ -30,6 +31,7 @@ from unstale.builders.sampling import (
 __all__ = [
     "Components",
     "LocalComponents",
+    "at_eval_temperature",
     "build",
     "build_advantage",
     "build_chat",

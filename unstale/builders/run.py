@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from unstale.builders.components import Components
 from unstale.builders.local import build_advantage, build_local
 from unstale.builders.ranked import build_ranked
-from unstale.builders.sampling import build_rollout, build_sampler
+from unstale.builders.sampling import at_eval_temperature, build_rollout, build_sampler
 from unstale.cluster import components
 from unstale.cluster.ranks import Notify, Ranks
 from unstale.config import (
@@ -33,6 +34,7 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.records import Failure, PendingPiece
 from unstale.rollout import Evaluation
+from unstale.rollout.best_policy import BestPolicy
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.hooks import RunHooks
@@ -93,14 +95,13 @@ def build(
 
     make_rollout = partial(
         build_rollout(config, taskset, on_event=recorder.event),
-        generator,
-        taskset,
-        config.rollout,
+        taskset=taskset,
+        config=config.rollout,
     )
     budgeter = parts.techniques.budgeter
     slots = EpisodeSlots(budgeter.max_concurrent_episodes) if budgeter else None
     rollout = _training_rollout(
-        partial(make_rollout, slots=slots),
+        partial(make_rollout, generator, slots=slots),
         _Listeners(old, pending, recorder),
         life,
     )
@@ -122,7 +123,17 @@ def build(
         requests=selection.requests(),
         engine=engine,
         rollout=rollout,
-        evaluation=_evaluation(config, taskset, make_rollout, recorder, life),
+        evaluation=_evaluation(
+            config,
+            taskset,
+            make_rollout(
+                at_eval_temperature(generator, config.eval),
+                on_failure=recorder.held_out_failure,
+                on_blocked=recorder.blocked,
+            ),
+            life,
+            best=_best_policy(config, parts, folder, life),
+        ),
         queue=queue,
         pending=pending,
         techniques=RunHooks(
@@ -151,18 +162,19 @@ def build(
 def _evaluation(
     config: RunConfig,
     taskset: Taskset,
-    make_rollout: Callable[..., Rollout],
-    recorder: Recorder,
+    rollout: Rollout,
     life: ResumeState,
+    *,
+    best: BestPolicy | None,
 ) -> Evaluation | None:
-    """Return a function that measures success on the held-out tasks. None if there are none.
+    """Return the evaluation on the held-out tasks. None if there are none.
 
     In a new run, the first evaluation begins with one episode as a trial.
     """
-    held_out = held_out_tasks(taskset, config.eval.tasks)
+    samples = config.eval.samples
+    held_out = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(samples)]
     if not held_out:
         return None
-    rollout = make_rollout(on_failure=recorder.held_out_failure, on_blocked=recorder.blocked)
     is_first = life.progress.step == 0
 
     async def measure(**options: Any) -> list[bool | None]:
@@ -170,7 +182,16 @@ def _evaluation(
         trial, is_first = is_first, False
         return await evaluate(rollout, held_out, seed=config.seed, trial=trial, **options)
 
-    return measure
+    return Evaluation(measure, samples, best)
+
+
+def _best_policy(
+    config: RunConfig, parts: Components, folder: Path, life: ResumeState
+) -> BestPolicy | None:
+    """Return what keeps the best policy in a run folder. None if the run does not keep it."""
+    if config.eval.keep_best == "none":
+        return None
+    return BestPolicy(folder, config.eval, parts.save_policy, step=life.progress.step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -23,6 +24,7 @@ from unstale.config import (
     SHIPPED_POLICIES,
     ConfigError,
     Dtype,
+    EvalConfig,
     RunConfig,
     install,
 )
@@ -123,6 +125,13 @@ def build_generator(
     chat = build_chat(config, policy, taskset)
     warn_of_hidden_tools(config, chat, taskset)
     return Generator(engine, chat, config.engine)
+
+
+def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
+    """Return a generator that samples at `eval.temperature`, with the same engine."""
+    if config.temperature < 0:
+        return generator
+    return replace(generator, temperature=config.temperature)
 
 
 TEMPLATE_S = 30.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unstale.builders import build_rollout, build_sampler
+from unstale.builders import at_eval_temperature, build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads
@@ -36,12 +36,14 @@ def evaluate(
     trained: Path | str,
     config: RunConfig | None = None,
     *,
-    attempts: int = 1,
+    attempts: int | None = None,
     save: Path | str | None = None,
     console: Console | None = None,
     **wrong: Any,
 ) -> EvalResult:
     """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
+
+    Without `attempts`, it is `eval.samples`. The engine samples at `eval.temperature`.
 
     `trained` is a run folder or a model folder. `config` has the task and the number of tasks
     (`eval.tasks`); its policy is not used. Finished episodes are written to the file `save`, and
@@ -51,6 +53,7 @@ def evaluate(
     config = require_config(config, wrong)
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
+    attempts = config.eval.samples if attempts is None else attempts
     if attempts < 1:
         raise ConfigError(f"attempts must be >= 1, got {attempts}")
     config = config.with_policy(policy_folder(Path(trained)))
@@ -60,7 +63,8 @@ def evaluate(
 
     async def grade(finished: FinishedEpisodes) -> list[bool | None]:
         async with running_generator(config, policy, sampler) as generator:
-            rollout = build_rollout(config, taskset)(generator, taskset, config.rollout)
+            sampling = at_eval_temperature(generator, config.eval)
+            rollout = build_rollout(config, taskset)(sampling, taskset, config.rollout)
             with LiveDisplay(config, console=console or Console()) as display:
                 async with rollout.resources:
                     return await evaluation.evaluate(

@@ -27,6 +27,7 @@ SHARED = (
     "engine.quantise",
     "engine.max_context",
     "engine.temperature",
+    "eval.temperature",
     "engine.max_completion_tokens",
 )
 """Options with which all episodes of a file are played, besides those of the task."""

@@ -60,6 +60,7 @@ from unstale.observe import RunRecorder
 from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
+from unstale.rollout.best_policy import BEST, read_best
 from unstale.rollout.timeouts import first_error
 from unstale.stop_signals import begin_run, noted_hangs, stop_signals
 from unstale.trainer.records import NOT_FINITE
@@ -402,6 +403,13 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
             log.close()
         write_survivors(log.path)
         console.print(f"run folder {log.path}", highlight=False)
+        if best := read_best(log.path):
+            metric = best["metric"].removeprefix("eval/")
+            console.print(
+                f"best policy {log.path / BEST}: {metric} {best['value']:.3g} after "
+                f"{best['step']} steps",
+                highlight=False,
+            )
         for run_ended in declared("unstale.listeners", "run_ended"):  # imported only now: slow
             line, warnings = run_ended(log.path)
             console.print(line, highlight=False)
@@ -415,6 +423,12 @@ def _why_finished(config: RunConfig, folder: Path) -> str:
     step = max((row["step"] for row in RunFolder(folder).metrics()), default=0)
     if step >= config.max_steps:
         return f"all {config.max_steps} steps are done"
+    best = read_best(folder)
+    if best and 0 < config.eval.patience <= len(best["worse"]):
+        return (
+            f"no evaluation was better than that after step {best['step']} (eval.patience = "
+            f"{config.eval.patience}); {step} of {config.max_steps} steps are done"
+        )
     limit = f"{config.minutes:g} minutes (--minutes)"
     return f"the time limit of {limit} was reached after step {step} of {config.max_steps}"
 

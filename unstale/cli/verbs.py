@@ -226,19 +226,22 @@ def _check_template(chosen: argparse.Namespace) -> int:
         "--k", nargs="+", type=COUNT, default=[1], metavar="K", help="report pass@k and pass^k"
     ),
     argument(
-        "--attempts", type=COUNT, metavar="N", help="attempts per task (default: the largest k)"
+        "--attempts",
+        type=COUNT,
+        metavar="N",
+        help="attempts per task (default: the largest of k and eval.samples)",
     ),
     argument("--save", type=Path, metavar="FILE", help="save episodes; a repeated command resumes"),
     JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
-    attempts = max(chosen.k) if chosen.attempts is None else chosen.attempts
-    words = " ".join(map(str, chosen.k))
-    if max(chosen.k) > attempts:
-        raise ConfigError(f"--k must be at most --attempts ({attempts}), got {words}")
     from unstale.cli.trained import configure_trained
 
     config = configure_trained(chosen)
+    attempts = chosen.attempts or max(*chosen.k, config.eval.samples)
+    words = " ".join(map(str, chosen.k))
+    if max(chosen.k) > attempts:
+        raise ConfigError(f"--k must be at most --attempts ({attempts}), got {words}")
     with quick_imports():
         from unstale.cli.evaluate import evaluate
 

@@ -139,8 +139,8 @@ class EngineConfig(Section):
     """
     max_context: Annotated[int, Range(16)] = 1024
     """Largest number of tokens in an episode, with prompts and replies."""
-    temperature: Positive = 1.0
-    """Sampling temperature. The trainer divides its logits by the same temperature."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature, above 0. The trainer divides its logits by the same temperature."""
     top_p: float = 1.0
     """Nucleus sampling. Must be 1: below 1, exact log-probabilities would need the set of allowed
     tokens at each position.
@@ -224,6 +224,12 @@ class EngineConfig(Section):
             raise ConfigError(
                 "engine.processes is an option of engine.backend = embedded; "
                 "for more vLLM servers set engine.servers, for other servers give engine.urls"
+            )
+        if not self.temperature:
+            raise ConfigError(
+                "engine.temperature must be > 0, got 0: greedy sampling has log-probability 0 for "
+                "every token, so there is nothing to train on. For greedy evaluation set "
+                "eval.temperature = 0"
             )
         if self.top_p != 1.0:
             raise ConfigError(

@@ -147,13 +147,45 @@ class SftConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig(Section):
-    """The evaluation on held-out tasks. The engine samples at the run's temperature."""
+    """The evaluation on held-out tasks."""
+
+    refused_unread: ClassVar = ("patience",)
+    read_with: ClassVar = {"patience": ("keep_best", "= success_rate or reward_mean")}
 
     tasks: Count = 256
     """Number of held-out tasks; 0 turns the evaluation off."""
     interval: Count = 0
     """Batches between evaluations; 0 evaluates only before the first step and after the last.
     """
+    samples: PositiveInt = 1
+    """Number of episodes on each held-out task, with different random numbers. The success is their
+    mean (avg@n).
+    """
+    temperature: Annotated[float, Range(-1)] = -1.0
+    """Sampling temperature of the evaluation: 0 always takes the most probable token, -1 is
+    `engine.temperature`.
+    """
+    keep_best: Literal["none", "success_rate", "reward_mean"] = "none"
+    """Keep the policy whose evaluation was best by this metric, in the folder `best` of the run."""
+    patience: Count = 0
+    """Stop the run after this many evaluations without a better one; 0 never does."""
+
+    def applies(self, option: str) -> bool:
+        return option != "patience" or self.keep_best != "none"
+
+    def check_combination(self) -> None:
+        if -1 < self.temperature < 0:
+            raise ConfigError(
+                "eval.temperature must be >= 0, or -1 for engine.temperature, got "
+                f"{self.temperature:g}"
+            )
+        if self.keep_best != "none" and not self.tasks:
+            raise ConfigError(f"eval.keep_best = {self.keep_best} needs eval.tasks > 0")
+        if self.patience and not self.interval:
+            raise ConfigError(
+                f"eval.patience = {self.patience} needs eval.interval > 0: without it a run is "
+                "evaluated only before its first step and after its last"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from unstale.engines import Stopwatch
     from unstale.records import Failure, Group, GroupRequest, Trajectory
+    from unstale.rollout.best_policy import BestPolicy
     from unstale.rollout.transcript import OpenWriter
 
 
@@ -61,8 +63,22 @@ class GroupRollout(Protocol):
         ...
 
 
-Evaluation = Callable[..., Awaitable[list[bool | None]]]
-"""A function that runs an episode on each held-out task. It returns the success of each episode, or
-None for a failed one. The argument `progress` is called with a text, the numbers `done` and
-`total`, and a function `detail` that returns what the episodes wait for.
-"""
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The evaluation of a run on its held-out tasks."""
+
+    measure: Callable[..., Awaitable[list[bool | None]]]
+    """A function that runs `samples` episodes on each task. It returns the success of each episode,
+    or None for a failed one. Those of one task are neighbours. The argument `progress` is called
+    with a text, the numbers `done` and `total`, and a function `detail` that returns what the
+    episodes wait for.
+    """
+    samples: int = 1
+    """Number of episodes on each held-out task."""
+    best: BestPolicy | None = None
+    """The best policy so far. None if the run does not keep it."""
+
+    @property
+    def ends_run(self) -> bool:
+        """True if the run should stop, because its evaluations get no better."""
+        return self.best is not None and self.best.ends_run

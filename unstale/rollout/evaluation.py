@@ -60,6 +60,28 @@ def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
     return attempts
 
 
+def measure_success(outcomes: Sequence[bool | None], samples: int) -> dict[str, float]:
+    """Return the metrics of an evaluation with `samples` neighbouring episodes for each task.
+
+    The success is the mean over all episodes. It is NaN if none is finished, because the policy's
+    success is then not known.
+
+    >>> measure_success([True, False, None, False], samples=2)["eval/success_rate"]
+    0.25
+    """
+    tasks = [outcomes[at : at + samples] for at in range(0, len(outcomes), samples)]
+    is_known = any(each is not None for each in outcomes)
+    metrics = {
+        "eval/success_rate": outcomes.count(True) / len(outcomes) if is_known else math.nan,
+        "eval/tasks": float(len(tasks)),
+        "eval/failed_tasks": float(sum(None in each for each in tasks)),
+    }
+    if samples > 1:
+        solved = sum(True in each for each in tasks) / len(tasks)
+        metrics["eval/any_success_rate"] = solved if is_known else math.nan
+    return metrics
+
+
 async def evaluate(  # noqa: PLR0913 - two of them say what is done already
     rollout: Rollout,
     tasks: Sequence[Task],

@@ -16,6 +16,8 @@ class Generator:
     engine: Engine
     chat: Chat
     config: EngineConfig
+    temperature: float | None = None
+    """Sampling temperature. None is that of `config`, which the trainer has too."""
 
     def reply_budget(self, num_tokens: int) -> int:
         """Return how many tokens a reply may have after `num_tokens` of context."""
@@ -49,6 +51,7 @@ class Generator:
             tokens += piece.tokens
             budget_use.count(len(piece.tokens))
         stop_tokens = self.chat.stop_tokens
+        temperature = self.config.temperature if self.temperature is None else self.temperature
         while True:
             if tokens:
                 stopped = tokens[-1] in stop_tokens
@@ -59,7 +62,7 @@ class Generator:
             params = SamplingParams(
                 max_tokens=min(remaining, options.chunk, await budget_use.tokens_left()),
                 stop_tokens=stop_tokens,
-                temperature=self.config.temperature,
+                temperature=temperature,
                 seed=transcript.seed,
                 known_experts=transcript.known_experts(),
                 sampled=len(tokens),

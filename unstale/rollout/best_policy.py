@@ -1,0 +1,91 @@
+"""The policy of a run with the best evaluation, and the end of a run that finds no better one."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unstale.config import EvalConfig
+
+BEST = "best"
+"""Folder of the best policy in a run folder, with the file `RECORD` beside the weights."""
+RECORD = "evaluation.json"
+
+
+def read_best(run: Path) -> Mapping[str, Any]:
+    """Return the record of a run's best policy: metric, value, step, version, and worse steps.
+
+    Empty if the run keeps none.
+    """
+    try:
+        return dict(json.loads((run / BEST / RECORD).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+
+
+class BestPolicy:
+    """Keeps the policy with the best evaluation so far in the folder `best` of a run.
+
+    Evaluations are compared by `eval.keep_best`. Of two equal ones, the first is the best. A
+    resumed run keeps the best policy, and forgets worse evaluations after the step from which it
+    resumes.
+    """
+
+    def __init__(
+        self, run: Path, config: EvalConfig, save: Callable[[Path], None], *, step: int
+    ) -> None:
+        """Read what is kept in the folder `run`. `step` is the step from which the run starts.
+
+        `save` writes the present policy as a Hugging Face folder.
+        """
+        self._folder = run / BEST
+        self._replaced = run / f"{BEST}.replaced"
+        self._metric = f"eval/{config.keep_best}"
+        self._patience = config.patience
+        self._save = save
+        self._record: dict[str, Any] = {}
+        if self._replaced.is_dir() and not self._folder.is_dir():  # the process was killed between
+            self._replaced.rename(self._folder)
+        if record := read_best(run):
+            worse = [each for each in record["worse"] if each <= step]
+            self._record = {**record, "worse": worse}
+
+    @property
+    def ends_run(self) -> bool:
+        """True if the last `eval.patience` evaluations were no better than the best before them."""
+        return 0 < self._patience <= len(self._record.get("worse", ()))
+
+    def add(self, step: int, version: int, metrics: Mapping[str, float]) -> bool:
+        """Compare the evaluation after `step`. Save the policy and return True if it is the best.
+
+        `metrics` are those of the evaluation. A failed evaluation, whose metric is NaN, is ignored.
+        Raises `OSError` if the policy cannot be written. The best one before is then kept.
+        """
+        value = metrics[self._metric]
+        if math.isnan(value):
+            return False
+        if self._record and value <= self._record["value"]:
+            if step > self._record["step"]:
+                self._record["worse"] = sorted({*self._record["worse"], step})
+                self._write(self._folder, self._record)
+            return False
+        found = {"metric": self._metric, "value": value, "step": step, "version": version}
+        unfinished = self._folder.with_name(f"{BEST}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        self._save(unfinished)
+        self._record = {**found, "worse": []}
+        self._write(unfinished, self._record)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        if self._folder.is_dir():
+            self._folder.rename(self._replaced)
+        unfinished.rename(self._folder)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        return True
+
+    @staticmethod
+    def _write(folder: Path, record: Mapping[str, Any]) -> None:
+        whole = folder / f"{RECORD}.part"
+        whole.write_text(json.dumps(record), encoding="utf-8")
+        whole.replace(folder / RECORD)
