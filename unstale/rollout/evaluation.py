@@ -26,7 +26,7 @@ Attempt = tuple[str, int]
 
 
 class FinishedEpisodes:
-    """The successes and rewards of the attempts whose episodes ended without a failure."""
+    """The successes and rewards of evaluation episodes that ended without a failure, by attempt."""
 
     def __init__(self) -> None:
         self.successes: dict[Attempt, bool] = {}

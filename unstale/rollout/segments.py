@@ -24,22 +24,27 @@ if TYPE_CHECKING:
     from unstale.envs.chat import Chat
 
 Age = tuple[int, int]
-"""The number of an episode's group and its index in the group. The oldest has the smallest."""
+"""The number of an episode's group and its index in the group. The oldest episode has the smallest.
+"""
 UNLIMITED = 1 << 62
 """Number of tokens without a limit."""
 
 
 class EpisodeSlots:
-    """A fixed number of slots for running episodes. The oldest waiting episode comes next."""
+    """A fixed number of slots: permissions to run an episode. The oldest waiting episode gets the
+    next.
+    """
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: list[tuple[Age, int, asyncio.Future[None]]] = []
-        """A heap of those that wait, the oldest first."""
+        """A heap of the waiting episodes, the oldest first. The future is done when the episode has
+        a slot.
+        """
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Wait for a slot."""
+        """Take a slot for an episode of this age. Wait until one is free."""
         if self._free:
             self._free -= 1
             return
@@ -63,7 +68,7 @@ class EpisodeSlots:
 
 
 class EpisodeSlot:
-    """The slot of one episode: a context in which the episode runs."""
+    """The slot of one episode (its permission to run): a context in which the episode runs."""
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
         """Create the slot of an episode. `on_wait` is called with the seconds of each wait."""
@@ -106,7 +111,7 @@ class EpisodeSlot:
 
 
 class BudgetUse:
-    """The part of its budget that one attempt at an episode has used.
+    """The tokens, tool calls and segments that one attempt at an episode has used of its budget.
 
     Use is computed from the tokens and calls so far, so it is the same after a resume.
     """
@@ -114,7 +119,7 @@ class BudgetUse:
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
 
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
-        """Begin without tokens. `slot` is given back between two segments."""
+        """Begin with nothing used. `slot` is given to a waiting episode between two segments."""
         self.budget = budget
         self._slot = slot
         self.segment = 1
@@ -190,7 +195,7 @@ class BudgetUse:
         return min(limits)
 
     def stop(self, num_tokens: int) -> Stop | None:
-        """Return the limit that ends the episode before its next reply, or None."""
+        """Return "max_turns" or "max_tokens" if the budget allows no further reply, or None."""
         budget = self.budget
         used_up = self.segment == budget.segments and self._is_over
         by_calls = budget.segment_calls and self._segment_calls >= budget.segment_calls

@@ -28,14 +28,14 @@ _SAME_IN_CHAT = (
     "parallel_tool_calls",
 )
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls(?:\[(\d+)\])?)?")
-"""A message or tool call of a chat request, in an error."""
+"""Pattern of the name of a message or tool call in an error about a chat request."""
 _CHAT_TERMS = {
     "A message of role tool with the tool_call_id": "A function_call_output with the call_id",
     "tool_call_id": "call_id",
     "max_completion_tokens": "max_output_tokens",
     ".function.": ".",
 }
-"""Terms of chat requests in errors, and those of Responses requests."""
+"""Terms in errors about chat requests, and the Responses API's terms that replace them."""
 
 
 def read_response(
@@ -67,7 +67,9 @@ class _Fields:
     """The fields of a Responses request from which chat messages were made."""
 
     of_message: list[str] = field(default_factory=list)
-    """The field of each message, such as `input[2]`. The items of one reply have the first's."""
+    """The field of each message, such as `input[2]`. If several items became one message, the field
+    of the first item.
+    """
     of_calls: dict[int, list[str]] = field(default_factory=dict)
     """The fields of the tool calls of a message, by the message's index."""
 
