@@ -56,7 +56,11 @@ GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group that was started, and how it ended. Times are seconds since 1970."""
+    """A group that was started, and how it ended. Times are seconds since 1970.
+
+    `handed_out` is the time of the start. `finished` is the time at which the last episode ended,
+    or None.
+    """
 
     number: int
     task: Task
@@ -75,7 +79,8 @@ class GroupRow:
 
     @property
     def ended(self) -> GroupEnd:
-        """How the group ended.
+        """The end of the group: "open", "finished" (not trained on), "consumed" (trained on) or
+        "failed".
 
         "failed" means that no episode of the group finished, even if the group was in a batch.
         """
@@ -97,7 +102,9 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint that the journal recorded."""
+    """A checkpoint that the journal recorded. `checkpoint` is its number, and `name` that of its
+    folder.
+    """
 
     checkpoint: int
     step: int
@@ -307,9 +314,10 @@ class JournalReader:
         return frozenset(Task(*row) for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return the groups that no checkpoint was trained on, in the order of their start.
+        """Return the groups on which no recorded checkpoint was trained, in the order of their
+        start.
 
-        Each request has the recorded state of its episodes.
+        Each request has the recorded state of the group's episodes.
         """
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
@@ -338,7 +346,10 @@ class JournalReader:
         return requests
 
     def _sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return the sizes of groups that do not have `schedule.group_size` episodes."""
+        """Return the sizes of the groups that do not have `schedule.group_size` episodes, by group.
+
+        The first size is that at the start. Each enlargement adds one.
+        """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", GROUP_SIZE)
         sizes: dict[int, tuple[int, ...]] = {}
         with self.wrap_errors("the sizes of groups"):
@@ -360,7 +371,7 @@ class JournalReader:
         return limits
 
     def _budgets(self) -> dict[int, EpisodeBudget]:
-        """Return what each episode may use, of the groups that have a budget."""
+        """Return the budget of the episodes of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", EPISODE_BUDGET)
         budgets = {}
         with self.wrap_errors("the budgets of episodes"):
@@ -410,7 +421,7 @@ class JournalReader:
         return [self.group(number) for (number,) in rows]
 
     def replayed(self, step: int | None = None) -> list[int]:
-        """Return the numbers of the groups that a step replayed, in the order of the batch.
+        """Return the numbers of the groups that a step trained on again, in the order of the batch.
 
         Without `step`, return the groups of all steps in order.
         """
@@ -445,7 +456,9 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield group, step, route, number of tokens and packed values of all token values."""
+        """Yield each row of token values: group, step, route, number of tokens and the packed
+        values.
+        """
         for group in self.token_steps():
             yield from self.rows(
                 "SELECT number, step, route, num_tokens, tokens FROM trained_tokens "
@@ -664,12 +677,15 @@ class JournalReader:
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:
-    """Return the name of a row of `trained_tokens`, for errors."""
+    """Return words for a row of the table `trained_tokens`, for errors."""
     return f"the trained tokens of group {row[0]} in step {row[1]}"
 
 
 def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
-    """Return the episodes of a row of `trained_tokens`. Raises ValueError if it is wrong."""
+    """Return the token values in a row of `trained_tokens`, one element per episode of the group.
+
+    Raises ValueError if the row is wrong.
+    """
     number, _, _, route, num_tokens, packed, *_ = row
     found = unpack_tokens(packed, group=number, route=route)
     if sum(len(each.flags) for each in found) != num_tokens:
@@ -707,7 +723,7 @@ def require_sound_wal(path: Path) -> None:
 
 
 def holds_journal(path: Path) -> bool:
-    """Return False if there is no journal file, or only an empty one that a crash left."""
+    """Return True if there is a journal file that is not empty. A crash may leave an empty file."""
     return path.is_file() and path.stat().st_size > 0
 
 

@@ -41,7 +41,7 @@ could be an attempt to fill the reader's memory.
 """
 
 _MEASURED = 128
-"""The flag of tokens whose entropy is known, in a row."""
+"""The flag in a row that marks tokens whose entropy is known."""
 
 _SMALLEST = 2.0**-24
 """The smallest float16 above 0."""
@@ -172,7 +172,10 @@ def _decompress(packed: bytes) -> bytes:
 def to_trained(
     values: TokenValues, *, step: int, version: int, behavior_logp: "Values"
 ) -> TrainedTokens:
-    """Return the token values of a row, and its step. Raises ValueError if a length differs."""
+    """Return an episode's token values with the step, the version and `behavior_logp`.
+
+    Raises ValueError if the lengths differ.
+    """
     if len(behavior_logp) != len(values.flags):
         raise ValueError(
             f"episode {values.episode} has {len(behavior_logp)} sampled tokens, but the values of "
