@@ -77,8 +77,8 @@ class Chat:
         `ends` are further end tokens, from the model's generation config. Those that are not
         control tokens are ignored. `template_kwargs` are variables of the template, such as
         `enable_thinking`. With `tools_in_prompt`, tools that the template does not render are
-        described in the prompt. Raises `ValueError` if the template does not use one of these,
-        writes calls in an unknown format, or does not allow messages to be appended.
+        described in the prompt. Raises `ValueError` if the template does not read one of the
+        variables, writes calls in an unknown format, or does not allow messages to be appended.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -101,7 +101,7 @@ class Chat:
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
-        """Part of the keys of `_recent`, which formats with other tools share."""
+        """Part of the keys of `_recent`, which `Chat` objects with other tools use as well."""
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
@@ -171,7 +171,7 @@ class Chat:
         )
 
     def _continued(self, record: str, ended: bool) -> tuple[int, ...]:
-        """Return what `encode_continuation` returns, from the record of the conversation."""
+        """Return what `encode_continuation` returns, from the conversation as JSON."""
         text, seam = self._render(record)
         _, placeholder, after = text.partition(STAND_IN)
         end = next(filter(after.startswith, self._ends), None)
@@ -272,11 +272,17 @@ class Chat:
         return bool(self._tools) and self._tool_text is None and not self.renders_tools
 
     def _prompt_record(self, messages: Sequence[Message]) -> str:
-        """Return the record of a conversation from its start."""
+        """Return the messages of a prompt as JSON, with the tools as text if the template renders
+        none.
+        """
         return self._record(self._tool_text.prompt(messages) if self._tool_text else messages)
 
     def _record(self, messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
-        """Return messages as `_record` does, with tools as text if the template has none."""
+        """Return messages as JSON. Tool calls and results become text if the template does not
+        render them.
+
+        `reply_calls` are the calls of the placeholder `_REPLY`.
+        """
         written = self._tool_text.written(messages) if self._tool_text else messages
         return _record(written, reply_calls)
 
@@ -403,13 +409,15 @@ class Chat:
         return str(text), seam
 
     def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
-        """Return the tokens of a conversation from its start."""
+        """Return the tokens of a whole conversation, which `record` has as JSON."""
         text, seam = self._render(record, add_generation_prompt)
         return self._text.encode(text, seam=seam)
 
 
 _Key = tuple[str, int, str]
-"""The record of a conversation, the number of the chat, and which of its tokens they are."""
+"""The key of kept tokens: a conversation as JSON, the number of a `Chat`, and a word for the part
+of the conversation that the tokens are.
+"""
 
 
 class _Recent:
@@ -420,10 +428,10 @@ class _Recent:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._tokens: dict[_Key, tuple[int, ...]] = {}
-        """The longest unused are first."""
+        """Tokens by key. The least recently used are first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the tokens of a key. `make` is called if they are not kept."""
+        """Return the tokens of a key. If they are not kept, call `make` and keep its result."""
         with self._lock:
             if key in self._tokens:
                 self._tokens[key] = self._tokens.pop(key)

@@ -34,7 +34,7 @@ class DraftEditConfig(TaskConfig):
             )
 
     def with_edit(self, make: Callable[[], Env]) -> Env:
-        """Return an environment that `make` returns, with drafts if they are chosen."""
+        """Return the environment that `make` returns, in a `DraftEdit` if `edit_request` is set."""
         if not self.edit_request:
             return make()
         return DraftEdit(make, self.edit_request, score_draft=self.score_drafts)

@@ -35,8 +35,8 @@ def load_references(
     Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
     the format of the OpenAI API. All messages with the role `assistant` are references. A row may
     have `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`.
-    With `own_tools`, every row must. Raises `ConfigError` with the row's number if it cannot be
-    encoded or has more than `max_tokens` tokens.
+    With `own_tools`, every row must have them. Raises `ConfigError` with the row's number if a row
+    cannot be encoded or has more than `max_tokens` tokens.
     """
     path = Path(path)
     if file_type(str(path)) not in FILES or not path.is_file():

@@ -204,7 +204,10 @@ def _digest(rows: Sequence[Any]) -> str:
 
 @contextmanager
 def preparing(taskset: Taskset, method: str) -> Iterator[None]:
-    """Limit the time of a method of a task set before a run. Raises `ConfigError` after it."""
+    """Return a context in which a method of a task set may take `PREPARE_S` seconds before a run.
+
+    After this time, `ConfigError` is raised.
+    """
     with _limit(f"{method} of {_name(taskset)}"):
         yield
 

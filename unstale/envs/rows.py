@@ -1,8 +1,8 @@
 """Read the rows of data files, of data sets of the Hugging Face hub, and of Python's lists.
 
-A row knows its place, so messages can name the file and the line. What a reader would drop or mix
-up without a word is refused: repeated names, values without a column, unclear separators. The
-memory for rows is limited, whatever a compressed file holds.
+Each row has its place, so messages can name the file and the line. What a reader would silently
+drop or mix up is refused: repeated names, values without a column, unclear separators. The memory
+for rows is limited, whatever a compressed file holds.
 """
 
 import csv

@@ -82,7 +82,9 @@ class TextTokens:
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. For many, most is done without the interpreter lock."""
+        """Return the text of tokens. For many tokens, most work is done without the interpreter
+        lock.
+        """
         if self._backend is None:
             # transformers checks the type of each token of a list, which takes as long as decoding.
             options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -97,7 +99,7 @@ class TextTokens:
     def bytes_of(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token's text. A token may be only a part of a character.
 
-        Of a tokenizer that is not the Rust library's, they are those of the token's own text.
+        If the tokenizer is not of the Rust library, the token is decoded by itself.
         """
         if token in self.control_tokens:
             return self.control_tokens[token].encode()

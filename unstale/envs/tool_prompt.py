@@ -76,7 +76,7 @@ class ToolText:
 def tool_text(
     tools: Sequence[Mapping[str, Any]], render: Render, write: Callable[[Sequence[ToolCall]], str]
 ) -> ToolText:
-    """Return how a template's conversations describe tools.
+    """Return the texts that describe tools in the conversations of a template that renders none.
 
     `render` writes a conversation without tools. `write` returns what the template writes for calls
     ("" if it writes none).

@@ -108,11 +108,11 @@ class Domain:
     tools: Toolbox
     """The tools. One that reads is `get_<case>`: it gives the record of a case."""
     kinds: Mapping[str, float]
-    """Share of each kind of request. The kind named like the special account is that customer's
-    request, whose case must be handed over.
+    """Share of each kind of request. A kind with the name of the special account is a request of a
+    customer who has that account. The case of such a request must be handed over.
     """
     handed_over: tuple[str, ...]
-    """Other kinds whose case must be handed over. Such a request is the customer's last."""
+    """Other kinds whose case a human must take over. Such a request is the customer's last."""
     wishes: Mapping[str, Wish]
     facts: Mapping[str, Fact]
     """Kinds of facts in the order in which the customer tries to recognise questions."""
@@ -137,8 +137,8 @@ class Domain:
     payments: Sequence[str] = ()
     """Payment methods of customers, if they have any: the first, and one of the others."""
     earlier_replies: bool = False
-    """True keeps the replies of earlier versions. Every tool can be called at every level, also
-    before the customer is identified, and the customer recognises words inside of other words.
+    """True if the desk answers as in earlier releases: every tool can be called at every level,
+    also before the customer is identified, and the customer recognises words inside of other words.
     """
 
     def tool_names(self, level: int) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class Domain:
         return tuple(name for name in self.tools.tools if level > 2 or name != "find_user")
 
     def heard(self, kind: str, text: str) -> bool:
-        """Return whether the customer recognises `text` as a question about a kind of fact.
+        """Return True if the customer recognises `text` as a question about a kind of fact.
 
         `text` is in lower case.
         """
