@@ -99,7 +99,7 @@ def check_length(name: str, texts: Sequence[str]) -> None:
 
 
 def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
-    """Return a text of limited length. Raises ValueError for other values."""
+    """Return the text `row[name]`. Raises ValueError if it is longer, or not a text."""
     text = row.get(name)
     if not isinstance(text, str) or len(text) > max_length:
         raise ValueError(f"{name} is no text of at most {max_length} characters")
@@ -107,7 +107,9 @@ def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
 
 
 def read_line(row: Mapping[str, Any], name: str) -> str:
-    """Return a short text without control characters. Raises ValueError for other values."""
+    """Return the short text `row[name]`. Raises ValueError if it is longer or has control
+    characters.
+    """
     line = read_text(row, name, MAX_ERROR)
     if not line.isprintable():
         raise ValueError(f"{name} is not one line")
