@@ -114,7 +114,7 @@ def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
     """Return a state in which copies of `weights` are replaced by differences from `weights`.
 
     A tensor is a copy if it has the name, shape and dtype of a weight. A tensor that will change,
-    such as the full copy of the version store, is captured this way without another copy.
+    such as the version store's full copy of the weights, is captured this way without another copy.
     """
     match state:
         case Tensor() if name in weights and _alike(state, weights[name]):

@@ -141,7 +141,7 @@ class Workers:
             self._suspects.discard(task)
 
     def _fill(self) -> None:
-        """Start the workers that are missing.
+        """Start workers until `task.workers` of them accept new episodes.
 
         Workers to be replaced end with their last episodes.
         """

@@ -171,8 +171,10 @@ class Rollout:
         slots: EpisodeSlots | None = None,
         deterministic: bool = False,
     ) -> None:
-        """Create a rollout. `slots` limits how many episodes that run in segments are active at
-        once.
+        """Create a rollout.
+
+        `slots` limits how many episodes are active at once, if episodes run in segments, between
+        which they may pause.
         """
         self.generator = generator
         self.taskset = taskset
@@ -565,7 +567,10 @@ class Rollout:
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse
     ) -> tuple[list[int], bool]:
-        """Sample a reply. Waits for a slot do not count as waits for generation."""
+        """Sample a reply. Return its tokens, and True if it ended with a stop token.
+
+        Waits for a slot, the permission to run, do not count as waits for generation.
+        """
         waited_s = budget_use.slot_wait_s
         reply = self.generator.generate(transcript, budget_use=budget_use)
         try:

@@ -1,4 +1,4 @@
-"""Calls of techniques and of the advantage estimator in the steps of a run."""
+"""Call the techniques (optional training methods) and the advantage estimator in a run's steps."""
 
 from __future__ import annotations
 

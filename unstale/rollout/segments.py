@@ -140,7 +140,9 @@ class BudgetUse:
             self.count_calls(len(chat.parse(reply).tool_calls))
 
     def count(self, tokens: int) -> None:
-        """Count sampled tokens. Tokens recorded before a resume may belong to several segments."""
+        """Count sampled tokens of a reply, and begin further segments of the episode as they fill
+        up.
+        """
         limit = self._segment_limit
         while tokens:
             self.begin_segment()
@@ -153,7 +155,7 @@ class BudgetUse:
         self._segment_calls += calls
 
     def begin_segment(self) -> bool:
-        """Begin the next segment if the present one has ended. Return True if a segment began."""
+        """Begin the next segment of the episode if the present one has ended. Return True if so."""
         if not self._is_over:
             return False
         self.segment += 1
@@ -167,13 +169,13 @@ class BudgetUse:
 
     @property
     def segment_left(self) -> int:
-        """Number of tokens that are left of the present segment."""
+        """Number of tokens that may still be sampled in the episode's present segment."""
         return self._segment_limit - self._tokens
 
     async def tokens_left(self) -> int:
         """Return how many tokens may be sampled next.
 
-        At the end of a segment, wait first if another episode waits for a slot.
+        At the end of a segment of the episode, wait first if another episode waits for a slot.
         """
         if self.begin_segment() and self._slot:
             await self._slot.pause()

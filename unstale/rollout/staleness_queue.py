@@ -19,8 +19,9 @@ from unstale.records import Batch, Group, PendingPiece
 from unstale.rollout.deadlines import Deadlines
 
 TICKET_SHARE = 8
-"""The number of tickets changes by `groups_per_step` divided by this number. A smaller change would
-need too many steps to fit the workload, a larger one would vary the staleness from step to step.
+"""The number of tickets (permissions to start a group) changes by `groups_per_step` divided by this
+number. A smaller change would need too many steps to fit the workload, a larger one would vary the
+staleness from step to step.
 """
 
 StartGroup = Callable[[], Awaitable[Group]]
@@ -90,19 +91,20 @@ class StalenessQueue:
 
     @property
     def num_open(self) -> int:
-        """Number of groups that were admitted and not taken yet."""
+        """Number of groups that were admitted and not yet taken into a batch."""
         return len(self._unfinished) + self.num_finished
 
     @property
     def num_finished(self) -> int:
-        """Number of finished groups that were not taken yet."""
+        """Number of finished groups that were not yet taken into a batch."""
         return len(self._finished)
 
     @property
     def waits_for_training(self) -> bool:
         """True if no group is unfinished, and none can start before the next optimizer step.
 
-        All tickets are in use, and at most one batch waits for `release`. Any thread may read it.
+        Then all tickets (permissions to start a group) are in use, and at most one batch waits for
+        `release`. Any thread may read it.
         """
         is_publishing = self._num_unreleased > self.groups_per_step
         return not (self._unfinished or self._num_live < self._num_tickets or is_publishing)
@@ -129,11 +131,11 @@ class StalenessQueue:
         self._restored_deadlines = _ascending_deadlines(self._unfinished, ages or {}, self.bound)
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket, then start a group that was admitted before a resume.
+        """Wait for a ticket (permission to start), then start a group admitted before a resume.
 
         There may be more such groups than tickets, because the groups of lost training steps are
         open again. A group without a ticket must wait, because tokens sampled now would be too old
-        when the group is taken.
+        when the group is taken into a batch.
         """
         await self._take_ticket()
         if self._deadlines:
@@ -142,7 +144,7 @@ class StalenessQueue:
         tasks.create_task(self._run(position, start))
 
     async def admit(self, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket, then start a group in the task group `tasks`."""
+        """Wait for a ticket (permission to start), then start a group in the task group `tasks`."""
         await self._take_ticket()
         self._unfinished[self._num_admitted] = None
         if self._deadlines:
@@ -151,7 +153,7 @@ class StalenessQueue:
         self._num_admitted += 1
 
     async def wait_for_ticket(self) -> None:
-        """Wait until a ticket is free, without taking the ticket."""
+        """Wait until a ticket (permission to start a group) is free, without taking it."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
@@ -284,7 +286,8 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Free the tickets of the oldest batch that was taken as a whole.
+        """Free the tickets (permissions to start a group) of the oldest batch that was taken
+        completely.
 
         Call it when every engine has the weights that were trained on this batch.
         """
@@ -400,11 +403,13 @@ def measure_staleness(
 
 
 def measure_replay(batch: Batch, *, lag: Tensor, bound: int, version: int) -> dict[str, float]:
-    """Return the metrics of the replayed tokens of a batch that is trained from `version`.
+    """Return the metrics of the replayed tokens of a batch, on which earlier steps were trained,
+    too.
 
-    `lag` is the staleness of each token, `[T]`, in versions. Raises `StalenessError` for a replayed
-    token of the current version, which no step can have been trained on before, and for one that is
-    older than `bound`. After a resume, tokens of versions that were lost may have lag 0.
+    The batch is trained from `version`. `lag` is the staleness of each token, `[T]`, in versions.
+    Raises `StalenessError` for a replayed token of the current version, which no step can have been
+    trained on before, and for one that is older than `bound`. After a resume, tokens of versions
+    that were lost may have lag 0.
     """
     ages = lag[batch.replayed].double()
     is_current = batch.version[batch.replayed] >= version

@@ -14,7 +14,7 @@ from unstale.rollout.transcript import Transcript
 
 
 class AllowedTurns:
-    """The number of turns of one attempt at an episode."""
+    """The number of turns that one attempt at an episode may have."""
 
     __slots__ = ("_chat", "_limit", "_most", "_transcript")
 
@@ -58,7 +58,7 @@ class AllowedTurns:
         return replace(turn, messages=(*turn.messages[:-1], changed))
 
     def _extensions(self, turn_rewards: Sequence[float]) -> int:
-        """Return the number of extensions that the episode has received."""
+        """Return how often the episode's limit of turns has been extended."""
         limit = self._limit
         assert limit is not None
         begin, end = 0, limit.turns

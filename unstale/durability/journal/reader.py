@@ -208,7 +208,7 @@ class JournalReader:
         ]
 
     def versions(self) -> list[int]:
-        """Return the published versions, in order of publication."""
+        """Return the published weight versions, in order of publication."""
         return [version for (version,) in self.rows("SELECT version FROM versions ORDER BY id")]
 
     def events(self) -> list[dict[str, Any]]:
@@ -360,7 +360,7 @@ class JournalReader:
         return sizes
 
     def _turn_limits(self) -> dict[int, TurnLimit]:
-        """Return the limits of turns of the groups that have one."""
+        """Return the limit of turns of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
         limits = {}
         with self.wrap_errors("the limits of turns"):
@@ -432,7 +432,7 @@ class JournalReader:
         return [number for (number,) in rows]
 
     def token_steps(self) -> dict[int, list[int]]:
-        """Return the steps with token values, for each group that has token values.
+        """Return the steps whose token values (log D, weight, ...) are recorded, by group.
 
         Groups and steps are in order. A replayed group has several steps.
         """
@@ -514,7 +514,8 @@ class JournalReader:
             yield row
 
     def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
-        """Return the episodes of a row of `trained_tokens`, or one of them.
+        """Return the trained tokens in a row of `trained_tokens`, of all its episodes or of only
+        one.
 
         Raises ValueError if the row is wrong.
         """

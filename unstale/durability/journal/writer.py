@@ -489,9 +489,10 @@ class _EpisodeWriter:
         self._replace_snapshots(insert("restarts", *row))
 
     def _replace_snapshots(self, record: Record) -> None:
-        """Write a record, and delete the episode's snapshots, which no later resume reads.
+        """Write a record, and delete the episode's earlier snapshots in the same transaction.
 
-        Both happen in one transaction.
+        No later resume reads them, unless the run is deterministic: `keep_snapshots` then keeps
+        them.
         """
         delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
         self.journal.transaction([record] if self.journal._keep_snapshots else [delete, record])

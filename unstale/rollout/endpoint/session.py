@@ -126,7 +126,8 @@ class AgentSession:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Limit the time between two calls of the agent to `rollout.timeout_s`, within a context.
+        """Return a context in which `rollout.timeout_s` limits the time between two calls of the
+        agent.
 
         The session is closed at the end of the context.
         """
