@@ -182,8 +182,7 @@ def _whole(
 def _load(
     targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS
 ) -> dict[str, Tensor]:
-    """Read the trainer's tensors into `targets`: with all ranks together, or in a single process.
-    """
+    """Read the trainer's tensors into `targets`: with all ranks together, or in one process."""
     alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))
     with plain_errors():

@@ -360,7 +360,7 @@ class PythonCalls(CallForm):
 def _without_keywords(text: str) -> str:
     """Return Python code with a mark after each keyword that names an argument, such as `from=`.
 
-    Text in which there is none, or that cannot be divided into tokens, is returned as it is.
+    Text without such a keyword, or that cannot be divided into tokens, is returned as it is.
     """
     try:
         tokens = list(generate_tokens(StringIO(text).readline))

@@ -162,7 +162,8 @@ class Chat:
         """Return the tokens between two replies: the messages, and the start of the next reply.
 
         If `ended` is False, the previous reply was cut off, and its end token is added first.
-        `calls` are the tool calls of the previous reply. Their results get their ids.
+        `calls` are the tool calls of the previous reply. Their results in `messages` get the ids of
+        the calls.
         """
         record = self._record([_QUESTION, _REPLY, *messages], calls)
         return self._recent.get(
@@ -187,8 +188,8 @@ class Chat:
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the tokens of a reply that was not sampled, with its end token.
 
-        They are those that the template writes before the `following` messages, by default a user's
-        message. Raises ValueError if `parse` would return another message.
+        They are what the template writes for the reply if the `following` messages come after it,
+        by default a user's message. Raises ValueError if `parse` would return another message.
         """
         tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
@@ -389,9 +390,10 @@ class Chat:
         return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
     def _render(self, record: str, add_generation_prompt: bool = True) -> tuple[str, str]:
-        """Return a conversation as text, and the separator that splits control tokens.
+        """Return a conversation as text, and the separator that was inserted into parts of
+        messages.
 
-        These are texts in the content of messages that look like control tokens. `record` is what
+        These parts look like control tokens, and the separator divides them. `record` is what
         `_record` returns.
         """
         seam = SEAM * (1 + max(longest_seam(record), self._longest_seam))

@@ -20,7 +20,7 @@ class DraftEditConfig(TaskConfig):
 
     edit_request: str = ""
     """A user message after the first reply without a tool call, which asks for an edited version.
-    Only that is rewarded, and both replies are trained. Empty asks for none.
+    Only the edited version is rewarded, and both replies are trained. Empty asks for none.
     """
     score_drafts: bool = False
     """Also compute the reward of drafts, as the fact `draft_reward`. It changes no other reward."""

@@ -266,7 +266,7 @@ class _Context(NamedTuple):
     spaced: bool
     space: str
     following: str
-    """The space after the token, and the next two characters."""
+    """The two characters after the token and after `space`, which follows the token."""
     is_prose: bool
 
     @property
@@ -281,7 +281,7 @@ class _Context(NamedTuple):
 
 
 def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
-    """Return the kind and the text of a token. An empty kind is skipped."""
+    """Return the kind and the text of a token. If the kind is empty, the token is skipped."""
     if kind == "command":
         kind, text = _command(text[1:])
         if kind == "operator":

@@ -20,7 +20,7 @@ class Reference:
 
     tokens: tuple[int, ...]
     replies: tuple[bool, ...]
-    """True for the tokens of its replies. Only they are learnt."""
+    """True for the tokens of the assistant's replies. Only these tokens are learnt."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.replies):
@@ -33,9 +33,9 @@ def load_references(
     """Return the conversations of a JSONL, JSON or Parquet file.
 
     Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
-    the format of the OpenAI API. All messages with the role `assistant` are references. A row may
-    have `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`.
-    With `own_tools`, every row must have them. Raises `ConfigError` with the row's number if a row
+    the format of the OpenAI API. All messages with the role `assistant` are learnt. A row may have
+    `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`. With
+    `own_tools`, every row must have them. Raises `ConfigError` with the row's number if a row
     cannot be encoded or has more than `max_tokens` tokens.
     """
     path = Path(path)

@@ -180,8 +180,8 @@ def data_digests(taskset: Taskset) -> dict[str, str]:
     """Return the number of rows and their digest, for each split of a list of tasks.
 
     The splits of a mixture have the name of the part before theirs, as in `math/train`. Empty for a
-    task set that makes its tasks from numbers. Values that are not JSON, such as
-    images, count by their type alone.
+    task set that makes its tasks from numbers. Values that are not JSON, such as images, count only
+    by their type.
     """
     if isinstance(taskset, MixedTasks):
         return {

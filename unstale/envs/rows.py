@@ -22,7 +22,9 @@ from unstale.envs.strict_json import loads
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 """Types of files with rows, in upper or lower case. All but Parquet may be compressed (.gz)."""
 MAX_BYTES = 2 << 30
-"""Memory for the values of a file. As objects of Python, they take several times as much."""
+"""Bytes of a file's values that are kept in memory. As objects of Python, they take several times
+as much.
+"""
 MAX_ROW_BYTES = 16 << 20
 """Largest size of a line. A context of a million tokens has about 4 MB."""
 _ROW_BYTES = 512

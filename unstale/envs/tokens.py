@@ -54,9 +54,9 @@ class TextTokens:
         return sum((self._encode_after(SEAM, part) for part in parts), tokens)
 
     def _context(self, text: str, seam: str) -> str:
-        """Return the end of a text on which the tokens of its continuation depend.
+        """Return the last part of a text, on which the tokens of its continuation depend.
 
-        It begins with the last control token. No token begins before and ends after it.
+        It begins with the last control token, so no token crosses its beginning.
         """
         last = text.rpartition(seam)[2] if seam else text
         return last[max(0, *(last.rfind(mark) for mark in self.control_texts)) :]
@@ -156,7 +156,7 @@ def longest_seam(text: str) -> int:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer, if the tokenizer's `decode` is its `decode`. Otherwise, None."""
+    """Return the Rust tokenizer, if the tokenizer uses its `decode` unchanged. Otherwise, None."""
     from transformers import PreTrainedTokenizerFast
 
     own = getattr(type(tokenizer), "_decode", None)

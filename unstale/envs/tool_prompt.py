@@ -49,7 +49,8 @@ class ToolText:
         return messages
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with calls and results as content, where the template has neither.
+        """Return the messages, with calls and results as content if the template does not render
+        them.
 
         Results that follow each other are one user message, because many templates require that
         users and assistants alternate.

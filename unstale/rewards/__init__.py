@@ -1,4 +1,4 @@
-"""Reward functions, with values from 0 to 1. Environments name and combine them.
+"""Reward functions, most with values from 0 to 1. Environments name and combine them.
 
 docs/rewards.md describes them. `programs.py` runs unit tests in a sandbox, and `judge.py` grades
 with a language model.

@@ -148,7 +148,7 @@ class _Inline(ast.NodeTransformer):
 
 
 def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
-    """Return what must be true for a statement to pass."""
+    """Return the expression that must be true for a statement of a test to pass."""
     match statement:
         case ast.Assert(test):
             return test

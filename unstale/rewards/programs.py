@@ -29,9 +29,9 @@ async def unit_tests(
 ) -> float:
     """Return the share of tests that a program passes.
 
-    A test is an assertion such as `"assert gcd(12, 18) == 6"` or `"assert abs(area(1) - 3.14) <
-    0.01"`, with imports before it if it needs some, a function that is called with one of the
-    program at the end (`"def check(f): ... \\ncheck(gcd)"`), or a pair of standard input and
+    A test is one of three: an assertion such as `"assert gcd(12, 18) == 6"` or `"assert abs(area(1)
+    - 3.14) < 0.01"`, after imports if it needs some; a function that is called at the end with a
+    function of the program (`"def check(f): ... \\ncheck(gcd)"`); or a pair of standard input and
     expected output such as `("3 4", "7")`. Outputs are compared without trailing space. The limits
     apply to each test, and a time-out ends the testing. The number of tests times `limits.seconds`
     should be below `rollout.timeout_s`. Raises ValueError for another form of test, and for a test

@@ -55,7 +55,9 @@ class DeskTasks(NumberedTasks):
         self.tools: tuple[Mapping[str, Any], ...] = tuple(map(domain.tools.schema, names))
 
     def scenario(self, task: Task) -> Scenario:
-        """Return the facts of a task, for the expert, tests and statistics."""
+        """Return the customer, the requests and the database of a task, for the expert, tests and
+        statistics.
+        """
         return self.domain.scenario(self.level, task.split, task.index)
 
     def env(self, task: Task, seed: int) -> "DeskEnv":

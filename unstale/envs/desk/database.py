@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """A frozen record with a number. Equal records are the same state."""
+    """A record of the database, which never changes. Its number is `id`."""
 
     @property
     def id(self) -> str: ...
@@ -85,7 +85,7 @@ class Desk:
         self[type(record)][record.id] = record
 
     def note(self, number: str) -> Note:
-        """Return the notes about a case. There may be none yet."""
+        """Return the notes about a case. They are empty if there are none yet."""
         return self[Note].get(number, Note(number))
 
     def copy(self) -> "Desk":

@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The facts of one episode.
+    """The facts of one episode at a desk: the customer, the requests and the database.
 
     `desk` is the database at the start, to be copied before use.
     """
@@ -101,12 +101,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """A kind of desk. `Case` below is the type of record that requests are about."""
+    """A kind of desk. A case is the record that a request is about, and `case` is its type."""
 
     name: str
     case: type[Record]
     tools: Toolbox
-    """The tools. One that reads is `get_<case>`: it gives the record of a case."""
+    """The tools of the desk. One of them is `get_<case>`, which returns the record of a case."""
     kinds: Mapping[str, float]
     """Share of each kind of request. A kind with the name of the special account is a request of a
     customer who has that account. The case of such a request must be handed over.
@@ -194,7 +194,10 @@ class Domain:
         return Scenario(self, level, desk, customer, requests, random.getrandbits(32))
 
     def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-        """Return the expert's steps from the moment when it knows the case, with whole calls."""
+        """Return the expert's steps from the moment when it knows the case.
+
+        The tool calls in it have all their arguments.
+        """
         if scenario.user.account == self.accounts[1] and not ignores("account"):
             steps: list[Step] = [("hand_over", {})]
         else:

@@ -34,7 +34,7 @@ class Draw:
                 return number
 
     def numbered(self, names: Sequence[str]) -> dict[str, str]:
-        """Return a new number for each name, by number."""
+        """Give each name a new number. Return the names by their numbers."""
         return {self.number(): name for name in names}
 
     def add_users(
