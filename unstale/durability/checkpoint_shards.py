@@ -132,7 +132,7 @@ def read_parts(
 
 
 def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all weights of a forward pass from a checkpoint. A single process can call this."""
+    """Return all weights of a forward pass from a checkpoint, in a single process."""
     for name in body["files"]:
         verify_file(folder, name, body)
     wanted = {

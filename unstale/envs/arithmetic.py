@@ -27,7 +27,9 @@ _FACTORS: dict[str, int | Fraction] = {
 _MAX_TOKENS = 500
 _MAX_DEPTH = 40
 _MAX_BITS = 4096
-"""Largest numerator or denominator, so that no expression takes noticeable time."""
+"""Largest number of bits of a numerator or denominator, so that no expression takes noticeable
+time.
+"""
 
 Value = Fraction | float | str | tuple["Value", ...]
 

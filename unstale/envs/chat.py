@@ -150,8 +150,8 @@ class Chat:
     ) -> str:
         """Return the text that `encode_prompt` encodes.
 
-        With `marked`, the text keeps the characters that `encode_prompt` puts into content that
-        looks like a control token, so that it is not encoded as one.
+        If the content of a message looks like a control token, `encode_prompt` inserts characters,
+        so that it is not encoded as a control token. With `marked`, the text has these characters.
         """
         text, seam = self._render(self._prompt_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
@@ -417,13 +417,15 @@ class Chat:
 
 
 _Key = tuple[str, int, str]
-"""The key of kept tokens: a conversation as JSON, the number of a `Chat`, and a word for the part
-of the conversation that the tokens are.
+"""The key of kept tokens: a conversation as JSON, the number of a `Chat`, and a word for what was
+encoded: "prompt", "whole", "ended" or "cut off".
 """
 
 
 class _Recent:
-    """The tokens of the latest calls, up to `max_bytes` of memory. Threads may share it."""
+    """The tokens of the texts that were encoded last, up to `max_bytes` of memory. Threads may
+    share it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._lock = Lock()

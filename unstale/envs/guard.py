@@ -54,8 +54,8 @@ MAX_INTERRUPTIONS = 3
 MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 MAX_HUNG = 64
-"""Largest number of threads in which user code may still run after its time. Each keeps its memory,
-and may use a core.
+"""Largest number of threads in which user code may still run after its time limit. Each keeps its
+memory, and may use a core.
 """
 MAX_RECURSION = 1_000_000
 """Largest recursion limit that user code may set. Endless recursion would use up the memory of the
@@ -329,11 +329,11 @@ class OwnThread(Executor):
 
 
 _hung: list[threading.Thread] = []
-"""Threads whose function did not return in its time."""
+"""Threads whose function did not return within its time limit."""
 
 
 def num_hung() -> int:
-    """Return the number of threads in which user code still runs after its time.
+    """Return the number of threads in which user code still runs after its time limit.
 
     A function that waits in the operating system, as in `time.sleep`, cannot be interrupted.
     """

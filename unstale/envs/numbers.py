@@ -435,7 +435,9 @@ def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
-    """Return an expression without dashes around it. It is empty if it continues another one."""
+    """Return an expression without dashes around it. It is empty if it continues another
+    expression.
+    """
     first, last = run[0], run[-1]
     if first.kind == "operator":
         after_word = before.text[-1:].isalnum()

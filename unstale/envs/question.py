@@ -51,8 +51,8 @@ class ToolRunner:
 class Question:
     """One question. The first reply without a tool call ends the episode.
 
-    If `answer` is a number, the reward is 1 if it is the last number of that reply. Otherwise it is
-    1 if `answer` is a word of that reply, without punctuation around the word.
+    If `answer` is a number, the reward is 1 if the last number of that reply equals `answer`.
+    Otherwise it is 1 if a word of that reply, without punctuation around the word, equals `answer`.
     """
 
     def __init__(self, prompts: tuple[Message, ...], answer: str, runner: ToolRunner) -> None:

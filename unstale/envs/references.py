@@ -87,7 +87,7 @@ def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
 
 
 def _messages(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row. Raises ValueError for another form."""
+    """Return the messages of a row. Raises ValueError if they are not a list of chat messages."""
     found = row.get("messages")
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(f"messages must be a list of messages, got {str(found)[:80]!r}")
@@ -110,7 +110,10 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
-    """Return the tools of a row. None if it has none. Raises ValueError for another form."""
+    """Return the tools of a row. None if it has none.
+
+    Raises ValueError if they are not schemas of functions, or if they are `required` and missing.
+    """
     tools = row.get("tools")
     if tools is None and not required:
         return None

@@ -99,9 +99,10 @@ def import_user_code(name: str, problem: str) -> Any:
 def _import_from_current_folder(name: str) -> None:
     """Import a module or package of the current folder, even if an installed one has its name.
 
-    Does nothing if there is none, if a module of that name is imported already, or if Python does
-    not look for modules in the current folder. Whatever the module itself imports is looked for in
-    the usual order, so a file that somebody else put into the folder does not replace a library.
+    Does nothing if the folder has no such module, if a module of that name is imported already, or
+    if Python does not look for modules in the current folder. Whatever the module itself imports is
+    looked for in the usual order, so a file that somebody else put into the folder does not replace
+    a library.
     """
     if name in sys.modules or {"", os.getcwd()}.isdisjoint(sys.path):
         return

@@ -43,7 +43,7 @@ class Row(dict[str, Any]):
 
 
 class _Meter:
-    """Counts the memory of the rows of a file."""
+    """Counts the memory that the rows of a file take."""
 
     def __init__(self) -> None:
         self.left = MAX_BYTES
@@ -242,7 +242,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _require_names(names: Sequence[str], where: str) -> None:
-    """Raise `ConfigError` if a column has no name, or the name of another one."""
+    """Raise `ConfigError` if a column has no name, or if two columns have the same name."""
     earlier = set[str]()
     for number, name in enumerate(names, start=1):
         if not name.strip():

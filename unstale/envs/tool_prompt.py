@@ -18,7 +18,9 @@ _EXAMPLE = ToolCall("NAME", {"ARGUMENT": "VALUE"})
 _RESULT = "<tool_response>\n{}\n</tool_response>"
 
 Render = Callable[[Sequence[Message]], str]
-"""A function that returns a conversation as a template writes it. It may raise."""
+"""A function that returns a conversation as a template writes it. It may raise errors of the
+template.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ escaped as JSON a character takes up to 12 bytes. So the worker measures each me
 """
 MAX_CHARACTERS = 1 << 23
 """Largest number of characters in a snapshot, or in the contents of a turn's messages together. A
-million tokens have about four million.
+million tokens have about four million characters.
 """
 MAX_MESSAGES = 1 << 14
 """Largest number of messages in one turn. Reading that many takes about 50 ms."""

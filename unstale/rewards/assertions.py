@@ -53,7 +53,7 @@ class CheckFunction:
     """The test without the call."""
     function: str
     candidate: str
-    """The expression for the function of the program."""
+    """The argument of the call: an expression for the program's function, such as `gcd`."""
 
 
 def parse_test(test: str) -> Assertion | CheckFunction:

@@ -1,9 +1,9 @@
 """Segments of episodes: the slots of running episodes, and the use of their budgets.
 
 A slot is the permission to run. At the end of a segment, a running episode gives its slot to the
-oldest waiting episode, even if that one is younger: otherwise a long episode would hold its slot
-until its end. The paused episode continues when a slot is free and no older episode waits. It keeps
-its environment and tokens, and its later tokens have the version that samples them.
+oldest waiting episode, even to a younger one: otherwise a long episode would hold its slot until
+its end. The paused episode continues when a slot is free and no older episode waits. It keeps its
+environment and tokens, and its later tokens have the version that samples them.
 
 No episode waits for a slot while it holds one, and every segment ends. So each episode continues at
 last, because only a limited number of older episodes can wait.

@@ -68,9 +68,10 @@ class GroupRow:
     handed_out: float
     finished: float | None
     step: int | None
-    """The optimizer step that trained on the group."""
+    """The optimizer step that trained on the group. None if no step did."""
     version: int | None
-    """The version of the policy that was trained on the group."""
+    """The version of the policy with which this step began. None if no step trained on the group.
+    """
     num_trajectories: int
     num_failures: int
     """Number of failed attempts at the group's episodes, including attempts that were retried."""

@@ -204,8 +204,8 @@ def length_curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]
     """Return points `[tokens, share, share of trained]` at quantiles of the lengths of ended
     attempts.
 
-    The shares are those of ended and of trained attempts with at most so many sampled tokens. The
-    arguments are sorted lengths. Empty if one of them is.
+    The shares are those of ended and of trained attempts with at most so many sampled tokens. Both
+    arguments are sorted lengths. The list is empty if an argument is empty.
     """
     if not ended or not trained:
         return []

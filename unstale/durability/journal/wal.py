@@ -51,8 +51,8 @@ def find_damage(journal: Path) -> WalDamage | None:
     """Return the damage of a journal's `-wal` file. None if the file is undamaged or missing.
 
     An incomplete last transaction, as after a kill or a power cut, is not damage. A changed bit in
-    this transaction is damage. Raises `OSError` if the file, or another one of the journal, is not
-    a regular one, or if it cannot be read.
+    this transaction is damage. Raises `OSError` if this file or another file of the journal is not
+    a regular file, or cannot be read.
     """
     for ending in ("-shm", "-journal"):  # SQLite would wait for ever to open a pipe
         beside = journal.with_name(f"{journal.name}{ending}")
@@ -190,9 +190,9 @@ def _weights(num_words: int) -> tuple[_Words, _Words]:
 
 
 def _changed_bit(difference: _Words, page_bytes: int) -> tuple[int, int] | None:
-    """Return word and bit whose change explains the difference of checksums, if there is one.
+    """Return the word and the bit whose change explains a difference of checksums, or None.
 
-    Words are those that the checksum covers, then the checksum itself.
+    The first words are those that the checksum covers. The last two are the checksum itself.
     """
     weights, _ = _weights(page_bytes // 4 + 2)
     weights = np.vstack([weights, np.eye(2, dtype=np.uint32)])

@@ -476,7 +476,7 @@ class _EpisodeWriter:
         self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state, and the number of pieces before it."""
+        """Record the environment's state, and the number of pieces (runs of tokens) before it."""
         row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
         self._replace_snapshots(insert("snapshots", *row))
 

@@ -135,7 +135,7 @@ class Domain:
     accounts: tuple[str, str] = ("personal", "business")
     """The usual kind of account, and the special one."""
     payments: Sequence[str] = ()
-    """Payment methods of customers, if they have any: the first, and one of the others."""
+    """Payment methods of customers, if they have any. Each has the first and one of the others."""
     earlier_replies: bool = False
     """True if the desk answers as in earlier releases: every tool can be called at every level,
     also before the customer is identified, and the customer recognises words inside of other words.

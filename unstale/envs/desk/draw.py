@@ -1,4 +1,4 @@
-"""Random numbers and customers of a scenario."""
+"""Draw the random numbers and customers of a scenario, which is one task of a desk."""
 
 from collections.abc import Sequence
 from random import Random

@@ -129,7 +129,11 @@ class Protocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start a timer for a connection without the token, or with an incomplete request head."""
+        """Start a timer for a connection without the secret token or with an incomplete request
+        head.
+
+        Stop the timer of any other connection.
+        """
         waiting = self in self._strangers or self.conn.their_state is h11.IDLE
         waiting = waiting and not self.transport.is_closing()
         if waiting and self._timer is None:

@@ -13,7 +13,7 @@ from unstale.envs.guard import Overdue, run_limited
 from unstale.rollout.endpoint.schemas import Refused
 
 LIMIT_S = 30.0
-"""Seconds for one request. A body of 2 MB takes 4."""
+"""Seconds for one request. A body of 2 MB takes 4 seconds."""
 AT_ONCE = 4
 """Number of requests that are worked on at the same time. Others wait."""
 

@@ -143,7 +143,10 @@ def _merge_instructions(messages: list[dict[str, Any]], fields: _Fields) -> None
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
-    """Add an input item to the chat messages. The items of one reply become a single message."""
+    """Add an input item to the chat messages. The items of one reply become a single message.
+
+    `path` is the item's place in the request. Raises `Refused` for an invalid item.
+    """
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in ITEMS:
         raise Refused(f"{path} is not an item of type {', '.join(ITEMS)}", param=path)
@@ -270,14 +273,14 @@ class ResponseFormat(ChatFormat):
         yield self._event("output_item.added", output_index=len(self._items) - 1, item=empty)
 
     def _at(self) -> Fields:
-        """Return the fields of an event that say which output item it belongs to."""
+        """Return the fields by which an event names the output item to which it belongs."""
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
 
     def _close(self, item: Fields) -> Fields:
         return self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
-        """Stream the reasoning text in one event, as soon as it is complete."""
+        """Yield the events that stream the reasoning text at once, as soon as it is complete."""
         if self._items:
             return
         yield from self._open(_thoughts(thoughts))
@@ -287,7 +290,7 @@ class ResponseFormat(ChatFormat):
         yield self._close(self._items[-1])
 
     def _add_text(self, text: str) -> Iterator[Fields]:
-        """Stream the part of the text that has not been sent yet."""
+        """Yield the events that stream the part of the text that has not been sent yet."""
         if not self._items or self._items[-1]["type"] != "message":
             yield from self._open(_text_item("", []))
             part = self._items[-1]["content"][0]

@@ -330,7 +330,11 @@ class AgentSession:
     async def _reply(
         self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
     ) -> Choice | Refused:
-        """Sample a reply. Repeat in a new branch while it lacks the requested `response_format`."""
+        """Sample a reply. If it lacks the requested `response_format`, sample again in a new
+        branch.
+
+        After the last retry, return a refusal.
+        """
         wanted = request.format
         if wanted is None:
             return await self._generate(place, request, on_text)

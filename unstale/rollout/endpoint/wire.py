@@ -42,7 +42,7 @@ STRICT = EndpointConfig()
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """The JSON Schema that a reply must satisfy. A reply that does not is sampled again.
+    """The JSON Schema that a reply must satisfy. A reply that does not satisfy it is sampled again.
 
     Replies with tool calls are not checked.
     """
