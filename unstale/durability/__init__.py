@@ -1,4 +1,5 @@
-"""Durability: the journal, checkpoints and virtual clock with which a killed run can resume.
+"""Durability: journal, checkpoints and the virtual clock of deterministic runs, to resume a killed
+run.
 
 The training loop uses the Protocols of this file. Their methods are described in `journal.Journal`
 and `checkpoint.Checkpoints`. The planner simulates runs with implementations that write nothing.

@@ -1,4 +1,4 @@
-"""The checkpoints and published versions in a run folder.
+"""The checkpoints and published weight versions in a run folder.
 
     checkpoints/step000012-version000012/
         manifest.json        the state as a tree, and the checksum of every file
@@ -85,7 +85,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints and versions of a run folder.
+    """Writes and reads the checkpoints and weight versions of a run folder.
 
     `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
     keeps. If the components are divided among `peers`, all ranks call `snapshot`, `write`, `load`
@@ -233,8 +233,8 @@ class Checkpoints:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
 
         `known` are the checkpoints that the journal recorded. If given, all others are removed,
-        too. Returns the causes why checkpoints could not be removed, by name. Later calls ignore
-        these checkpoints.
+        too. Return why checkpoints could not be removed, by their names. Later calls ignore these
+        checkpoints.
         """
         usable = [
             (version, path)
@@ -266,16 +266,17 @@ class Checkpoints:
     ) -> None:
         """Write the weights of a version and flush them to disk.
 
-        `delta` is the difference from the previous version. Without it all weights are written. The
-        version of a checkpoint is written too, because the checkpoint may turn out to be damaged
-        later.
+        `delta` is the difference from the previous version. Without it all weights are written. A
+        version that a checkpoint contains is written too, because the checkpoint may turn out to be
+        damaged later.
         """
         self.write_delta(delta or all_of(version, weights))
 
     def write_delta(self, delta: Delta) -> None:
-        """Write a version like `write_version`. With several ranks, all of them call this.
+        """Write a version, given by its difference, and flush it to disk. All ranks must call this.
 
-        Each rank writes its parts, or the first rank writes the whole.
+        If the ranks divide the difference, each writes its part. Otherwise the first rank writes
+        it.
         """
         is_divided = delta.starts is not None
         partial = self._versions / f"{delta.version:06d}.part"
@@ -408,6 +409,6 @@ def _remove_folder(path: Path) -> str:
 
 
 def _list_by_version(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return `(version, path)` of the entries of a folder whose name matches, oldest first."""
+    """Return `(version, path)` of the entries of a folder with matching names, oldest first."""
     matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)

@@ -72,7 +72,10 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Training progress. The last step's weights are not yet published, nor its metrics logged."""
+    """Training progress. `step` is the number of steps done.
+
+    The last step's weights are not yet published, and its metrics are not yet logged.
+    """
 
     step: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -83,8 +86,8 @@ class Progress:
 class Checkpoint:
     """The full state of a run at one moment, except the episodes, which are in the journal.
 
-    The state has the components' own tensors, or copies of the trainer's tensors. It must be
-    written before the next optimizer step.
+    The state has the components' own tensors, or copies of the trainer's tensors. Without copies,
+    it must be written before the next optimizer step.
     """
 
     progress: Progress
@@ -96,12 +99,12 @@ class Checkpoint:
     policy: Mapping[str, Tensor]
     """The weights that a forward pass uses, by the parameter's name."""
     journal: int = 0
-    """The `identity` of the run's journal."""
+    """The random number that identifies the run's journal, see `journal.identity`. 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor given by its difference from the weight `name`, which has its shape and dtype."""
+    """A tensor as bitwise difference from the weight `name`, which has its shape and dtype."""
 
     name: str
     encoded: Encoded
@@ -111,7 +114,7 @@ def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
     """Return a state in which copies of `weights` are replaced by differences from `weights`.
 
     A tensor is a copy if it has the name, shape and dtype of a weight. A tensor that will change,
-    such as the full copy of the version store, is captured this way without another copy.
+    such as the version store's full copy of the weights, is captured this way without another copy.
     """
     match state:
         case Tensor() if name in weights and _alike(state, weights[name]):
@@ -173,7 +176,10 @@ def state_file(rank: int) -> str:
 
 
 def write_manifest(checkpoint: Checkpoint, folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest of all files in a folder, flush them to disk, and read it back."""
+    """Write the manifest of all files in a folder, flush them to disk, and read the manifest back.
+
+    `content` has further fields. Raises `CheckpointError` if the manifest reads back differently.
+    """
     files = list_files(folder)
     progress = [checkpoint.progress.step, dict(checkpoint.progress.row)]
     body = {
@@ -230,7 +236,7 @@ def read_policy(folder: Path) -> dict[str, Tensor]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of the manifest, after a check of its format and checksum."""
+    """Return the content of the manifest. Raises ValueError for a wrong format or checksum."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     body = manifest["body"]
     if manifest["checksum"] != zlib.crc32(json.dumps(body, allow_nan=False).encode()):
@@ -375,7 +381,11 @@ def _load_trainer(
 
 
 def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a forward pass. Float32 weights are the trainer's own tensors."""
+    """Return the weights of a forward pass from a manifest's `body` and a checkpoint's tensors.
+
+    Weights of the trainer are converted to the precision of the forward pass, and not copied if
+    they have it already.
+    """
     return {
         name: tensors[WEIGHTS_PREFIX + name].to(getattr(torch, dtype))
         if dtype

@@ -132,7 +132,7 @@ def read_parts(
 
 
 def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all weights of a forward pass from a checkpoint. A single process can call this."""
+    """Return all weights of a forward pass from a checkpoint, in a single process."""
     for name in body["files"]:
         verify_file(folder, name, body)
     wanted = {
@@ -152,7 +152,9 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def _first_copy(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what each rank wrote to the manifest, without further copies of the model."""
+    """Return what each rank wrote to the manifest. Of several copies of the model, only the first
+    counts.
+    """
     written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
     return written[: len(written) // body.get("replicas", 1)]
 
@@ -163,7 +165,10 @@ def _whole(
     written: Sequence[Mapping[str, Any]],
     files: Sequence[Mapping[str, Tensor]],
 ) -> Tensor:
-    """Return a weight of a forward pass. A rank wrote its part if it is no cast of `trained`."""
+    """Return a whole weight of a forward pass. `trained` is the trainer's weight, if it has one.
+
+    A rank's part is in the rank's file, unless it is `trained` in another precision.
+    """
     parts = [
         files[rank][POLICY_PREFIX + name]
         if trained is None or not part["policy"][name]
@@ -177,7 +182,7 @@ def _whole(
 def _load(
     targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS
 ) -> dict[str, Tensor]:
-    """Read the trainer's tensors into `targets`: all ranks together, or one process alone."""
+    """Read the trainer's tensors into `targets`: with all ranks together, or in one process."""
     alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))
     with plain_errors():
@@ -186,7 +191,10 @@ def _load(
 
 
 def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
-    """Return a tensor to read a value into: divided like the weight, or whole."""
+    """Return a tensor into which a checkpoint's tensor can be read. Its values are 0.
+
+    It is divided among the ranks like the weight to which it belongs, or whole.
+    """
     dtype, size = getattr(torch, shape[0]), list(shape[1:])
     like = layout.get(name.removeprefix(WEIGHTS_PREFIX))
     if of_optimizer := _OPTIMIZER.fullmatch(name):

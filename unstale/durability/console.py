@@ -1,4 +1,7 @@
-"""The console of all commands: no text of a model, an environment or a run controls a terminal."""
+"""The console of all commands. It escapes control characters in text.
+
+So no text of a model, an environment or a run can control the terminal.
+"""
 
 import io
 import logging
@@ -24,9 +27,9 @@ file.
 
 
 def keep_outputs() -> None:
-    """Keep the outputs of consoles, even if foreign code replaces `sys.stdout`.
+    """Keep the present standard output and error for consoles, even if other code replaces them.
 
-    If such code closes an output, the other output takes its place.
+    If other code closes one of the two, consoles write to the other.
     """
     for is_error, file in enumerate((sys.stdout, sys.stderr)):
         _outputs[bool(is_error)] = file, _opened(file)
@@ -42,7 +45,9 @@ def _opened(file: IO[str]) -> tuple[int, int] | None:
 
 
 class Console(console.Console):
-    """rich's console, which prints control characters in text as escapes. rich's own codes work."""
+    """rich's console, which escapes control characters in text. Control codes of rich itself still
+    work.
+    """
 
     @property
     def file(self) -> IO[str]:

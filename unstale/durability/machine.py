@@ -17,7 +17,7 @@ LOCK_S = 1.0
 
 
 def machine() -> str:
-    """Return a text such as `2 cores of <CPU name>`."""
+    """Return the number of cores and the processor of this machine: `2 cores of <CPU name>`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

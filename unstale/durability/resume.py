@@ -50,8 +50,8 @@ class StoredRun:
     highest: int
     """Highest version number that was published."""
     version_gaps: tuple[tuple[int, int], ...]
-    """Version numbers that resumes skipped, see `Policy.version_gaps`. Includes those from damaged
-    checkpoints.
+    """Version numbers that resumes skipped, in the form of `Policy.version_gaps`. Those in damaged
+    checkpoints are included.
     """
     metrics: list[dict[str, Any]]
     """Metrics of the steps before the checkpoint's step. That step's metrics are logged again."""
@@ -121,10 +121,10 @@ def restore(
 ) -> ResumeState:
     """Restore every component from a stored run. Return the state of the run.
 
-    `parts` are the old-logit route and the auditor. They receive the sampled pieces that no batch
-    has contained, so that the route can score these again. If versions after the checkpoint were
-    published, the policy gets a higher version number, because no published number may be used
-    twice.
+    `parts` are the route that computes old log-probabilities, and the auditor. They receive the
+    sampled pieces (runs of tokens) that no batch has contained, so that the route can score these
+    again. If versions after the checkpoint were published, the policy gets a higher version number,
+    because no published number may be used twice.
     """
     old_logps, auditor = parts
     try:
@@ -163,7 +163,7 @@ def restore(
 
 
 def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState:
-    """Write the first checkpoint of a new run."""
+    """Write the first checkpoint of a new run. Return the state of the run: nothing has begun."""
     _save(run, checkpoints, Progress(), policy)
     return ResumeState()
 
@@ -193,7 +193,10 @@ def _newest_sound(
     rows: Sequence[CheckpointRow],
     on_event: Callable[..., None],
 ) -> tuple[CheckpointRow, Checkpoint]:
-    """Return the newest recorded checkpoint whose files are undamaged."""
+    """Return the newest recorded checkpoint whose files are undamaged.
+
+    Raises `CheckpointError` if there is none.
+    """
     cause: CheckpointError | None = None
     for row in reversed(rows):
         try:

@@ -140,7 +140,7 @@ class RunLog:
         self._start = clock()
         self._files: dict[str, IO[str]] = {}
         self._before: frozenset[Path] | None = None
-        """What the folder contained before `create`. None for a log that `reopen` returned."""
+        """The entries of the folder before `create`. None for a log that `reopen` returned."""
         self._is_new = False
         """True if `create` made the folder."""
 

@@ -35,7 +35,7 @@ class Stalled(RuntimeError):
 
 
 class RunLoop(asyncio.SelectorEventLoop):
-    """An event loop for runs. User code that calls `stop` on it cannot stop it."""
+    """An event loop for runs. If user code calls `stop` on it, `EnvError` is raised."""
 
     def stop(self) -> None:
         if OCCUPANCY.current:

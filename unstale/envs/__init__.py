@@ -1,4 +1,4 @@
-"""The contracts of environments and task sets. An environment exchanges messages with the policy.
+"""The Protocols of environments and task sets. An environment exchanges messages with the policy.
 
 A task set creates the environments. `chat.py` converts messages to tokens.
 """
@@ -20,9 +20,9 @@ _Contract = TypeVar("_Contract")
 MAX_REWARD = 1e15
 """Largest absolute value of a reward. Squares of larger ones would not fit into float32."""
 MAX_FACT = 1e300
-"""Largest absolute value of a fact, so that the sum over a batch is finite."""
+"""Largest absolute value of a fact (see `Turn.facts`), so that the sum over a batch is finite."""
 _TASKS_PER_SEED = 10**9
-"""Number of task numbers that each seed of a run has, so that two seeds never share a task."""
+"""Number of task numbers reserved for each seed of a run, so that two seeds never share a task."""
 
 
 def tool_schema(
@@ -108,7 +108,7 @@ class Turn:
 def read_rewards(rewards: Any, source: str = "Turn.") -> dict[str, float]:
     """Return rewards by name. A single number is stored as `{"reward": number}`.
 
-    Raises `EnvError`, which begins with the source of the rewards, for another value.
+    Raises `EnvError` for another value. The message begins with `source`.
 
     >>> read_rewards(1), read_rewards({"right": True})
     ({'reward': 1.0}, {'right': 1.0})
@@ -238,12 +238,15 @@ class Closable(Protocol):
 
 @runtime_checkable
 class HasWorker(Protocol):
-    """An environment that runs in a worker process. `rollout.timeout_s` excludes its start."""
+    """An environment that runs in a worker process. `rollout.timeout_s` excludes the process's
+    start.
+    """
 
     def worker_start(self) -> Awaitable[None] | None:
-        """Assign a worker. Return an awaitable of its start, or None if it has started.
+        """Assign a worker process. Return an awaitable of the process's start, or None if it has
+        started.
 
-        Raises `EnvError` if none can be started, and the awaitable does if the start fails.
+        Raises `EnvError` if no process can be started. The awaitable raises it if the start fails.
         """
 
     def close(self) -> Awaitable[None]:
@@ -328,7 +331,7 @@ class ListedTasks:
         return data[task.index % _TASKS_PER_SEED % len(data)]
 
     def place_of(self, task: Task) -> str:
-        """Return the file and the line of a task. Empty for tasks that are not from a file."""
+        """Return the file and the line of a task. Empty if the task was not read from a file."""
         return str(getattr(self.data_of(task), "place", ""))
 
 

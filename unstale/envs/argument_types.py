@@ -1,4 +1,4 @@
-"""The values of arguments that a tool call has as text, by the JSON schemas of the tool.
+"""Convert the text arguments of a tool call to values of the types in the tool's JSON schema.
 
 Tool libraries write schemas in many ways, with names of types from Python and Java, and with
 annotations such as `Optional[list[int]]`. A schema that is not understood allows any type: text
@@ -36,19 +36,19 @@ _TYPES = {
     "null": "null none nonetype",
 }
 _TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
-"""The type of JSON Schema for the names that tool libraries write, in lower case."""
+"""The JSON Schema type of each type name that tool libraries write, in lower case."""
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schema of each tool's arguments."""
+    """Return the schema of each tool's arguments, by the tool's name."""
     functions = [_mapping(tool.get("function", tool)) for tool in tools]
     return {str(each.get("name")): _mapping(each.get("parameters")) for each in functions}
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Return the value of a tagged argument. `parameters` is the schema of all arguments.
+    """Return the value of the argument called `name`, which a tool call gives as text.
 
-    Its local references begin there.
+    `parameters` is the schema of all arguments of the tool. Local references in it begin there.
     """
     parameters = _mapping(parameters)
     others = parameters.get("additionalProperties")
@@ -57,10 +57,10 @@ def argument_value(text: str, name: str, parameters: Any) -> Any:
 
 
 def typed_value(text: str, schema: Any, root: Any = None) -> Any:
-    """Return the value of a tagged argument in the type of its schema. Other text stays text.
+    """Return the text of an argument as a value of the type in its schema.
 
-    If the schema has no type, text that is JSON becomes its value. References begin at `root`, by
-    default at the schema.
+    Text that is not such a value stays text. If the schema has no type, text that is JSON becomes
+    its value. References begin at `root`, by default at the schema.
 
     >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
     (5, '5')
@@ -101,9 +101,10 @@ def _literal(text: str) -> Any:
 
 
 def literal_value(tree: ast.expr, source: str) -> Any:
-    """Return the value of a Python literal as JSON has it.
+    """Return the value of a Python literal, in the types of JSON.
 
-    Raises `ValueError` for other code, and for what `strict_json.loads` refuses.
+    `tree` is the literal's syntax tree, and `source` the text of the code. Raises `ValueError` for
+    other code, and for what `strict_json.loads` refuses.
     """
     try:
         for node in ast.walk(tree):
@@ -167,9 +168,10 @@ class _TypeReader:
         return found
 
     def _find(self, schema: Any, key: str, wanted: str, base: str | None = None) -> Any:
-        """Return the part of a schema with this name. None if there is none, or it is far inside.
+        """Return the part of a schema whose `key` has the wanted value.
 
-        With `base`, names are addresses relative to it.
+        With `base`, values are addresses relative to it. None if no part has it, or if more than
+        `_MAX_NODES` parts would be searched.
         """
         parts = [schema]
         while parts and self._nodes_left:

@@ -1,4 +1,4 @@
-"""Exact values of arithmetic expressions, from their tokens."""
+"""Compute the exact values of arithmetic expressions, which are given as a list of their tokens."""
 
 import re
 from collections.abc import Sequence
@@ -27,18 +27,20 @@ _FACTORS: dict[str, int | Fraction] = {
 _MAX_TOKENS = 500
 _MAX_DEPTH = 40
 _MAX_BITS = 4096
-"""Largest numerator or denominator, so that no expression takes noticeable time."""
+"""Largest number of bits of a numerator or denominator, so that no expression takes noticeable
+time.
+"""
 
 Value = Fraction | float | str | tuple["Value", ...]
 
 
 class Token(NamedTuple):
-    """A part of an expression."""
+    """A part of an expression, such as a number or an operator."""
 
     kind: str
     text: str
     spaced: bool
-    """There is a space before it."""
+    """True if there is a space before the token."""
 
 
 class _UnknownError(Exception):
@@ -48,8 +50,9 @@ class _UnknownError(Exception):
 def computed(tokens: Sequence[Token]) -> Value | None:
     """Return the value of an expression, or None if it is not understood as a whole.
 
-    Numbers are exact, unless a root is not. A list is a tuple with its brackets. Plain numbers with
-    `-` or several `/` and no space between them are a range or a date, which is text.
+    Numbers are exact, unless a root is not. A list is a tuple: a bracket, the items, a bracket.
+    Plain numbers with `-` or several `/` and no space between them are a range or a date, which is
+    text.
     """
     text = _range_or_date(tokens)
     if text is not None:
@@ -77,7 +80,7 @@ def _range_or_date(tokens: Sequence[Token]) -> str | None:
 
 
 class _Parser:
-    """A parser by recursive descent. `place` is that of the next token."""
+    """A recursive-descent parser. `place` is the index of the next token."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.tokens = [*tokens, Token("end", "", True)]
@@ -98,7 +101,7 @@ class _Parser:
         return values[0] if len(values) == 1 else (opening, *values, last)
 
     def takes(self, *texts: str) -> bool:
-        """Return True, and go on, if the next token is one of these."""
+        """If the text of the next token is one of these, skip the token and return True."""
         found = self.tokens[self.place].text in texts
         self.place += found
         return found

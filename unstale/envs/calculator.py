@@ -110,7 +110,7 @@ def _value(node: ast.expr) -> int:
 
 
 def _functions_of(first: int, second: int) -> str:
-    """Return the calls that could be meant by two numbers, in an order that depends on them.
+    """Return the calls that a pair of numbers could mean, in an order that depends on the numbers.
 
     A small policy copies the first. In a fixed order it would never try the other.
     """

@@ -96,7 +96,10 @@ class CallForm:
         return "{"
 
     def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return the text of a reply outside of the tags, and its calls."""
+        """Return the text of a reply outside of the tags, and its calls.
+
+        `schemas` has the schemas of the tools' arguments, which are needed where values are text.
+        """
         calls: list[ToolCall] = []
         content: list[str] = []
         at = 0
@@ -140,7 +143,7 @@ class CallForm:
         raise NotImplementedError
 
     def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
-        """Return the calls in a reply from position `at` on. None if the text is an answer.
+        """Return the calls in a reply from position `at` on. None if the text is not a call.
 
         Used only for formats without tags. `at` is not 0 if the reply begins with a control token
         that marks calls.
@@ -334,7 +337,7 @@ class PythonCalls(CallForm):
         return self.read(text[at:], {})
 
     def _to_call(self, node: ast.expr, code: str) -> ToolCall:
-        """Return a call from its syntax tree, of the text `code`.
+        """Return a tool call from the syntax tree of a Python call. `code` is the text of the list.
 
         Raises `ValueError` if an argument is not a literal that JSON can express.
         """
@@ -357,7 +360,7 @@ class PythonCalls(CallForm):
 def _without_keywords(text: str) -> str:
     """Return Python code with a mark after each keyword that names an argument, such as `from=`.
 
-    Text in which there is none, or that cannot be divided into tokens, is returned as it is.
+    Text without such a keyword, or that cannot be divided into tokens, is returned as it is.
     """
     try:
         tokens = list(generate_tokens(StringIO(text).readline))
@@ -408,7 +411,10 @@ def _reads_back(form: CallForm, write: Write) -> bool:
 
 
 def _json_form(text: str) -> JsonCalls | None:
-    """Return the format if `text` is a call in JSON: its tags, and the key of its arguments."""
+    """Return the format of JSON calls that the example `text` shows, or None if it shows none.
+
+    The format has the tags around a call, and the key of the arguments.
+    """
     start = max(text.find("{"), 0)
     try:
         record, after = json.JSONDecoder().raw_decode(text, start)
@@ -431,7 +437,7 @@ def _json_form(text: str) -> JsonCalls | None:
 
 
 def _named_form(text: str) -> NamedCalls | None:
-    """Return the format if `text` is a name followed by JSON: the texts around both."""
+    """Return the format of calls as a name before JSON that the example `text` shows, or None."""
     opens, _, rest = text.partition(PROBE.name)
     start = max(rest.find("{"), 0)
     try:
@@ -455,10 +461,11 @@ def _python_form(text: str) -> PythonCalls | None:
 
 
 def _tagged_form(text: str) -> TaggedCalls | None:
-    """Return the format if `text` has a tag for each argument. It must have two arguments.
+    """Return the format of calls with a tag for each argument that the example `text` shows, or
+    None.
 
-    The tag that ends an argument is found because it ends both the text before the first key and
-    the text between the arguments.
+    The call in `text` has two arguments. The tag that ends an argument is found because it ends
+    both the text before the first key and the text between the arguments.
     """
     words = [_TWO_ARGUMENTS.name, *sum(_TWO_ARGUMENTS.arguments.items(), ())]
     found = re.fullmatch(f"(.*?){'(.*?)'.join(words)}(.*)", text, re.DOTALL)

@@ -77,8 +77,8 @@ class Chat:
         `ends` are further end tokens, from the model's generation config. Those that are not
         control tokens are ignored. `template_kwargs` are variables of the template, such as
         `enable_thinking`. With `tools_in_prompt`, tools that the template does not render are
-        described in the prompt. Raises `ValueError` if the template does not use one of these,
-        writes calls in an unknown format, or does not allow messages to be appended.
+        described in the prompt. Raises `ValueError` if the template does not read one of the
+        variables, writes calls in an unknown format, or does not allow messages to be appended.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -101,7 +101,7 @@ class Chat:
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
-        """Part of the keys of `_recent`, which formats with other tools share."""
+        """Part of the keys of `_recent`, which `Chat` objects with other tools use as well."""
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
@@ -150,8 +150,8 @@ class Chat:
     ) -> str:
         """Return the text that `encode_prompt` encodes.
 
-        With `marked`, the text keeps the characters that `encode_prompt` puts into content that
-        looks like a control token, so that it is not encoded as one.
+        If the content of a message looks like a control token, `encode_prompt` inserts characters,
+        so that it is not encoded as a control token. With `marked`, the text has these characters.
         """
         text, seam = self._render(self._prompt_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
@@ -162,7 +162,8 @@ class Chat:
         """Return the tokens between two replies: the messages, and the start of the next reply.
 
         If `ended` is False, the previous reply was cut off, and its end token is added first.
-        `calls` are the tool calls of the previous reply. Their results get their ids.
+        `calls` are the tool calls of the previous reply. Their results in `messages` get the ids of
+        the calls.
         """
         record = self._record([_QUESTION, _REPLY, *messages], calls)
         return self._recent.get(
@@ -171,7 +172,7 @@ class Chat:
         )
 
     def _continued(self, record: str, ended: bool) -> tuple[int, ...]:
-        """Return what `encode_continuation` returns, from the record of the conversation."""
+        """Return what `encode_continuation` returns, from the conversation as JSON."""
         text, seam = self._render(record)
         _, placeholder, after = text.partition(STAND_IN)
         end = next(filter(after.startswith, self._ends), None)
@@ -187,8 +188,8 @@ class Chat:
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the tokens of a reply that was not sampled, with its end token.
 
-        They are those that the template writes before the `following` messages, by default a user's
-        message. Raises ValueError if `parse` would return another message.
+        They are what the template writes for the reply if the `following` messages come after it,
+        by default a user's message. Raises ValueError if `parse` would return another message.
         """
         tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
@@ -272,11 +273,17 @@ class Chat:
         return bool(self._tools) and self._tool_text is None and not self.renders_tools
 
     def _prompt_record(self, messages: Sequence[Message]) -> str:
-        """Return the record of a conversation from its start."""
+        """Return the messages of a prompt as JSON, with the tools as text if the template renders
+        none.
+        """
         return self._record(self._tool_text.prompt(messages) if self._tool_text else messages)
 
     def _record(self, messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
-        """Return messages as `_record` does, with tools as text if the template has none."""
+        """Return messages as JSON. Tool calls and results become text if the template does not
+        render them.
+
+        `reply_calls` are the calls of the placeholder `_REPLY`.
+        """
         written = self._tool_text.written(messages) if self._tool_text else messages
         return _record(written, reply_calls)
 
@@ -383,9 +390,10 @@ class Chat:
         return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
     def _render(self, record: str, add_generation_prompt: bool = True) -> tuple[str, str]:
-        """Return a conversation as text, and the separator that splits control tokens.
+        """Return a conversation as text, and the separator that was inserted into parts of
+        messages.
 
-        These are texts in the content of messages that look like control tokens. `record` is what
+        These parts look like control tokens, and the separator divides them. `record` is what
         `_record` returns.
         """
         seam = SEAM * (1 + max(longest_seam(record), self._longest_seam))
@@ -403,27 +411,31 @@ class Chat:
         return str(text), seam
 
     def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
-        """Return the tokens of a conversation from its start."""
+        """Return the tokens of a whole conversation, which `record` has as JSON."""
         text, seam = self._render(record, add_generation_prompt)
         return self._text.encode(text, seam=seam)
 
 
 _Key = tuple[str, int, str]
-"""The record of a conversation, the number of the chat, and which of its tokens they are."""
+"""The key of kept tokens: a conversation as JSON, the number of a `Chat`, and a word for what was
+encoded: "prompt", "whole", "ended" or "cut off".
+"""
 
 
 class _Recent:
-    """The tokens of the latest calls, up to `max_bytes` of memory. Threads may share it."""
+    """The tokens of the texts that were encoded last, up to `max_bytes` of memory. Threads may
+    share it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._lock = Lock()
         self._max_bytes = max_bytes
         self._bytes = 0
         self._tokens: dict[_Key, tuple[int, ...]] = {}
-        """The longest unused are first."""
+        """Tokens by key. The least recently used are first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the tokens of a key. `make` is called if they are not kept."""
+        """Return the tokens of a key. If they are not kept, call `make` and keep its result."""
         with self._lock:
             if key in self._tokens:
                 self._tokens[key] = self._tokens.pop(key)

@@ -121,9 +121,9 @@ class DatasetConfig(DraftEditConfig):
 
 
 class DatasetTasks(ListedTasks):
-    """A task set of rows. Rows with equal prompts are all in training or all held out.
+    """A task set of rows. `data` has the rows of each split.
 
-    `rows` has the rows, and `messages` the first messages of each row.
+    Rows with equal prompts are all in training or all held out, unless the held-out rows are given.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -166,7 +166,7 @@ class DatasetTasks(ListedTasks):
         self.data = data
 
     def text(self, task: Task) -> str:
-        """Return the first messages of a row."""
+        """Return the prompt of a task as text, without system messages."""
         opening = _opening(self.data_of(task), self._options)
         return "\n".join(message.content for message in opening if message.role != "system")
 
@@ -207,9 +207,10 @@ class RowEnv:
 
 
 def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message, ...]]:
-    """Return the first messages of each row. Raises `ConfigError` with its place for another one.
+    """Return the first messages of each row.
 
-    Texts with half of a surrogate pair are refused, because no tokenizer can encode them.
+    Raises `ConfigError` with the row's place for a prompt of another form, and for half of a
+    surrogate pair, which no tokenizer can encode.
     """
     openings = []
     for row in rows:
@@ -224,7 +225,10 @@ def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message
 
 
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
-    """Return the first messages of a row. Raises ValueError for a prompt of another form."""
+    """Return the first messages of a row.
+
+    Raises ValueError unless the prompt is text, or messages that end with a user's.
+    """
     prompt = _column(row, options.prompt_column, "task.prompt_column")
     if prompt is None:
         raise ValueError(f"{options.prompt_column} is empty (null)")
@@ -306,7 +310,9 @@ def _check_reward(reward: RewardFunction, problem: str) -> None:
 
 
 def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
-    """Return a reward function that returns those of several functions, by their names."""
+    """Return a reward function that returns the rewards of several functions, by the functions'
+    names.
+    """
     names = [getattr(each, "__name__", type(each).__name__) for each in rewards]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"task.reward has two functions with the name {repeated}: rename one")

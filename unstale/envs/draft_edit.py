@@ -20,7 +20,7 @@ class DraftEditConfig(TaskConfig):
 
     edit_request: str = ""
     """A user message after the first reply without a tool call, which asks for an edited version.
-    Only that is rewarded, and both replies are trained. Empty asks for none.
+    Only the edited version is rewarded, and both replies are trained. Empty asks for none.
     """
     score_drafts: bool = False
     """Also compute the reward of drafts, as the fact `draft_reward`. It changes no other reward."""
@@ -34,7 +34,7 @@ class DraftEditConfig(TaskConfig):
             )
 
     def with_edit(self, make: Callable[[], Env]) -> Env:
-        """Return an environment that `make` returns, with drafts if they are chosen."""
+        """Return the environment that `make` returns, in a `DraftEdit` if `edit_request` is set."""
         if not self.edit_request:
             return make()
         return DraftEdit(make, self.edit_request, score_draft=self.score_drafts)

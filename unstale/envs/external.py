@@ -64,7 +64,7 @@ class ExternalEnv:
     timeout_s: float
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
-        """Run the agent to its end.
+        """Run the agent to its end. Return a turn with its rewards.
 
         After a time-out the agent's thread continues, because Python cannot stop a thread. The
         endpoint then refuses its calls.

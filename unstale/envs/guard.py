@@ -54,9 +54,12 @@ MAX_INTERRUPTIONS = 3
 MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 MAX_HUNG = 64
-"""Number of threads whose function does not return. Each keeps its memory, and may use a core."""
+"""Largest number of threads in which user code may still run after its time limit. Each keeps its
+memory, and may use a core.
+"""
 MAX_RECURSION = 1_000_000
-"""Largest number of calls within each other. Endless ones would use up the memory of the machine.
+"""Largest recursion limit that user code may set. Endless recursion would use up the memory of the
+machine.
 """
 _LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
@@ -66,8 +69,8 @@ _MAX_CAUSES = 8
 
 
 class DescribedError(EnvError):
-    """An error that is described already. Its text is a line of `describe`, of this process or of
-    another one, perhaps after the name of the user code.
+    """An error whose text is already a description as `describe` returns it. The name of the user
+    code may precede it. The error may be from another process.
     """
 
 
@@ -87,7 +90,7 @@ class Overdue(EnvError):
 
 
 class NoThread(RuntimeError):
-    """Error: the system starts no thread for a watchdog. It is no error of the user's code."""
+    """Error: the system could not start the thread of a watchdog. User code is not the cause."""
 
 
 class RunBlocked(RuntimeError):
@@ -119,7 +122,7 @@ class Occupancy:
     num_interrupted: int = 0
     """Number of calls of user code that were interrupted since the event loop was started."""
     last_interrupted: str = ""
-    """The last of them in words."""
+    """A description of the last interrupted call."""
 
     @contextmanager
     def waiting(
@@ -150,7 +153,9 @@ class Occupancy:
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
 
     def require_few_interruptions(self) -> None:
-        """Raise `RunBlocked` if user code was interrupted too often. All episodes stood still."""
+        """Raise `RunBlocked` if user code was interrupted too often. It blocks all episodes each
+        time.
+        """
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
             text = f"code blocked all episodes {count} times. The last: {self.last_interrupted}"
@@ -158,7 +163,7 @@ class Occupancy:
 
 
 def queued_s(thread: int) -> float:
-    """Return how many seconds a thread has waited for a processor, 0 where Linux does not say it.
+    """Return how many seconds a thread has waited for a processor. 0 if Linux does not report it.
 
     Code does not block the event loop in this time: the machine has other work.
     """
@@ -174,10 +179,10 @@ OCCUPANCY = Occupancy()
 def time_limit(
     name: str, max_s: float | None = None, advice: str = "it must return at once: " + _LATER
 ) -> Iterator[None]:
-    """Return a context for plain code of others called `name` that must return at once.
+    """Return a context for plain user code that must return at once.
 
-    After `HELD_S` seconds, or `max_s`, it is interrupted, and `EnvError` is raised. A `Watchdog`
-    must run in this thread.
+    After `HELD_S` seconds, or `max_s`, the code is interrupted, and `EnvError` is raised. `name` is
+    the code's name in this error. A `Watchdog` must run in this thread.
     """
     before = OCCUPANCY.current
     limit_s = HELD_S if max_s is None else max_s
@@ -324,11 +329,11 @@ class OwnThread(Executor):
 
 
 _hung: list[threading.Thread] = []
-"""Threads whose function did not return in its time."""
+"""Threads whose function did not return within its time limit."""
 
 
 def num_hung() -> int:
-    """Return the number of threads in which user code still runs after its time.
+    """Return the number of threads in which user code still runs after its time limit.
 
     A function that waits in the operating system, as in `time.sleep`, cannot be interrupted.
     """
@@ -344,7 +349,8 @@ def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
 async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
     """Run a plain function in a new thread, and return its result.
 
-    Raises `Overdue`, which has `name`, after `limit_s` seconds. The function is then interrupted.
+    After `limit_s` seconds the function is interrupted, and `Overdue` is raised with `name` in its
+    message.
     """
     thread = OwnThread(name)
     limit = asyncio.timeout(limit_s)
@@ -385,7 +391,9 @@ class UnjoinedThreads(ThreadPoolExecutor):
 
 
 def _never_free(work: object) -> None:
-    """Keep work that never ends, also at the end of Python. Its code would run again if freed."""
+    """Keep an object from being freed, even at the end of Python. Its user code would run again
+    then.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
@@ -414,7 +422,7 @@ async def call(
     """Call user code and return its result.
 
     A function that is not a coroutine runs in `thread`, or in a new thread. If the caller is
-    cancelled while it runs, the error has the line at which it stands.
+    cancelled while it runs, the `CancelledError` has the line that the function has reached.
     """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
@@ -435,7 +443,7 @@ async def call(
 
 
 async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call user code as `call` does. Raises `DescribedError` with the name for its errors."""
+    """Call user code as `call` does. Its errors are raised as `DescribedError` with `name`."""
     try:
         return await call(function, *arguments)
     except Exception as error:
@@ -461,9 +469,10 @@ def describe(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return `str(error)`. If that runs code of others, it does in a thread, for `HELD_S` seconds.
+    """Return `str(error)`. If that runs user code, it runs in a thread, for at most `HELD_S`
+    seconds.
 
-    If there is no text, the result says why, in brackets.
+    If that fails, the result says in brackets why there is no text.
     """
     if _has_plain_text(error):
         return str(error)
@@ -477,7 +486,10 @@ def error_text(error: BaseException) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return the traceback of an error. If it takes `HELD_S` seconds, the texts are left out."""
+    """Return the traceback of an error.
+
+    If that takes more than `HELD_S` seconds, it is returned without the texts of errors.
+    """
     try:
         lines = finish_within(lambda: format_error(error), HELD_S, "a traceback")
     except Overdue as slow:
@@ -486,20 +498,21 @@ def traceback_text(error: BaseException) -> str:
 
 
 async def describe_apart(error: BaseException) -> str:
-    """Return `describe(error)`. The event loop does not wait for code of others in `__str__`."""
+    """Return `describe(error)`. If `__str__` is user code, it runs off the event loop."""
     return describe(error) if _has_plain_text(error) else await in_thread(describe, error)
 
 
 def _has_plain_text(error: BaseException) -> bool:
-    """Return True if `str(error)` runs no code of others."""
+    """Return True if `str(error)` runs no user code."""
     is_builtin = type(error).__str__ in (BaseException.__str__, KeyError.__str__)
     return is_builtin and all(type(each) in _PLAIN for each in error.args)
 
 
 def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
-    """Wait for a function in a new thread, and return its result.
+    """Run a function in a new thread, wait for it, and return its result.
 
-    Raises `Overdue`, which has `name`, after `limit_s` seconds. The function is then interrupted.
+    After `limit_s` seconds the function is interrupted, and `Overdue` is raised with `name` in its
+    message.
     """
     thread = OwnThread(name)
     outcome = thread.submit(function)
@@ -514,7 +527,7 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
 
 
 class Line(str):
-    """A line of user code at which another thread stands, as `show_line` writes it."""
+    """The line of user code that another thread has reached, as `show_line` returns it."""
 
     __slots__ = ()
 

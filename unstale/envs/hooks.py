@@ -1,4 +1,4 @@
-"""Hooks of task sets and environments: plain functions of others, which may be slow.
+"""Call hooks: plain methods of task sets and environments, which may be slow user code.
 
 They run in threads, so that the event loop and all other episodes continue. Hooks of this package
 run on the event loop: they take microseconds, and to change threads takes about 100.
@@ -64,7 +64,7 @@ _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
 _idle: list[OwnThread] = []
 """Threads that wait for the next hook."""
 _unfinished: set[Future[Any]] = set()
-"""Hooks that are awaited."""
+"""Futures of the hooks that are awaited now."""
 os.register_at_fork(after_in_child=_idle.clear)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -72,7 +72,8 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 def is_own(value: object) -> bool:
     """Return True for a task set or an environment of this package, whose hooks are quick.
 
-    Adapters run code of libraries, and external agents have a user's list of tasks.
+    Not for adapters, which run code of libraries, nor for external agents, whose tasks are a user's
+    list.
     """
     module = type(value).__module__
     runs_others = ".adapters." in module or module == "unstale.envs.external"
@@ -91,9 +92,9 @@ async def call_hook(
 ) -> T:
     """Call a plain function of a task set or an environment, and return its result.
 
-    It runs in `thread`, or in one that other hooks use before and after it. Only with `on_loop`,
+    It runs in `thread`, or in a thread that hooks use one after the other. With `on_loop`, which is
     for quick code of this package, it runs on the event loop. If the caller is cancelled, the error
-    has the name and the line at which the function stands. With a virtual clock, the event loop
+    has `name` and the line that the function has reached. With a virtual clock, the event loop
     waits for the thread and no virtual time passes.
     """
     if on_loop:
@@ -132,7 +133,7 @@ def _is_virtual() -> bool:
 
 
 async def _free_slot() -> asyncio.Semaphore | None:
-    """Wait until no other hook runs, and return what must be released. None after `SLOW_S`."""
+    """Wait until no other hook runs, and return the semaphore to release. None after `SLOW_S`."""
     slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
     if not slot.locked():
         await slot.acquire()
@@ -146,7 +147,8 @@ async def _free_slot() -> asyncio.Semaphore | None:
 async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *arguments: Any) -> T:
     """Call a hook of a task set as `call_hook` does.
 
-    Raises `DescribedError` with its name and line after `THREAD_S` seconds.
+    After `THREAD_S` seconds, raise `DescribedError` with the hook's name and the line that it has
+    reached.
     """
     name = f"{method} of {taskset.name}"
     try:
@@ -213,7 +215,7 @@ class EnvCaller:
     async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
         """Call `begin` or `step` of the environment.
 
-        Raises `EnvError` if the result is no `Turn`. One of a subclass becomes a plain one, because
+        Raises `EnvError` if the result is not a `Turn`. A subclass is converted to `Turn`, because
         its fields may be properties.
         """
         turn = await self(method, *arguments)
@@ -247,7 +249,10 @@ def _defined_at(function: Any) -> str:
 async def make_env(
     taskset: Taskset, task: Task, seed: int, on_blocked: Callable[[EnvCaller, float], None]
 ) -> EnvCaller:
-    """Return the caller of a new environment, which must close its thread."""
+    """Create an environment, and return the `EnvCaller` that calls its methods.
+
+    Close the `thread` of the `EnvCaller` at the end.
+    """
 
     def make() -> tuple[Any, str, tuple[Any, ...]]:
         env = taskset.env(task, seed)
@@ -262,7 +267,8 @@ async def make_env(
 class Identities:
     """The identities of tasks, which a method of the task set may compute.
 
-    The event loop does not wait for that method if `find` has returned the identity before.
+    `find` calls that method in a thread. Calling the object itself returns a known identity at
+    once, and otherwise blocks.
     """
 
     def __init__(self, taskset: Taskset) -> None:
@@ -293,7 +299,7 @@ class Identities:
 
 
 async def with_place(text: str, taskset: Taskset, task: Task) -> str:
-    """Return a message about a task with the file and the line from which it is, if it is."""
+    """Return a message about a task, with file and line if the task was read from a file."""
     place = ""
     with suppress(Exception):  # only task sets that read files have it
         place = await hook_of(taskset, "place_of()", lambda: taskset.place_of(task))  # type: ignore[attr-defined]

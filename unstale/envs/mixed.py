@@ -52,7 +52,9 @@ class MixedTasks:
         return task_text(self.part_of(task), task)
 
     def giveaways(self) -> str:
-        """Return the sentences of the parts that pay replies which solve nothing."""
+        """Return the sentences that `giveaways` of the parts returns, joined. Empty if there are
+        none.
+        """
         parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
         return "; ".join(filter(None, (part.giveaways() for part in parts)))
 

@@ -46,7 +46,7 @@ _RELATIONS = re.compile(
 _SEPARATORS = (";", "or", "and")
 _MARKUP = ("*", "$", "`", "~")
 _BOUND = "\N{NOT EQUAL TO}"
-"""Any inequality. A number beside it is not the answer."""
+"""The sign that replaces every inequality sign. A number beside it is not the answer."""
 _INEQUALITY = re.compile(
     r"[gl]eq?(?:slant)?|[gl]t|neq?"
     r"|[\N{NOT EQUAL TO}\N{LESS-THAN OR EQUAL TO}-\N{GREATER-THAN OVER EQUAL TO}]"
@@ -127,7 +127,7 @@ class Quantity(NamedTuple):
     not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version (`1.2.3`).
     """
     is_percent: bool = False
-    """The number stands before a sign of per cent: 5 for `5%`."""
+    """True if a percent sign follows the number: `5%` has the value 5."""
 
 
 def with_plain_numbers(text: str) -> str:
@@ -154,11 +154,13 @@ def last_number(text: str) -> Fraction | float | None:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Return the last expression in the text, computed. None if there is none or it is not known.
+    """Return the last expression in the text, computed. None if there is none or it is not
+    understood.
 
-    The last `\\boxed{}` counts alone. Otherwise, a remark in parentheses counts only if no number
-    stands elsewhere. Units, signs of currencies and markup are skipped. An expression that has a
-    variable, a function, a division by 0 or very large numbers is not known.
+    If there is a `\\boxed{}`, only the last one counts. Otherwise, a remark in parentheses counts
+    only if no number stands elsewhere. Units, signs of currencies and markup are skipped. An
+    expression that has a variable, a function, a division by 0 or very large numbers is not
+    understood.
 
     >>> last_quantity("5% of it"), last_quantity("x = 2i")
     (Quantity(value=Fraction(5, 1), is_percent=True), None)
@@ -215,7 +217,7 @@ def _without_remark(found: re.Match[str]) -> str:
 def _of_line(
     line: str, is_prose: bool, *, is_box: bool = False
 ) -> Quantity | Literal[False] | None:
-    """Return the last expression of a line. None if it is not known, False if there is none."""
+    """Return the last expression of a line. None if it is not understood, False without one."""
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]
     if not found:
@@ -264,7 +266,7 @@ class _Context(NamedTuple):
     spaced: bool
     space: str
     following: str
-    """The space after the token, and the next two characters."""
+    """The two characters after the token and after `space`, which follows the token."""
     is_prose: bool
 
     @property
@@ -279,7 +281,7 @@ class _Context(NamedTuple):
 
 
 def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
-    """Return the kind and the text of a token. An empty kind is skipped."""
+    """Return the kind and the text of a token. If the kind is empty, the token is skipped."""
     if kind == "command":
         kind, text = _command(text[1:])
         if kind == "operator":
@@ -387,7 +389,9 @@ def _grouped(tokens: list[Token], *, is_box: bool) -> list[Token]:
 
 
 def _is_value(token: Token) -> bool:
-    """Return True for what has a value itself. A variable has none."""
+    """Return True if a token has a value, or begins an expression that has one. A variable has
+    none.
+    """
     is_named = token.kind == "unknown" and not token.text[:1].isalpha()
     return is_named or token.kind in ("number", "text", "root", "fraction")
 
@@ -431,7 +435,9 @@ def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
-    """Return an expression without dashes around it. It is empty if it continues another one."""
+    """Return an expression without dashes around it. It is empty if it continues another
+    expression.
+    """
     first, last = run[0], run[-1]
     if first.kind == "operator":
         after_word = before.text[-1:].isalnum()

@@ -51,8 +51,8 @@ class ToolRunner:
 class Question:
     """One question. The first reply without a tool call ends the episode.
 
-    The reward is 1 if `answer` is the last number of that reply, or, for another text, a word of it
-    without punctuation around it.
+    If `answer` is a number, the reward is 1 if the last number of that reply equals `answer`.
+    Otherwise it is 1 if a word of that reply, without punctuation around the word, equals `answer`.
     """
 
     def __init__(self, prompts: tuple[Message, ...], answer: str, runner: ToolRunner) -> None:

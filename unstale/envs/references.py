@@ -20,7 +20,7 @@ class Reference:
 
     tokens: tuple[int, ...]
     replies: tuple[bool, ...]
-    """True for the tokens of its replies. Only they are learnt."""
+    """True for the tokens of the assistant's replies. Only these tokens are learnt."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.replies):
@@ -33,10 +33,10 @@ def load_references(
     """Return the conversations of a JSONL, JSON or Parquet file.
 
     Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
-    the format of the OpenAI API. All messages with the role `assistant` are references. A row may
-    have `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`.
-    With `own_tools`, every row must. Raises `ConfigError` with the row's number if it cannot be
-    encoded or has more than `max_tokens` tokens.
+    the format of the OpenAI API. All messages with the role `assistant` are learnt. A row may have
+    `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`. With
+    `own_tools`, every row must have them. Raises `ConfigError` with the row's number if a row
+    cannot be encoded or has more than `max_tokens` tokens.
     """
     path = Path(path)
     if file_type(str(path)) not in FILES or not path.is_file():
@@ -87,7 +87,7 @@ def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
 
 
 def _messages(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row. Raises ValueError for another form."""
+    """Return the messages of a row. Raises ValueError if they are not a list of chat messages."""
     found = row.get("messages")
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(f"messages must be a list of messages, got {str(found)[:80]!r}")
@@ -110,7 +110,10 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
-    """Return the tools of a row. None if it has none. Raises ValueError for another form."""
+    """Return the tools of a row. None if it has none.
+
+    Raises ValueError if they are not schemas of functions, or if they are `required` and missing.
+    """
     tools = row.get("tools")
     if tools is None and not required:
         return None

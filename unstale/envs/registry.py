@@ -99,9 +99,10 @@ def import_user_code(name: str, problem: str) -> Any:
 def _import_from_current_folder(name: str) -> None:
     """Import a module or package of the current folder, even if an installed one has its name.
 
-    Does nothing if there is none, if a module of that name is imported already, or if Python does
-    not look for modules in the current folder. Whatever the module itself imports is looked for in
-    the usual order, so a file that somebody else put into the folder does not replace a library.
+    Does nothing if the folder has no such module, if a module of that name is imported already, or
+    if Python does not look for modules in the current folder. Whatever the module itself imports is
+    looked for in the usual order, so a file that somebody else put into the folder does not replace
+    a library.
     """
     if name in sys.modules or {"", os.getcwd()}.isdisjoint(sys.path):
         return
@@ -180,8 +181,8 @@ def data_digests(taskset: Taskset) -> dict[str, str]:
     """Return the number of rows and their digest, for each split of a list of tasks.
 
     The splits of a mixture have the name of the part before theirs, as in `math/train`. Empty for a
-    task set that makes its tasks from numbers. Values that are not JSON, such as
-    images, count by their type alone.
+    task set that makes its tasks from numbers. Values that are not JSON, such as images, count only
+    by their type.
     """
     if isinstance(taskset, MixedTasks):
         return {
@@ -204,7 +205,10 @@ def _digest(rows: Sequence[Any]) -> str:
 
 @contextmanager
 def preparing(taskset: Taskset, method: str) -> Iterator[None]:
-    """Limit the time of a method of a task set before a run. Raises `ConfigError` after it."""
+    """Return a context in which a method of a task set may take `PREPARE_S` seconds before a run.
+
+    After this time, `ConfigError` is raised.
+    """
     with _limit(f"{method} of {_name(taskset)}"):
         yield
 

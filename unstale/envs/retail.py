@@ -368,8 +368,9 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
     """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
 
-    `item`, `variant` and `payment` take the first of a list instead of the one that is meant, and
-    `point` the present pickup point. `cancel` refuses to cancel. The others ignore a mark or state.
+    An expert that ignores `item`, `variant` or `payment` takes the first of a list instead of the
+    one that is meant. One that ignores `point` takes the present pickup point, and one that ignores
+    `cancel` refuses to cancel. One that ignores another rule overlooks a mark or state.
     """
     order = scenario.desk[Order][request.case]
     wish = request.wish

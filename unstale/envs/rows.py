@@ -1,8 +1,8 @@
 """Read the rows of data files, of data sets of the Hugging Face hub, and of Python's lists.
 
-A row knows its place, so messages can name the file and the line. What a reader would drop or mix
-up without a word is refused: repeated names, values without a column, unclear separators. The
-memory for rows is limited, whatever a compressed file holds.
+Each row has its place, so messages can name the file and the line. What a reader would silently
+drop or mix up is refused: repeated names, values without a column, unclear separators. The memory
+for rows is limited, whatever a compressed file holds.
 """
 
 import csv
@@ -22,7 +22,9 @@ from unstale.envs.strict_json import loads
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 """Types of files with rows, in upper or lower case. All but Parquet may be compressed (.gz)."""
 MAX_BYTES = 2 << 30
-"""Memory for the values of a file. As objects of Python, they take several times as much."""
+"""Bytes of a file's values that are kept in memory. As objects of Python, they take several times
+as much.
+"""
 MAX_ROW_BYTES = 16 << 20
 """Largest size of a line. A context of a million tokens has about 4 MB."""
 _ROW_BYTES = 512
@@ -41,7 +43,7 @@ class Row(dict[str, Any]):
 
 
 class _Meter:
-    """Counts the memory of the rows of a file."""
+    """Counts the memory that the rows of a file take."""
 
     def __init__(self) -> None:
         self.left = MAX_BYTES
@@ -240,7 +242,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _require_names(names: Sequence[str], where: str) -> None:
-    """Raise `ConfigError` if a column has no name, or the name of another one."""
+    """Raise `ConfigError` if a column has no name, or if two columns have the same name."""
     earlier = set[str]()
     for number, name in enumerate(names, start=1):
         if not name.strip():

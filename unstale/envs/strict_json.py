@@ -1,4 +1,4 @@
-"""Read JSON from others. What Python's parser would change or drop without a word is refused."""
+"""Read JSON of others. What Python's parser would silently change or drop is refused."""
 
 import json
 import math
@@ -49,7 +49,7 @@ class _StrictDecoder(json.JSONDecoder):
 STRICT_DECODER = _StrictDecoder(
     object_pairs_hook=unique_names, parse_constant=_refuse_constant, parse_float=read_float
 )
-"""The decoder of `loads`, for texts that go on after a JSON value."""
+"""The decoder of `loads`, for texts in which other text follows a JSON value."""
 
 
 def loads(text: str | bytes) -> Any:

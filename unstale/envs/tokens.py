@@ -54,9 +54,9 @@ class TextTokens:
         return sum((self._encode_after(SEAM, part) for part in parts), tokens)
 
     def _context(self, text: str, seam: str) -> str:
-        """Return the end of a text on which the tokens of its continuation depend.
+        """Return the last part of a text, on which the tokens of its continuation depend.
 
-        It begins with the last control token. No token begins before and ends after it.
+        It begins with the last control token, so no token crosses its beginning.
         """
         last = text.rpartition(seam)[2] if seam else text
         return last[max(0, *(last.rfind(mark) for mark in self.control_texts)) :]
@@ -82,7 +82,9 @@ class TextTokens:
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. For many, most is done without the interpreter lock."""
+        """Return the text of tokens. For many tokens, most work is done without the interpreter
+        lock.
+        """
         if self._backend is None:
             # transformers checks the type of each token of a list, which takes as long as decoding.
             options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -97,7 +99,7 @@ class TextTokens:
     def bytes_of(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token's text. A token may be only a part of a character.
 
-        Of a tokenizer that is not the Rust library's, they are those of the token's own text.
+        If the tokenizer is not of the Rust library, the token is decoded by itself.
         """
         if token in self.control_tokens:
             return self.control_tokens[token].encode()
@@ -154,7 +156,7 @@ def longest_seam(text: str) -> int:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer, if the tokenizer's `decode` is its `decode`. Otherwise, None."""
+    """Return the Rust tokenizer, if the tokenizer uses its `decode` unchanged. Otherwise, None."""
     from transformers import PreTrainedTokenizerFast
 
     own = getattr(type(tokenizer), "_decode", None)

@@ -18,7 +18,9 @@ _EXAMPLE = ToolCall("NAME", {"ARGUMENT": "VALUE"})
 _RESULT = "<tool_response>\n{}\n</tool_response>"
 
 Render = Callable[[Sequence[Message]], str]
-"""A function that returns a conversation as a template writes it. It may raise."""
+"""A function that returns a conversation as a template writes it. It may raise errors of the
+template.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class ToolText:
         return messages
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with calls and results as content, where the template has neither.
+        """Return the messages, with calls and results as content if the template does not render
+        them.
 
         Results that follow each other are one user message, because many templates require that
         users and assistants alternate.
@@ -76,7 +79,7 @@ class ToolText:
 def tool_text(
     tools: Sequence[Mapping[str, Any]], render: Render, write: Callable[[Sequence[ToolCall]], str]
 ) -> ToolText:
-    """Return how a template's conversations describe tools.
+    """Return the texts that describe tools in the conversations of a template that renders none.
 
     `render` writes a conversation without tools. `write` returns what the template writes for calls
     ("" if it writes none).

@@ -59,7 +59,7 @@ class WorkerEnded(EnvError):
 
 
 class EpisodeWorker(Protocol):
-    """A worker process as task sets use it. `Worker` says what the attributes mean."""
+    """The interface of a worker process for task sets. `Worker` describes the attributes."""
 
     ended: str
     retired: str
@@ -93,7 +93,7 @@ class Worker:
     """
 
     _line_s = 0.5
-    """Seconds in which the worker may say at which line a cancelled call stood."""
+    """Seconds to wait until the worker reports the line that a cancelled call had reached."""
 
     def __init__(
         self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
@@ -130,7 +130,7 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """True once `ready` returns or raises at once."""
+        """True once the process has created its task set, or has ended: `ready` does not wait."""
         return self._ready.done()
 
     async def ready(self) -> None:
@@ -160,7 +160,7 @@ class Worker:
             raise
 
     async def _cancel(self, number: int) -> str:
-        """Cancel a call. Return the line of user code at which it stood, if the worker says it."""
+        """Cancel a call. Return the line of user code that it had reached, or "" if unknown."""
         answer: asyncio.Future[Row] = self._loop.create_future()
         self._calls[number] = self._calls[number]._replace(answer=answer)
         try:
@@ -174,12 +174,16 @@ class Worker:
         return ""
 
     def release(self) -> None:
-        """End one episode. A worker to be replaced ends with its last episode."""
+        """End one episode of the worker. A worker that is to be replaced ends with its last
+        episode.
+        """
         self.num_episodes -= 1
         self.check()
 
     def check(self) -> None:
-        """End or replace the worker if it has too much memory, too many threads or open files."""
+        """End or replace the worker if it uses too much memory, too many threads or too many open
+        files.
+        """
         if self.ended:
             return
         if self._output.seek(0, os.SEEK_END) > _OUTPUT_BYTES:
@@ -262,10 +266,10 @@ class Worker:
                 raise ValueError(f"unknown message {operation!r}")
 
     def _died(self) -> None:
-        """End a worker that has closed its socket.
+        """End a worker that has closed its socket. Its calls fail with the exit code.
 
-        The event loop waits for the exit code, which the calls fail with. That takes `_KILL_S`
-        seconds if the process has closed its socket without ending.
+        The event loop waits for the exit code: up to `_KILL_S` seconds if the process closed its
+        socket without ending.
         """
         end = _wait_for_end(self._process.pid)
         if end is None:
@@ -276,7 +280,7 @@ class Worker:
         self.end(f"a worker process ended with {outcome}{self._during()}{self._last_words()}")
 
     def _abort(self) -> None:
-        """End a silent worker by SIGABRT, on which Python prints its present line of code."""
+        """End a silent worker by SIGABRT, at which Python prints its present line of code."""
         limit = SILENT_S if self._ready.done() else START_S
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)
@@ -292,7 +296,7 @@ class Worker:
         return self._silent_s >= (SILENT_S if self._ready.done() else START_S)
 
     def _during(self) -> str:
-        """Return the name of a call that is running, for a message."""
+        """Return words such as " during step of TASK" for a running call, or "" if none runs."""
         calls = [f"{call.method} of {call.task}" for call in self._calls.values()]
         others = f" and {len(calls) - 1} other calls" if calls[1:] else ""
         return f" during {calls[0]}{others}" if calls else ""
@@ -325,7 +329,7 @@ def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[byte
 
 
 def _wait_for_end(pid: int, timeout_s: float = _KILL_S) -> os.waitid_result | None:
-    """Return the result of a child process that ends, or None if it does not end.
+    """Wait for the end of a child process. Return its result, or None if it does not end in time.
 
     The process is not reaped, so its number and that of its group are not reused.
     """
@@ -472,7 +476,8 @@ class LockstepWorker(Worker):
     def _is_silent(self) -> bool:
         """Return True if a worker is silent for too long.
 
-        `THREAD_S` more are allowed for threads.
+        Calls may take `THREAD_S` seconds longer than in other workers, because they may wait for
+        threads.
         """
         self._silent_s += TICK_S
         return self._silent_s >= (SILENT_S + THREAD_S if self._ready.done() else START_S)

@@ -39,14 +39,14 @@ from unstale.isolation.wire import (
 from unstale.records import Task
 
 MAX_ALONE = 8
-"""Largest number of workers that run one episode each, of tasks suspected of ending a worker. More
-such episodes share these workers.
+"""Largest number of workers for tasks suspected of ending a worker. Each runs one episode. If there
+are more such episodes, they share these workers.
 """
 _ALONE = "its only episode has ended"
 
 StartWorker = Callable[[Row, float, Callable[[EpisodeWorker], None]], EpisodeWorker]
-"""Starts a worker process with options, a limit of its memory in GB, and a function that is called
-when it has ended. Raises `OSError` if it cannot be started.
+"""A function that starts a worker process, with options, a limit of its memory in GB, and a
+function to call when the process has ended. Raises `OSError` if the process cannot be started.
 """
 
 
@@ -60,10 +60,11 @@ def start_here(
 
 
 def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_here) -> Taskset:
-    """Return the task set unchanged if `config.isolate` is `none`, otherwise with worker processes.
+    """Return a task set whose environments run in worker processes, which `start` starts.
 
-    `start` starts them. They create the task set again from `config`. Raises `ConfigError` if
-    another process cannot import its code, or if another machine cannot run it.
+    The worker processes create the task set again from `config`. If `config.isolate` is `none`,
+    return `taskset` unchanged. Raises `ConfigError` if another process cannot import the task set's
+    code, or if another machine cannot run it.
     """
     if config.isolate == "none":
         return taskset
@@ -85,8 +86,8 @@ class Workers:
     """The worker processes of a run. Ended ones are replaced when they are needed.
 
     If a worker ends while calls run, the tasks of these calls are suspected of having caused it.
-    Their next episodes get a worker without other episodes, so that they cannot end those. A task
-    is no longer suspected once such an episode has ended without an end of its worker.
+    The next episode of a suspected task gets a worker without other episodes, so that it cannot end
+    those. A task is no longer suspected once such an episode has ended and its worker has not.
     """
 
     def __init__(self, config: TaskConfig, start: StartWorker = start_here) -> None:
@@ -135,12 +136,12 @@ class Workers:
         return worker
 
     def episode_ended(self, task: str, worker: EpisodeWorker) -> None:
-        """Note that an episode has ended in a worker that still runs."""
+        """Record that an episode of a task has ended in a worker that still runs."""
         if worker in self._alone:
             self._suspects.discard(task)
 
     def _fill(self) -> None:
-        """Start the workers that are missing.
+        """Start workers until `task.workers` of them accept new episodes.
 
         Workers to be replaced end with their last episodes.
         """
@@ -216,7 +217,7 @@ class IsolatedEnv:
     def __init__(self, workers: Workers, task: Task, seed: int, episode: int) -> None:
         self.replaying = False
         self.code_name = "the environment"
-        """The user code of this environment, for messages."""
+        """Name of this environment's user code in messages."""
         self._workers = workers
         self._task = task
         self._seed = seed
@@ -226,7 +227,10 @@ class IsolatedEnv:
         self._snapshot: str | None = None
 
     def worker_start(self) -> Awaitable[None] | None:
-        """Assign a worker. Return an awaitable of its start, or None if it has started."""
+        """Assign a worker. Return an awaitable of the worker's start, or None if it has started.
+
+        Raises `EnvError` if no worker can be started.
+        """
         self._worker = self._workers.assign(self._task.key)
         return None if self._worker.is_ready else self._worker.ready()
 
@@ -308,7 +312,7 @@ class IsolatedAgent(IsolatedEnv):
         self.timeout_s = env.timeout_s
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
-        """Run the agent to its end."""
+        """Run the agent to its end. Return a turn with its rewards."""
         try:
             return await self._turn("drive", arguments=[base_url, api_key])
         finally:

@@ -16,7 +16,7 @@ escaped as JSON a character takes up to 12 bytes. So the worker measures each me
 """
 MAX_CHARACTERS = 1 << 23
 """Largest number of characters in a snapshot, or in the contents of a turn's messages together. A
-million tokens have about four million.
+million tokens have about four million characters.
 """
 MAX_MESSAGES = 1 << 14
 """Largest number of messages in one turn. Reading that many takes about 50 ms."""
@@ -99,7 +99,7 @@ def check_length(name: str, texts: Sequence[str]) -> None:
 
 
 def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
-    """Return a text of limited length. Raises ValueError for other values."""
+    """Return the text `row[name]`. Raises ValueError if it is longer, or not a text."""
     text = row.get(name)
     if not isinstance(text, str) or len(text) > max_length:
         raise ValueError(f"{name} is no text of at most {max_length} characters")
@@ -107,7 +107,9 @@ def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
 
 
 def read_line(row: Mapping[str, Any], name: str) -> str:
-    """Return a short text without control characters. Raises ValueError for other values."""
+    """Return the short text `row[name]`. Raises ValueError if it is longer or has control
+    characters.
+    """
     line = read_text(row, name, MAX_ERROR)
     if not line.isprintable():
         raise ValueError(f"{name} is not one line")

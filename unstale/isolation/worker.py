@@ -50,7 +50,7 @@ from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
 
 BEAT_S = 1.0
-"""Seconds between two messages that say that the event loop is alive."""
+"""Seconds between two messages that report that the event loop is alive."""
 _SEND_WAIT_S = 5.0
 _READ_BYTES = 1 << 16
 _MAX_NAME = 200
@@ -155,7 +155,7 @@ def _serve(server: "Server", loop: RunLoop, connection: _Connection) -> None:
 
 
 def _serve_in_lockstep(server: "Server", loop: "FollowingLoop", connection: _Connection) -> None:
-    """For each message do all work that it causes, then send the timers that were set."""
+    """For each message do all work that it causes, then send the timers that this work has set."""
     while True:
         for row in connection.receive():
             loop.set_time(row["now"])
@@ -205,9 +205,9 @@ class FollowingLoop(VirtualLoop):
 
 
 class Call(asyncio.Task[None]):
-    """The task of one call.
+    """The asyncio task of one call.
 
-    `canceller` names the user code that cancelled it; empty for the run.
+    `canceller` is the name of the user code that cancelled the task, and empty if the run did.
     """
 
     canceller = ""
@@ -219,7 +219,7 @@ class Call(asyncio.Task[None]):
 
 
 class Episode:
-    """An environment, and the call that it answers now."""
+    """The environment of one episode, and the call that it answers now."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.task = task
@@ -264,7 +264,7 @@ class Server:
         call.add_done_callback(partial(self._ended, episode, number))
 
     def _ended(self, episode: Episode, number: int, call: asyncio.Task[None]) -> None:
-        """Remove a call that has ended. Answer one that was cancelled before it began."""
+        """Remove a call that has ended. If it was cancelled before it began, send an answer."""
         del self._calls[number]
         if call.cancelled():
             answer: Row = {"op": "answer", "call": number, "blocked_s": 0.0, "busy": False}
@@ -327,7 +327,7 @@ class Server:
         episode.caller = await make_env(self._taskset, task, seed, episode.on_blocked)
 
     async def _close(self, episode: Episode, key: int) -> Row:
-        """Remove an episode that has ended from the worker."""
+        """Close an environment, and remove its episode from the worker."""
         caller = episode.caller
         del self._episodes[key]
         try:

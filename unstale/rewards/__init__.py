@@ -1,4 +1,4 @@
-"""Reward functions, with values from 0 to 1. Environments name and combine them.
+"""Reward functions, most with values from 0 to 1. Environments name and combine them.
 
 docs/rewards.md describes them. `programs.py` runs unit tests in a sandbox, and `judge.py` grades
 with a language model.
@@ -16,7 +16,9 @@ from unstale.envs.numbers import Quantity, last_number, last_quantity
 DEFAULT_TOLERANCE = 1e-6
 """Relative tolerance of numbers that are not whole."""
 LARGEST_GAP = Fraction(1, 1000)
-"""Tolerance, without others, of a whole number and one that is not, which may be a rounded one."""
+"""Largest difference between a whole number and another number that count as equal, if no tolerance
+is given. The other number may be rounded.
+"""
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
 
@@ -68,10 +70,10 @@ def numeric(
 ) -> float:
     """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
-    It must be within the relative or the absolute tolerance. Without tolerances, whole numbers must
-    be equal, and others may differ by 1e-6 of the larger, from a whole number by at most 0.001. The
-    number may be an expression, such as `3/4` or `10^6`; docs/rewards.md lists the forms. `5%` is 5
-    or 0.05.
+    It must be within the relative or the absolute tolerance. Without tolerances, two whole numbers
+    must be equal. Other numbers may then differ by 1e-6 of the larger one, but at most by 0.001 if
+    one of them is whole. The number may be an expression, such as `3/4` or `10^6`; docs/rewards.md
+    lists the forms. `5%` is 5 or 0.05.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
@@ -86,7 +88,10 @@ def numeric(
 
 
 def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
-    """Return what a quantity can mean. A percentage is also a share, beside a number without %."""
+    """Return the values that a quantity can mean: 5 or 0.05 for `5%`.
+
+    Compared with another percentage, it is only 5.
+    """
     value = quantity.value
     if isinstance(value, str | tuple) or other_is_percent or not quantity.is_percent:
         return [value]

@@ -18,22 +18,26 @@ _BUILTINS = frozenset(dir(builtins))
 _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DIGITS = threading.Lock()
-"""Held while the limit of digits is another. It is that of the whole process."""
+"""A lock that is held while the limit on the digits of integers, which the whole process has, is
+changed.
+"""
 _RANDOM = frozenset({"random", "secrets", "uuid", "time"})
 _USE = "Put other code into a function check(f) that the test calls at its end"
 RAISED = "__raised__"
-"""The name of the worker's function that returns the names of the exception of a call."""
+"""Name of the worker's function that returns the names of the classes of a call's exception."""
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """A test in two parts."""
+    """A test in two parts: questions for the tested program, and a check of its answers."""
 
     questions: tuple[str, ...]
-    """Expressions that are evaluated in the program."""
+    """Expressions that are evaluated in the program's process."""
     check: str
-    """An expression with the names `_0`, `_1`... for the values of the questions."""
+    """An expression in which `_0`, `_1`... are the values of the questions. It is evaluated
+    elsewhere.
+    """
     constants: tuple[str, ...]
     """The expressions in `check` that do not depend on the program."""
     imports: str
@@ -49,7 +53,7 @@ class CheckFunction:
     """The test without the call."""
     function: str
     candidate: str
-    """The expression for the function of the program."""
+    """The argument of the call: an expression for the program's function, such as `gcd`."""
 
 
 def parse_test(test: str) -> Assertion | CheckFunction:
@@ -57,8 +61,8 @@ def parse_test(test: str) -> Assertion | CheckFunction:
 
     A test is one or more assertions, also in a `for` loop, or a call in `try` that must raise.
     Imports, assignments and other statements may stand before them. A test may also end with a call
-    of its own function. Raises ValueError for text of another form, and for a test that uses no
-    program.
+    of its own function. Raises ValueError for text of another form, and for a test that does not
+    call the program.
 
     >>> parsed = parse_test("x = 2; assert abs(area(x) - 12.57) < 0.01, 'too far'")
     >>> parsed.questions, parsed.check
@@ -144,7 +148,7 @@ class _Inline(ast.NodeTransformer):
 
 
 def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
-    """Return what must be true for a statement to pass."""
+    """Return the expression that must be true for a statement of a test to pass."""
     match statement:
         case ast.Assert(test):
             return test
@@ -174,7 +178,11 @@ def _truth(node: ast.expr) -> ast.expr:
 
 @dataclass(slots=True)
 class _Split:
-    """Replaces what the program evaluates by names. `known` are the names that imports define."""
+    """Replaces what the program must evaluate by names of its answers, and collects these
+    questions.
+
+    `known` are the names that imports define.
+    """
 
     known: set[str]
     questions: list[str] = field(default_factory=list)
@@ -183,7 +191,7 @@ class _Split:
     """The loop in which the current part is evaluated."""
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """Return a condition without the program's parts."""
+        """Return a condition in which the program's parts are replaced by names of answers."""
         match node:
             case ast.BoolOp(op, values):
                 return ast.BoolOp(op, [self.truth(value) for value in values])
@@ -200,10 +208,11 @@ class _Split:
         return self._parts(node)
 
     def _comparison(self, node: ast.Compare) -> ast.expr:
-        """Return a comparison. A side of an equality is evaluated as a whole by the program.
+        """Return a comparison in which the program's parts are replaced by names of answers.
 
-        Of an inequality, and of a side with a comparison in it, only the program's own values are:
-        it could redefine `abs` or `__eq__` otherwise.
+        The program evaluates a side of an equality as a whole. Of an inequality, and of a side with
+        a comparison in it, it evaluates only its own values: it could redefine `abs` or `__eq__`
+        otherwise.
         """
         sides = [node.left, *node.comparators]
         uses = [self._uses(side) for side in sides]
@@ -228,7 +237,9 @@ class _Split:
         return ast.Compare(checked[0], node.ops, checked[1:])
 
     def _parts(self, node: ast.expr) -> ast.expr:
-        """Return an expression with names for the smallest parts that the program evaluates."""
+        """Return an expression in which names replace the smallest parts that the program
+        evaluates.
+        """
         if self._is_program(node):
             return self._ask(node)
         if not self._uses(node):
@@ -249,7 +260,10 @@ class _Split:
         return node
 
     def _scope(self, node: ast.expr) -> ast.expr:
-        """Return a comprehension without the program's parts: its first source, or its elements."""
+        """Return a comprehension whose first source or elements are replaced by names of answers.
+
+        Raises ValueError if another part of it, or a lambda, calls the program.
+        """
         if not isinstance(node, ast.Lambda):
             first = node.generators[0]  # type: ignore[attr-defined]
             first.iter = self._parts(first.iter)
@@ -271,14 +285,14 @@ class _Split:
         return ast.parse(f"{values.id}.pop(0)", mode="eval").body
 
     def ask(self, question: str) -> ast.Name:
-        """Add a question, and return the name of its answer."""
+        """Add an expression to the questions, and return the name of its answer."""
         name = f"_{len(self.questions)}"
         self.questions.append(question)
         self.known.add(name)
         return ast.Name(name, ast.Load())
 
     def _is_program(self, node: ast.expr) -> bool:
-        """Return True for a name of the program, and for what is called or read of it."""
+        """Return True for a name that the program defines, or a call, attribute or item of it."""
         root = node
         while isinstance(root, ast.Call | ast.Attribute | ast.Subscript):
             root = root.func if isinstance(root, ast.Call) else root.value

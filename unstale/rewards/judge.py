@@ -53,7 +53,7 @@ class BudgetSpent(JudgeError):
 
 
 class UnreadableVerdict(JudgeError):
-    """Error: the judge answered, but not with a verdict, in the last of all calls."""
+    """Error: the judge's answer to the last call was not a grade in the required form."""
 
 
 class _Retryable(Exception):
@@ -61,7 +61,7 @@ class _Retryable(Exception):
 
 
 class _Unreadable(_Retryable):
-    """An answer of the judge that is no verdict."""
+    """An answer of the judge that is not a grade in the required form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,8 @@ class LLMJudge:
         self.endpoint = endpoint
         self.budget = budget
         self.spent = JudgeBudget(0, 0)
-        """Calls and tokens used so far. A call without a reported cost is counted with the most it
-        can cost.
+        """Calls and tokens used so far. If the number of tokens of a call is not reported, the
+        largest possible number is added.
         """
         self._instructions = INSTRUCTIONS.format(rubric=rubric.strip(), top=MAX_SCORE)
         self._http = Http(endpoint.url, key=endpoint.key, max_body_bytes=MAX_RESPONSE_BYTES)
@@ -280,12 +280,12 @@ def read_verdict(text: str) -> tuple[int, str]:
 async def find_flaw(
     judge: LLMJudge, *, success: bool, least: float = 0.5, **texts: str
 ) -> dict[str, float]:
-    """Return whether a success has a flaw, as facts for `Turn.facts`.
+    """Return two facts for `Turn.facts`: `flaw`, and `flaw_unread`.
 
     The technique `flawed_success_penalty` reads them (docs/techniques.md). `flaw` is 1 if the
-    judge's score is below `least`, and `flaw_unread` is 1 if its answer was no verdict, which does
-    not count as a flaw (FAPO, arXiv 2510.22543). Both are 0 without a call to the judge if
-    `success` is False. Raises the other errors of `LLMJudge.verdict`.
+    judge's score of a success is below `least`. `flaw_unread` is 1 if the judge's answer was not a
+    grade, which does not count as a flaw (FAPO, arXiv 2510.22543). If `success` is False, the judge
+    is not called and both are 0. Raises the other errors of `LLMJudge.verdict`.
     """
     if not success:
         return {"flaw": 0.0, "flaw_unread": 0.0}

@@ -54,7 +54,7 @@ def last_box(text: str) -> str:
 
 
 def _formula(verify: Any, text: str) -> list[Any]:
-    """Return the expressions in LaTeX without delimiters. None if there are delimiters."""
+    """Return the expressions in LaTeX without delimiters. Empty if there are delimiters."""
     if any(mark in text for mark in _DELIMITERS):
         return []
     latex = [verify.LatexExtractionConfig()]

@@ -20,7 +20,7 @@ LIMITS = sandbox.Limits(seconds=5.0, memory_mb=512, file_mb=1, processes=4, outp
 ANSWER_LIMITS = replace(LIMITS, output_kb=4096, file_mb=8)
 """Limits of an assertion, whose answer may be long. Its length is not known before."""
 _MAX_ROUNDS = 64
-"""Times that a check function is called: twice, or more if its calls depend on answers."""
+"""Largest number of calls of a check function: two, or more if its calls depend on answers."""
 _WORKER = Path(__file__).with_name("unit_test_worker.py").read_text("utf-8")
 
 
@@ -29,9 +29,9 @@ async def unit_tests(
 ) -> float:
     """Return the share of tests that a program passes.
 
-    A test is an assertion such as `"assert gcd(12, 18) == 6"` or `"assert abs(area(1) - 3.14) <
-    0.01"`, with imports before it if it needs some, a function that is called with one of the
-    program at the end (`"def check(f): ... \\ncheck(gcd)"`), or a pair of standard input and
+    A test is one of three: an assertion such as `"assert gcd(12, 18) == 6"` or `"assert abs(area(1)
+    - 3.14) < 0.01"`, after imports if it needs some; a function that is called at the end with a
+    function of the program (`"def check(f): ... \\ncheck(gcd)"`); or a pair of standard input and
     expected output such as `("3 4", "7")`. Outputs are compared without trailing space. The limits
     apply to each test, and a time-out ends the testing. The number of tests times `limits.seconds`
     should be below `rollout.timeout_s`. Raises ValueError for another form of test, and for a test
@@ -127,11 +127,11 @@ async def _evaluate(
 async def _call_check(
     program: str, test: CheckFunction, limits: sandbox.Limits | None
 ) -> bool | str:
-    """Return if a check function passes, or why no program can pass it.
+    """Return True or False if a check function passes or fails, or why no program can pass it.
 
     It is called where the program does not run, with random numbers of the same seed each time. The
     program then answers the calls that the function makes, until none is new. After `_MAX_ROUNDS`
-    it does not pass.
+    calls it does not pass.
     """
     calls: list[str] = []
     values = ""
@@ -169,9 +169,10 @@ def _for_output(expected: str) -> sandbox.Limits:
 
 
 async def _check(tests: Sequence[tuple[Assertion, str | None]], room: int) -> list[bool | str]:
-    """Return if each assertion holds for the answer of the program, in a process without it.
+    """Return for each assertion True or False if it holds or not, or why no program can pass it.
 
-    A text says why no program can pass a test. An answer has less than `room` bytes.
+    It is evaluated for the program's answer, in a process without the program. An answer has less
+    than `room` bytes.
     """
     rows = [
         {

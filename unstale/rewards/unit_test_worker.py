@@ -1,8 +1,8 @@
 """The program that evaluates unit tests inside the sandbox, in two kinds of processes.
 
-`unstale.rewards.programs` runs this source. With an argument, the expressions in the standard input
-are evaluated in the module of the tested program, and their values are printed. Without one, the
-assertions in the standard input are evaluated with such values, where the program does not run. A
+`unstale.rewards.programs` runs this source. With an argument, it evaluates the expressions in the
+standard input in the module of the tested program, and prints their values. Without one, it
+evaluates the assertions in the standard input with such values, where the program does not run. A
 value is printed as JSON, so it cannot be an object of the program.
 """
 
@@ -44,11 +44,15 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "object": lambda name: object(),
     "ellipsis": lambda name: ...,
 }
-"""How each kind of value beside those of JSON is made from its parts."""
+"""Functions that make a value from its parts in JSON, by the kind of the value. JSON's own kinds
+need none.
+"""
 
 
 def pack(value: Any) -> Any:
-    """Return a value as JSON. Subclasses become the plain type, and unknown kinds an object."""
+    """Return a value as JSON. Subclasses become the plain type. A value of an unknown type is not
+    kept: it becomes a plain `object`.
+    """
     if value is None or isinstance(value, (bool, str)):
         return str.__str__(value) if isinstance(value, str) else value
     name = type(value).__name__
@@ -86,7 +90,8 @@ def pack(value: Any) -> Any:
 
 
 def unpack(text: str, *, as_floats: bool = False) -> Any:
-    """Return the value of what `pack` returned, as text. Raises ValueError for other text.
+    """Return the value that `pack` was given, from its result as text. Raises ValueError for other
+    text.
 
     With `as_floats`, a Fraction and a Decimal are floats.
 
@@ -112,7 +117,10 @@ def raised(call: Callable[[], Any]) -> set[str]:
 
 
 def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[Any]:
-    """Return the value of each call in a tuple, or the names of the exception's classes."""
+    """Call a function with the arguments of each of `calls`, which are packed as text.
+
+    Return, for each call, its value in a tuple, or the class names of its exception in a list.
+    """
     answers: list[Any] = []
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
@@ -153,9 +161,10 @@ def evaluate(imports: str, setup: str, *expressions: str) -> None:
 
 
 def check(test: dict[str, Any]) -> bool | str:
-    """Return if an assertion holds for its values, or the error in the test itself.
+    """Return True if an assertion holds for its values, or a text about an error in the test
+    itself.
 
-    Without values, or if they cannot be compared, it does not hold.
+    Without values, or if they cannot be compared, return False.
     """
     names: dict[str, Any] = {}
     try:
@@ -180,7 +189,7 @@ def check(test: dict[str, Any]) -> bool | str:
 
 
 class _Lenient(ast.NodeTransformer):
-    """Lets assertions fail as long as answers are missing."""
+    """Changes a test's assertions so that they may fail as long as answers are missing."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         kind = ast.Name("Exception", ast.Load())
@@ -193,8 +202,8 @@ _FAILED = ast.parse("_failed_()").body
 def replay(test: dict[str, Any]) -> bool | str | list[str]:
     """Call the test's function with the program's answers to the calls that are known.
 
-    Returns if it passes, the error in the test itself, or, if answers are missing, all calls. A
-    `MagicMock` takes the place of a missing answer.
+    Return True or False if it passes or fails, a text about an error in the test itself, or, if
+    answers are missing, all calls. A `MagicMock` takes the place of a missing answer.
     """
     if not test["calls"]:
         first, again = _Replay([], ()), _Replay([], ())

@@ -56,9 +56,10 @@ class Worker:
                 data = data[self._process.stdin.write(data) :]
 
     def line(self) -> bytes:
-        """Return the next line that the process prints, or nothing if it ends.
+        """Return the next line that the process prints, or an empty one if the process ends.
 
-        A process that has ended is closed. Raises `EnvError` if it does not answer.
+        A process that has ended is closed. Raises `EnvError` if it does not answer in `WALL_S`
+        seconds.
         """
         assert self._process.stdout
         line = b""
@@ -92,9 +93,10 @@ class WorkerPool:
 
     @contextmanager
     def worker(self) -> Iterator[Worker]:
-        """Lend a process, once one is idle. Another one replaces it if its user closes it or fails.
+        """Wait for an idle process, and yield it for one task.
 
-        The answer that an interrupted user left unread would be the next user's.
+        If the context's body fails or closes the process, another one replaces it: an answer that
+        was left unread would be taken for that of the next task.
         """
         worker, is_done = self._idle.get(), False
         try:
@@ -107,13 +109,13 @@ class WorkerPool:
             self._idle.put(None if worker is None or worker.is_closed else worker)
 
     def renew(self) -> None:
-        """Leave the processes to the parent, after a fork."""
+        """Forget the processes. Called in a forked child, because they belong to the parent."""
         self._idle = LifoQueue()
         for _ in range(WORKERS):
             self._idle.put(None)
 
     def close(self) -> None:
-        """Kill the idle processes. The others end with their task, as their input ends then."""
+        """Kill the idle processes. Busy ones end after their task, because their input ends."""
         with suppress(Empty):
             while True:
                 if worker := self._idle.get_nowait():

@@ -1,4 +1,7 @@
-"""Run episodes of an engine and an environment, and bound the staleness of their tokens."""
+"""Run episodes, in which an engine's policy answers an environment, and bound their staleness.
+
+The staleness of a token is the number of weight versions between sampling it and training on it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,19 @@ if TYPE_CHECKING:
 
 
 More = Callable[["Sequence[Trajectory | Failure]"], int]
-"""A function of the results of all episodes of a group so far, in the order of their start. It
-returns the number of further episodes of the same task to run; 0 ends the group.
+"""A function of the results so far of a group's episodes, in the order of their start. A group is
+several episodes of one task. The function returns the number of further episodes to run; 0 ends the
+group.
 """
 
 
 def no_more(results: Sequence[Trajectory | Failure]) -> int:
-    """End a group when its first episodes have ended."""
+    """Return 0: a group of episodes of one task ends when its first episodes have ended."""
     return 0
 
 
 def activity(wait_times: Stopwatch) -> str:
-    """Return in words what episodes wait for now. Empty if no episode runs.
+    """Return in words how many of the running episodes wait for what. Empty if none waits.
 
     >>> from unstale.engines import Stopwatch
     >>> waits = Stopwatch("generation_wait", "tool_wait")
@@ -40,7 +44,9 @@ def activity(wait_times: Stopwatch) -> str:
 
 
 class GroupRollout(Protocol):
-    """The methods of `episode.Rollout` that the training loop calls. The planner simulates them."""
+    """The interface of `episode.Rollout` for the training loop. The planner (`unstale plan`)
+    implements it with simulated episodes.
+    """
 
     @property
     def wait_times(self) -> Stopwatch:
@@ -58,7 +64,8 @@ class GroupRollout(Protocol):
         """Run `size` episodes of one task, including those that were started before a resume.
 
         When all episodes have ended, run as many further episodes as `more` returns, until `more`
-        returns 0. `open_writer` opens the journal's record of an episode.
+        returns 0. `open_writer` opens the journal's record of an episode. Return the group with all
+        results.
         """
         ...
 

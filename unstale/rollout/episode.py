@@ -1,4 +1,5 @@
-"""Episodes: engine and environment alternate until the environment or a limit ends the episode.
+"""Episodes: the policy and an environment alternate until the environment or a limit ends the
+episode.
 
 A weight update interrupts generation. The reply then continues from the same tokens under the next
 version. An episode whose environment fails is repeated with the same seed. If it fails again, it is
@@ -79,7 +80,9 @@ from unstale.stop_signals import SecondSignal
 from unstale.threads import in_thread
 
 OnFailure = Callable[[int, Failure, bool], None]
-"""A function `(episode, failure, is_last)` that is called after a failed attempt at an episode."""
+"""A function `(episode, failure, is_last)` that is called after a failed attempt at an episode.
+`is_last` is True if the episode is not tried again.
+"""
 OnRestart = Callable[[int, Failure], None]
 """A function `(episode, failure)`. It is called if a recorded attempt could not be replayed after a
 resume, so that the episode starts again from its beginning.
@@ -100,18 +103,19 @@ EXIT_S = 30.0
 
 
 class EpisodeFailed(Exception):
-    """Error in the code of an environment.
+    """Error: the code of an environment failed or took too long.
 
-    The text names the stage, and `__cause__` is the error.
+    The text names the stage, such as "begin" or "step 2", and `__cause__` is the original error.
     """
 
 
 @contextmanager
 def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
-    """Turn errors and time-outs of environment code in the context's body into
+    """Return a context that turns errors and time-outs of environment code into
     `EpisodeFailed(name)`.
 
-    SystemExit and similar exceptions are included. Only the cancellation of the episode is not.
+    SystemExit and similar exceptions of this code are included. The cancellation of the episode and
+    the end of the program are raised unchanged.
     """
     timeout = PersistentTimeout(timeout_s)
     task = timeout.task
@@ -147,7 +151,7 @@ def _is_current(task: asyncio.Task[Any]) -> bool:
 
 
 class Rollout:
-    """Runs episodes.
+    """Runs episodes of the policy in the environments of a task set.
 
     `on_piece` is called with each piece (run of tokens) as soon as it is sampled, and `on_end` with
     the number of each episode that has ended with a trajectory, and of its branches.
@@ -167,8 +171,10 @@ class Rollout:
         slots: EpisodeSlots | None = None,
         deterministic: bool = False,
     ) -> None:
-        """Create a rollout. `slots` limits how many episodes that run in segments are active at
-        once.
+        """Create a rollout.
+
+        `slots` limits how many episodes are active at once, if episodes run in segments, between
+        which they may pause.
         """
         self.generator = generator
         self.taskset = taskset
@@ -203,7 +209,7 @@ class Rollout:
     def restore(
         self, episodes: int, quarantined: Iterable[Task], failed_shares: Iterable[float] = ()
     ) -> None:
-        """Restore the number of episodes and the failures of a resumed run.
+        """Restore the number of episodes begun so far, and the failures of a resumed run.
 
         `quarantined` are the tasks that failed too often and are not used again. `failed_shares`
         are the shares of failed episodes in the last groups, in the order of their start.
@@ -225,15 +231,15 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         more: More = no_more,
     ) -> Group:
-        """Run `size` episodes of one task concurrently. Episodes with a record continue from their
-        record.
+        """Run `size` episodes of one task concurrently.
 
-        If the request has more records than `size`, all recorded episodes continue. When all
-        episodes have ended, `more` returns the number of further episodes to run, until this is 0.
+        Episodes that were recorded before a resume continue from their record. If there are more
+        records than `size`, all of them continue. When all episodes have ended, `more` returns the
+        number of further episodes to run, until this is 0.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
-        journal's record.
+        journal's record. Raises `TooManyFailures` if the share of failed episodes is too large.
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
@@ -269,7 +275,10 @@ class Rollout:
     def _sibling(
         self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
-        """Return the episode of a group with this index. In segments, it first waits for a slot."""
+        """Return a coroutine that runs the episode of a group with this index.
+
+        If episodes run in segments, it first waits for a slot, which is the permission to run.
+        """
         slot = None
         if self._slots and request.budget.segments:
             age = (request.number, index)
@@ -296,7 +305,8 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode as a group of its own.
+        """Run one episode as a group of its own. Return its trajectory, or the failure of its last
+        attempt.
 
         Raises `TooManyFailures` if the episode fails and the share of failed episodes is too large.
         """
@@ -330,8 +340,8 @@ class Rollout:
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning. This does not count as a
-        failure. `limit` is a further limit of its turns. Each attempt may use `budget`, and gives
-        `slot` to other episodes between two segments.
+        failure. `limit` is a further limit of the episode's turns. Each attempt may use the whole
+        `budget`. Between two segments, the episode gives its `slot` to other episodes.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -386,7 +396,11 @@ class Rollout:
                 return failure
 
     async def _describe(self, error: EpisodeFailed | NotReplayed, task: Task) -> str:
-        """Return the text of an error. In a deterministic run a thread would take virtual time."""
+        """Return the text of an error. It is made in a thread, because code of the user may make
+        it.
+
+        A deterministic run uses no thread for this, because a call in a thread takes virtual time.
+        """
         cause = (isinstance(error, EpisodeFailed) and error.__cause__) or error
         text = describe(cause) if self._deterministic else await describe_apart(cause)
         return await with_place(text, self.taskset, task)
@@ -399,7 +413,7 @@ class Rollout:
         limit: TurnLimit | None,
         budget_use: BudgetUse,
     ) -> Trajectory:
-        """Run one attempt and return its trajectory.
+        """Run one attempt at an episode and return its trajectory.
 
         Raises `EpisodeFailed` if the environment fails, and `NotReplayed` if it does not repeat a
         recorded text.
@@ -443,9 +457,9 @@ class Rollout:
         )
 
     async def make_env(self, task: Task, seed: int) -> EnvCaller:
-        """Return the object through which a new environment of a task is called.
+        """Create the environment of a task, and return the `EnvCaller` that calls its methods.
 
-        The caller must close this object's thread.
+        The caller of this method must close the thread of the `EnvCaller`.
         """
 
         def on_blocked(caller: EnvCaller, seconds: float) -> None:
@@ -471,7 +485,7 @@ class Rollout:
         return await self._hook("combine", combine_rewards, self.taskset, turn)
 
     async def _hook(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a hook of the task set. The caller limits its time."""
+        """Call a method of the task set that may be user code. The caller must limit its time."""
         name = f"{method}() of {self._taskset_name}"
         return await call_hook(name, function, *arguments, on_loop=is_own(self.taskset))
 
@@ -501,9 +515,10 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
-        The last turn has the facts of all turns. Of a name that several have, the last counts.
-        `begun` are the first turn and the rewards of earlier replies, which are added to. `limit`
-        is a further limit of the turns, and `budget_use` counts the episode's use of its budget.
+        The last turn has the facts of all turns; a later fact replaces an earlier one of the same
+        name. `begun` are the first turn and the rewards of earlier replies; later rewards are added
+        to this list. `limit` is a further limit of the turns, and `budget_use` counts the episode's
+        use of its budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -541,9 +556,9 @@ class Rollout:
         return turn, "done" if ended else "cut_reply"
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
-        """Return a reply as a message. A long one is decoded in a thread.
+        """Return a reply as a message. A long reply is decoded in a thread.
 
-        In a deterministic run a call in a thread takes virtual time, which would change the run.
+        In a deterministic run no thread is used, because a call in a thread takes virtual time.
         """
         if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
             return chat.parse(reply)
@@ -552,7 +567,10 @@ class Rollout:
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse
     ) -> tuple[list[int], bool]:
-        """Sample a reply. Waits for a slot do not count as waits for generation."""
+        """Sample a reply. Return its tokens, and True if it ended with a stop token.
+
+        Waits for a slot, the permission to run, do not count as waits for generation.
+        """
         waited_s = budget_use.slot_wait_s
         reply = self.generator.generate(transcript, budget_use=budget_use)
         try:
@@ -584,8 +602,8 @@ class Rollout:
 class _Opened:
     """A context that enters and leaves a task set in a task of its own, each within a time limit.
 
-    Code that ignores cancellation is then abandoned. It is the same task for both, because some
-    libraries require it.
+    Code that exceeds the limit and ignores cancellation is abandoned. One asyncio task does both,
+    because some libraries require it.
     """
 
     def __init__(self, taskset: AbstractAsyncContextManager[Any], name: str) -> None:
@@ -627,7 +645,7 @@ class _Opened:
     async def _wait(
         self, awaited: asyncio.Future[Any], method: str, limit_s: float
     ) -> EnvError | None:
-        """Wait until `awaited` is done, or the task has ended. Return what went wrong."""
+        """Wait until `awaited` is done, or the task has ended. Return what went wrong, or None."""
         task = self._task
         try:
             await asyncio.wait({task, awaited}, timeout=limit_s, return_when=FIRST_COMPLETED)
@@ -691,7 +709,7 @@ async def _in_slot(
 
 
 async def _outcome(attempt: Attempt) -> Trajectory:
-    """Wait for an attempt and return its trajectory."""
+    """Wait for an attempt and return its trajectory. Raises `EpisodeFailed` if it failed."""
     try:
         trajectory: Trajectory = await attempt.outcome()
     except EnvError as error:

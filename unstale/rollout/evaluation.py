@@ -26,7 +26,7 @@ Attempt = tuple[str, int]
 
 
 class FinishedEpisodes:
-    """The successes and rewards of the attempts whose episodes ended without a failure."""
+    """The successes and rewards of evaluation episodes that ended without a failure, by attempt."""
 
     def __init__(self) -> None:
         self.successes: dict[Attempt, bool] = {}
@@ -93,7 +93,7 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
 ) -> list[bool | None]:
     """Run one episode on each task. Return the success of each episode, or None if it failed.
 
-    `seed` affects only the replies, because the seed of an environment depends on the task alone. A
+    `seed` affects only the replies, because the seed of an environment depends only on the task. A
     task that is listed twice is attempted twice, with different replies. At the start and after
     each episode, `progress` is called with a text, the numbers `done` and `total`, and the function
     `detail`, which returns what the episodes wait for. Attempts in `finished` are not run again.

@@ -34,7 +34,9 @@ class FailureLimit:
         self._first = 0
         """The number of the first group that counts."""
         self._shares: dict[int, float] = {}
-        """The failed share of groups that have ended, by number. Without those before the first."""
+        """The share of failed episodes of each ended group, by the group's number. Groups before
+        `_first` are removed.
+        """
 
     def restore(self, shares: Iterable[float]) -> None:
         """Restore the failed shares of earlier groups, in the order of their start."""
@@ -51,7 +53,7 @@ class FailureLimit:
         return number
 
     def end(self, group: int) -> None:
-        """Record the end of a group, even of a cancelled one."""
+        """Record that a group no longer runs. Called for cancelled groups, too."""
         self._running.discard(group)
 
     def count(self, group: int, outcomes: Sequence[Trajectory | Failure]) -> None:

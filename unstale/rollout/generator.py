@@ -36,9 +36,9 @@ class Generator:
         Return the reply's tokens, and True if it ended with a stop token. If a weight update
         interrupts the engine, the reply continues from its own tokens under the new version.
         `since` is the index of the reply's first piece, if an interrupted call already sampled its
-        beginning. At the end of a segment of the episode, whose `budget_use` counts its tokens, the
-        reply waits and then continues. Raises `NotReplayed` if a resumed episode differs from its
-        record.
+        beginning. `budget_use` counts the tokens of the episode's segments: at the end of a segment
+        the reply pauses until the episode may continue. Raises `NotReplayed` if a resumed episode
+        differs from its record.
         """
         before = transcript.pieces[since:] if since is not None else ()
         budget_use = budget_use or BudgetUse()

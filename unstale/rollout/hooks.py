@@ -1,4 +1,4 @@
-"""Calls of techniques and of the advantage estimator in the steps of a run."""
+"""Call the techniques (optional training methods) and the advantage estimator in a run's steps."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHooks:
-    """Calls the techniques of a run, as `unstale.loop.TechniqueHooks` describes."""
+    """The methods of `unstale.loop.TechniqueHooks`, by which the training loop calls a run's
+    techniques.
+    """
 
     techniques: Techniques
     selection: Selection
     estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]]
     """The configured advantage estimator."""
     identify: Callable[[Task], str]
-    """A function that returns a task's identity."""
+    """A function that returns a task's identity, which all repetitions of the task share."""
     lag: Callable[[Tensor], Tensor]
-    """A function from versions to their age in batches."""
+    """A function that maps the weight versions of tokens to the tokens' ages, in batches."""
     resize: Callable[[int, int], None]
-    """A function that records a group's number and new size."""
+    """A function `(group, size)` that writes a group's new number of episodes to the journal."""
     hidden_states: Callable[[Batch, StatesQuery], HiddenStates] | None
     """A function that computes hidden states of the policy. None with trainer ranks, where
     techniques that need it are refused.

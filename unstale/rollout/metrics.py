@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Failed episodes are only counted.
+    """Return the metrics of a batch's groups. Of failed episodes, only the number is included.
 
     A metric that no episode defines is NaN.
     """
@@ -62,7 +62,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 def describe_advantages(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> dict[str, float]:
-    """Return the share of groups in which all episodes have the same advantage."""
+    """Return one metric: the share of groups in which all episodes have the same advantage."""
     by_episode = {each.trajectory.episode: each.advantage for each in scored}
     uniform = []
     for group in groups:

@@ -1,9 +1,9 @@
 """Segments of episodes: the slots of running episodes, and the use of their budgets.
 
 A slot is the permission to run. At the end of a segment, a running episode gives its slot to the
-oldest waiting episode, even if that one is younger: otherwise a long episode would hold its slot
-until its end. The paused episode continues when a slot is free and no older episode waits. It keeps
-its environment and tokens, and its later tokens have the version that samples them.
+oldest waiting episode, even to a younger one: otherwise a long episode would hold its slot until
+its end. The paused episode continues when a slot is free and no older episode waits. It keeps its
+environment and tokens, and its later tokens have the version that samples them.
 
 No episode waits for a slot while it holds one, and every segment ends. So each episode continues at
 last, because only a limited number of older episodes can wait.
@@ -24,22 +24,27 @@ if TYPE_CHECKING:
     from unstale.envs.chat import Chat
 
 Age = tuple[int, int]
-"""The number of an episode's group and its index in the group. The oldest has the smallest."""
+"""The number of an episode's group and its index in the group. The oldest episode has the smallest.
+"""
 UNLIMITED = 1 << 62
 """Number of tokens without a limit."""
 
 
 class EpisodeSlots:
-    """A fixed number of slots for running episodes. The oldest waiting episode comes next."""
+    """A fixed number of slots: permissions to run an episode. The oldest waiting episode gets the
+    next.
+    """
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: list[tuple[Age, int, asyncio.Future[None]]] = []
-        """A heap of those that wait, the oldest first."""
+        """A heap of the waiting episodes, the oldest first. The future is done when the episode has
+        a slot.
+        """
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Wait for a slot."""
+        """Take a slot for an episode of this age. Wait until one is free."""
         if self._free:
             self._free -= 1
             return
@@ -63,7 +68,7 @@ class EpisodeSlots:
 
 
 class EpisodeSlot:
-    """The slot of one episode: a context in which the episode runs."""
+    """The slot of one episode (its permission to run): a context in which the episode runs."""
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
         """Create the slot of an episode. `on_wait` is called with the seconds of each wait."""
@@ -106,7 +111,7 @@ class EpisodeSlot:
 
 
 class BudgetUse:
-    """The part of its budget that one attempt at an episode has used.
+    """The tokens, tool calls and segments that one attempt at an episode has used of its budget.
 
     Use is computed from the tokens and calls so far, so it is the same after a resume.
     """
@@ -114,7 +119,7 @@ class BudgetUse:
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
 
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
-        """Begin without tokens. `slot` is given back between two segments."""
+        """Begin with nothing used. `slot` is given to a waiting episode between two segments."""
         self.budget = budget
         self._slot = slot
         self.segment = 1
@@ -135,7 +140,9 @@ class BudgetUse:
             self.count_calls(len(chat.parse(reply).tool_calls))
 
     def count(self, tokens: int) -> None:
-        """Count sampled tokens. Tokens recorded before a resume may belong to several segments."""
+        """Count sampled tokens of a reply, and begin further segments of the episode as they fill
+        up.
+        """
         limit = self._segment_limit
         while tokens:
             self.begin_segment()
@@ -148,7 +155,7 @@ class BudgetUse:
         self._segment_calls += calls
 
     def begin_segment(self) -> bool:
-        """Begin the next segment if the present one has ended. Return True if a segment began."""
+        """Begin the next segment of the episode if the present one has ended. Return True if so."""
         if not self._is_over:
             return False
         self.segment += 1
@@ -162,13 +169,13 @@ class BudgetUse:
 
     @property
     def segment_left(self) -> int:
-        """Number of tokens that are left of the present segment."""
+        """Number of tokens that may still be sampled in the episode's present segment."""
         return self._segment_limit - self._tokens
 
     async def tokens_left(self) -> int:
         """Return how many tokens may be sampled next.
 
-        At the end of a segment, wait first if another episode waits for a slot.
+        At the end of a segment of the episode, wait first if another episode waits for a slot.
         """
         if self.begin_segment() and self._slot:
             await self._slot.pause()
@@ -190,7 +197,7 @@ class BudgetUse:
         return min(limits)
 
     def stop(self, num_tokens: int) -> Stop | None:
-        """Return the limit that ends the episode before its next reply, or None."""
+        """Return "max_turns" or "max_tokens" if the budget allows no further reply, or None."""
         budget = self.budget
         used_up = self.segment == budget.segments and self._is_over
         by_calls = budget.segment_calls and self._segment_calls >= budget.segment_calls

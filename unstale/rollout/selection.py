@@ -1,11 +1,14 @@
 """The choice of training tasks, and of the number of episodes of each group.
 
-Without a pool, the tasks come in the order of the task set. With `selection.pool`, its first tasks
-come again and again: in turn, or as a sampler chooses. The visits of a task are counted in the
-journal, and the state of a sampler changes when a batch was trained on. A task is drawn when its
-group begins. In a resumed run, groups that had begun keep their tasks. The tasks of other groups
-are drawn from the number of the group, the checkpoint and the journal only. So a run draws as
-without the resume if it is deterministic, or if no step was trained after the checkpoint.
+Without a pool, the tasks come in the order of the task set. With `selection.pool`, only the task
+set's first tasks are used, again and again: in turn, or as a sampler chooses. A task is drawn when
+its group begins.
+
+In a resumed run, groups that had begun keep their tasks. The draws of other groups depend only on
+the number of the group, the checkpoint and the journal. The journal has the number of visits of
+each task. The checkpoint has the sampler's state, which changes when a batch was trained on. So a
+run draws as without the resume if it is deterministic, or if no step was trained after the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ async def training_requests(
 ) -> AsyncIterator[GroupRequest]:
     """Yield one request for a group of episodes for each training task.
 
-    Tasks whose identity is in `skipped` get no request. A resumed run continues after its last
-    task. The requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its
-    request has another seed. With the same seed, it would repeat the episodes of its first group.
+    `life` is the state from which the run continues. A resumed run continues after its last task.
+    Tasks whose identity is in `skipped` get no request. The requests end after `MAX_SKIPPED`
+    skipped tasks in a row. If a task comes again, its request has another seed. With the same seed,
+    it would repeat the episodes of its first group.
     """
     number = life.admitted
     num_skipped = 0
@@ -73,7 +77,8 @@ async def training_requests(
 def make_pool(
     taskset: Taskset, seed: int, size: int, identify: Callable[[Task], str] | None = None
 ) -> dict[str, tuple[int, Task]]:
-    """Return the first tasks of a task set with their places, by identity.
+    """Return the first `size` tasks of a task set, by identity, each with its index in the task
+    set.
 
     Raises `ConfigError` if a task comes twice.
     """
@@ -124,7 +129,8 @@ def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[s
 class Selection:
     """The choice of training tasks, and of the number of their episodes.
 
-    All methods are called on the event loop. Only `requests` waits, for the task set.
+    All methods are called on the event loop. Only `requests` is asynchronous: it waits for the task
+    set.
     """
 
     def __init__(
@@ -136,7 +142,7 @@ class Selection:
         *,
         skipped: Collection[str],
     ) -> None:
-        """Restore the choice of a run.
+        """Create the choice for a run. `life` is the state from which the run continues.
 
         `skipped` are the identities of the tasks that are not tried again. Callers may add to this
         set.
@@ -157,7 +163,7 @@ class Selection:
                 techniques.sampler.read(read_texts(taskset, self._pool))
         self._names = list(self._pool)
         self._live = {each.number: self.identify(each.task) for each in life.requests}
-        """The identities of the tasks in flight, by the number of their group."""
+        """The identities of the tasks whose groups are in flight, by the number of the group."""
 
     async def requests(self) -> AsyncIterator[GroupRequest]:
         """Yield the requests for the next groups of episodes. They end if no task can be used."""
@@ -199,7 +205,10 @@ class Selection:
         return draw
 
     def _candidates(self, number: int) -> Sequence[str]:
-        """Return the tasks among which a sampler chooses. Without a sampler, the next in turn."""
+        """Return the identities of the tasks among which a sampler chooses for a group.
+
+        Without a sampler, return only the next task in turn. Empty if no task can be used.
+        """
         count = len(self._names)
         if self._techniques.sampler is None:
             in_turn = (self._names[(number + i) % count] for i in range(count))

@@ -1,8 +1,8 @@
 """The queue that bounds staleness, and the list of sampled tokens that no batch has contained.
 
 Staleness is the number of versions between sampling a token and training on it. The bound depends
-on the number of tickets, the order and the look-ahead window, so one object has all three
-(derivation: docs/staleness.md).
+on the number of tickets (permissions to start a group), on the order of the groups in batches and
+on the look-ahead window. So one class has all three (derivation: docs/staleness.md).
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from unstale.records import Batch, Group, PendingPiece
 from unstale.rollout.deadlines import Deadlines
 
 TICKET_SHARE = 8
-"""The number of tickets changes by `groups_per_step` divided by this number. A smaller change would
-need too many steps to fit the workload, a larger one would vary the staleness from step to step.
+"""The number of tickets (permissions to start a group) changes by `groups_per_step` divided by this
+number. A smaller change would need too many steps to fit the workload, a larger one would vary the
+staleness from step to step.
 """
 
 StartGroup = Callable[[], Awaitable[Group]]
@@ -31,20 +32,21 @@ class QueueExhausted(RuntimeError):
 
 
 class StalenessQueue:
-    """A queue of groups, each with a position in the order of admission.
+    """A queue of groups (several episodes of one task), each with its position in the order of
+    admission.
 
     A group needs a ticket before its work begins. There are `(max_staleness + 1) * groups_per_step`
     tickets, and `admit` waits until one is free. `release` frees the tickets of a batch when every
     engine has the version that was trained on it.
 
-    `take` waits for finished groups and returns the oldest. It may skip unfinished groups: it takes
-    only positions less than `lookahead_window` after the oldest unfinished group. A window of 1
-    means strict order of admission. `take_part` returns the same batch in several parts, with the
-    same bound.
+    `take` waits for the finished groups of the next batch and returns the oldest ones. It may skip
+    unfinished groups: it takes only positions less than `lookahead_window` after the oldest
+    unfinished group. A window of 1 means strict order of admission. `take_part` returns the same
+    batch in several parts, with the same bound.
 
-    With `adaptive_window`, every group has a deadline, and `take` passes over unfinished groups as
-    long as these can still be taken in time. The bound is `max_staleness`. More of the tickets stay
-    free if groups wait for older ones, and fewer if too few groups are finished.
+    With `adaptive_window`, every group has a deadline, and `take` skips unfinished groups as long
+    as these can still be taken in time. The bound is `max_staleness`. Fewer tickets are then given
+    out if finished groups wait for older ones, and more if too few groups are finished.
     """
 
     def __init__(
@@ -73,31 +75,36 @@ class StalenessQueue:
         """Set when `_num_wanted` groups may be taken."""
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
-        """Number of groups that the batch which is waited for still lacks."""
+        """Number of groups that the batch of the waiting caller still lacks."""
         self._takes_part = False
-        """True if a part of the batch is waited for."""
+        """True if the waiting caller wants a part of a batch."""
         self._waited_for = ""
-        """The cause of the last wait: "groups" to finish, or an older group's "deadline"."""
+        """The cause of the last wait: "groups" that had to finish, or the "deadline" of an older
+        group.
+        """
         self._deadlines = Deadlines(self.bound, groups_per_step) if adaptive_window else None
         self._restored_deadlines: Mapping[int, int] = {}
-        """Deadlines of groups that have tokens from before a resume, or are older than such."""
+        """Deadlines of groups that have tokens from before a resume, and of all groups older than
+        these.
+        """
         self._closed = ""
 
     @property
     def num_open(self) -> int:
-        """Number of groups that were admitted and not taken yet."""
+        """Number of groups that were admitted and not yet taken into a batch."""
         return len(self._unfinished) + self.num_finished
 
     @property
     def num_finished(self) -> int:
-        """Number of finished groups that were not taken yet."""
+        """Number of finished groups that were not yet taken into a batch."""
         return len(self._finished)
 
     @property
     def waits_for_training(self) -> bool:
         """True if no group is unfinished, and none can start before the next optimizer step.
 
-        All tickets are in use, and at most one batch waits for `release`. Any thread may read it.
+        Then all tickets (permissions to start a group) are in use, and at most one batch waits for
+        `release`. Any thread may read it.
         """
         is_publishing = self._num_unreleased > self.groups_per_step
         return not (self._unfinished or self._num_live < self._num_tickets or is_publishing)
@@ -115,19 +122,20 @@ class StalenessQueue:
     ) -> None:
         """Restore a queue that had admitted `admitted` groups before a resume.
 
-        `ages` has the staleness of the oldest token by position, for groups that have tokens. Call
-        `readmit` for each of `open_positions` afterwards.
+        `open_positions` are the groups that were not trained on. Call `readmit` for each of them
+        afterwards. `ages` has the staleness of the oldest token of each group that has tokens, by
+        position.
         """
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
         self._restored_deadlines = _ascending_deadlines(self._unfinished, ages or {}, self.bound)
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket, then start a group that was admitted before a resume.
+        """Wait for a ticket (permission to start), then start a group admitted before a resume.
 
         There may be more such groups than tickets, because the groups of lost training steps are
         open again. A group without a ticket must wait, because tokens sampled now would be too old
-        when the group is taken.
+        when the group is taken into a batch.
         """
         await self._take_ticket()
         if self._deadlines:
@@ -136,7 +144,7 @@ class StalenessQueue:
         tasks.create_task(self._run(position, start))
 
     async def admit(self, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket, then start a group in the task group `tasks`."""
+        """Wait for a ticket (permission to start), then start a group in the task group `tasks`."""
         await self._take_ticket()
         self._unfinished[self._num_admitted] = None
         if self._deadlines:
@@ -145,7 +153,7 @@ class StalenessQueue:
         self._num_admitted += 1
 
     async def wait_for_ticket(self) -> None:
-        """Wait until a ticket is free, without taking the ticket."""
+        """Wait until a ticket (permission to start a group) is free, without taking it."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
@@ -189,7 +197,8 @@ class StalenessQueue:
         return bisect_left(self._finished, reach, key=itemgetter(0))
 
     def _num_in_time(self, deadlines: Deadlines) -> int:
-        """Return the number of finished groups that may be taken because of the deadlines.
+        """Return the number of finished groups that may be taken without a group missing its
+        deadline.
 
         The oldest groups may always be taken. While groups wait for their tickets after a resume,
         no others may.
@@ -217,8 +226,8 @@ class StalenessQueue:
 
         The part has at least one group, and all missing groups that may be taken now. With a window
         of 1, the batch has the oldest groups, and those that are finished may be taken in any
-        order. With a larger window, the condition of `take` must be true of a group. The condition
-        then remains true, because the oldest unfinished group only gets newer.
+        order. With a larger window, a group must be near the oldest unfinished group, as for
+        `take`. It then stays near, because the oldest unfinished group only gets newer.
 
         Raises `QueueExhausted` if the batch can never be complete.
         """
@@ -249,8 +258,9 @@ class StalenessQueue:
     def _adapt_tickets(self) -> None:
         """Change the number of tickets, depending on what the last group of a batch waited for.
 
-        A free ticket is a place that no group has yet, so finished groups may pass slow ones. There
-        are enough tickets for a batch in training and another one.
+        A ticket that is not given out leaves a place in a batch free, so finished groups may enter
+        a batch before slow ones. There are always enough tickets for a batch in training and
+        another one.
         """
         change = max(1, self.groups_per_step // TICKET_SHARE)
         if self._waited_for == "deadline":
@@ -276,7 +286,8 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Free the tickets of the oldest batch that was taken as a whole.
+        """Free the tickets (permissions to start a group) of the oldest batch that was taken
+        completely.
 
         Call it when every engine has the weights that were trained on this batch.
         """
@@ -291,9 +302,11 @@ class StalenessQueue:
 def _ascending_deadlines(
     positions: Collection[int], ages: Mapping[int, int], bound: int
 ) -> dict[int, int]:
-    """Return deadlines of groups with tokens of some ages, after a resume before batch 0.
+    """Return the deadlines of groups after a resume, by position, as numbers of batches from 0.
 
-    An older group gets the deadline of a newer one if this is earlier.
+    `ages` has the staleness of the oldest token of each group with tokens. Such a group may wait
+    for `bound` minus its age batches. An older group gets the deadline of a newer one if this is
+    earlier. Groups that are newer than all groups with tokens get none.
 
     >>> _ascending_deadlines([3, 5, 6, 8], {5: 2, 6: 0}, bound=2)
     {3: 0, 5: 0, 6: 2}
@@ -319,13 +332,13 @@ class PendingPieces:
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.ended = asyncio.Event()
-        """Set by `end`. Whoever waits for the next end of an episode clears it before."""
+        """An event that `end` sets. Clear it before you wait for the next end of an episode."""
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def end(self, episode: int) -> list[PendingPiece]:
-        """Return all pieces of an episode that has ended."""
+        """Return all pieces of an episode that has ended, and set the event `ended`."""
         self.ended.set()
         return [
             piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
@@ -390,11 +403,13 @@ def measure_staleness(
 
 
 def measure_replay(batch: Batch, *, lag: Tensor, bound: int, version: int) -> dict[str, float]:
-    """Return the metrics of the replayed tokens of a batch that is trained from `version`.
+    """Return the metrics of the replayed tokens of a batch, on which earlier steps were trained,
+    too.
 
-    `lag` is the staleness of each token, `[T]`, in versions. Raises `StalenessError` for a replayed
-    token of the current version, which no step can have been trained on before, and for one that is
-    older than `bound`. After a resume, tokens of versions that were lost may have lag 0.
+    The batch is trained from `version`. `lag` is the staleness of each token, `[T]`, in versions.
+    Raises `StalenessError` for a replayed token of the current version, which no step can have been
+    trained on before, and for one that is older than `bound`. After a resume, tokens of versions
+    that were lost may have lag 0.
     """
     ages = lag[batch.replayed].double()
     is_current = batch.version[batch.replayed] >= version

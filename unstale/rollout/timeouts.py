@@ -14,9 +14,9 @@ END_S = 4.0
 
 
 class Attempt(asyncio.Task[None]):
-    """A task that runs the code of an environment.
+    """An asyncio task that runs the code of an environment.
 
-    If the code ignores cancellation, it is abandoned.
+    If the code ignores cancellation, the task is abandoned.
     """
 
     __slots__ = ("_outcome", "ending", "stage")
@@ -24,9 +24,9 @@ class Attempt(asyncio.Task[None]):
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         loop = asyncio.get_running_loop()
         self.stage = ""
-        """The method of the environment that runs now, or ran last."""
+        """Name of the part of the episode that runs now, or ran last, such as "step 2"."""
         self.ending = False
-        """True if the owner has cancelled the task."""
+        """True if the owner has cancelled the task, or no longer waits for it."""
         self._outcome: asyncio.Future[Any] = loop.create_future()
         super().__init__(_settle(work, self._outcome), loop=loop)
 

@@ -30,7 +30,7 @@ class NotReplayed(Exception):
 
 
 class EpisodeWriter(Protocol):
-    """Receives the record of one attempt at an episode. The journal implements it."""
+    """Receives the record of one attempt at an episode. The journal's writer implements it."""
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -141,7 +141,9 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True if recorded pieces of the attempt or of a branch are still to be replayed."""
+        """True while the attempt, or a branch of it, still repeats what was recorded before a
+        resume.
+        """
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
     @property
@@ -154,7 +156,8 @@ class Transcript:
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
-        """Restore a `Resumable` from its snapshot, and replay the pieces before the snapshot.
+        """Restore a `Resumable` environment from its snapshot, and replay what was recorded before
+        it.
 
         Return the turn before the snapshot, without its messages, and the rewards of the replies
         until then. Return None if there is no snapshot.
@@ -172,9 +175,11 @@ class Transcript:
     async def save_snapshot(
         self, caller: EnvCaller, turn: Turn, turn_rewards: Sequence[float]
     ) -> None:
-        """Record the state of a `Resumable` as a snapshot, unless pieces are still to be replayed.
+        """Record the state of a `Resumable` environment, unless the attempt still repeats its
+        record.
 
-        `turn` is the environment's last answer.
+        `turn` is the environment's last answer, whose rewards and facts are recorded with the
+        state.
         """
         if self._recorded:
             return
@@ -185,7 +190,8 @@ class Transcript:
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:
-        """Add a piece of context. While replaying, compare it with the recorded piece instead.
+        """Add a piece (run of tokens) of context. If a recorded one is still to be replayed,
+        compare both.
 
         Raises `NotReplayed` if they differ.
         """
@@ -210,12 +216,12 @@ class Transcript:
             yield piece
 
     def require_replayed(self) -> None:
-        """Raise `NotReplayed` if recorded pieces are still to be replayed."""
+        """Raise `NotReplayed` if the attempt has not repeated its whole record."""
         if self._recorded:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     def append(self, piece: Piece) -> None:
-        """Write a new piece to the journal, then add it to the tokens."""
+        """Write a new piece (run of tokens) to the journal, then add it to the transcript."""
         if isinstance(piece, Sampled):
             piece = link_experts(piece, self.pieces)
         if self._opens_at_reply and isinstance(piece, Sampled):
@@ -227,9 +233,11 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_experts(self) -> tuple[int, int]:
-        """Return the version of the last sampled piece, and how many tokens' experts it has.
+        """Return the version of the last sampled piece, and for how many tokens its experts are
+        recorded.
 
-        Without recorded experts, return (-1, 0).
+        These are the experts of a mixture-of-experts model. Without recorded experts, return (-1,
+        0).
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (

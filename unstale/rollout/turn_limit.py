@@ -1,7 +1,7 @@
 """The number of turns that an episode may have: `rollout.max_turns`, or less with a technique.
 
-Limit, reminders and extensions follow from the tokens and rewards of the episode so far, so a
-resumed episode has the same ones.
+A technique may also remind the policy of the turns left, and extend its limit. All of this follows
+from the tokens and rewards of the episode so far, so it is the same in a resumed episode.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from unstale.rollout.transcript import Transcript
 
 
 class AllowedTurns:
-    """The number of turns of one attempt at an episode."""
+    """The number of turns that one attempt at an episode may have."""
 
     __slots__ = ("_chat", "_limit", "_most", "_transcript")
 
     def __init__(
         self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
     ) -> None:
-        """Begin without turns. `most` is `rollout.max_turns`, the limit of all episodes."""
+        """Begin without turns. `limit` is a technique's, and `most` is `rollout.max_turns`."""
         self._limit = limit
         self._most = most
         self._transcript = transcript
@@ -38,7 +38,7 @@ class AllowedTurns:
         return min(turns, self._most)
 
     def remind(self, turn: Turn, turn_rewards: Sequence[float]) -> Turn:
-        """Return the environment's answer with a reminder of the turns left, if it is due.
+        """Return the environment's answer `turn`, with a reminder of the turns left if one is due.
 
         The reminder is added to the last message, because a chat template may refuse a further
         message.
@@ -58,7 +58,7 @@ class AllowedTurns:
         return replace(turn, messages=(*turn.messages[:-1], changed))
 
     def _extensions(self, turn_rewards: Sequence[float]) -> int:
-        """Return the number of extensions that the episode has received."""
+        """Return how often the episode's limit of turns has been extended."""
         limit = self._limit
         assert limit is not None
         begin, end = 0, limit.turns

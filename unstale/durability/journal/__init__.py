@@ -1,8 +1,9 @@
 """The journal: the durable record of a run, in one SQLite database in the run folder.
 
-A group is committed before it is trained on. A version is committed before an engine loads it.
-Everything else is committed within `WINDOW_S` seconds. A reader reads the journal's state at one
-moment, and never blocks the writer. docs/journal.md has the tables and guarantees.
+A group of episodes is committed before it is trained on. A weight version is committed before an
+engine loads it. Everything else is committed within `WINDOW_S` seconds. A reader reads the
+journal's state at one moment, and never blocks the writer. docs/journal.md has the tables and
+guarantees.
 """
 
 from unstale.durability.journal.check import check, content, page

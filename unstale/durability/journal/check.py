@@ -86,7 +86,7 @@ def check(journal: JournalReader) -> list[str]:
 
 
 def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
-    """Yield a sentence for each wrong row of `trained_tokens`."""
+    """Yield a sentence for each problem in the table `trained_tokens`."""
     if not journal.token_steps():
         return
     sampled = {

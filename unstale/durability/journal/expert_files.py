@@ -113,9 +113,10 @@ class ExpertFiles:
             self._submit(self._remove, self._consumed.popleft())
 
     def read(self, group: int) -> dict[ExpertKey, RoutedExperts]:
-        """Return the records of a group, up to the first damaged one.
+        """Return the routed experts of a group's pieces. Empty if the group has no file.
 
-        If a piece has several records, the last one counts.
+        Records with damaged data are left out, and so are all records after a damaged header. If a
+        piece has several records, the last one counts.
         """
         try:
             data = self._path(group).read_bytes()
@@ -176,7 +177,9 @@ def _key(episode: int, position: int, piece: Sampled) -> ExpertKey:
 
 
 def _record(key: ExpertKey, routed_experts: RoutedExperts) -> tuple[bytes, memoryview]:
-    """Return the bytes of a record in two parts. The second shares memory where possible."""
+    """Return a record as two parts: its header, and the bytes of the experts, if possible not
+    copied.
+    """
     import numpy as np
 
     data = np.ascontiguousarray(routed_experts.experts).reshape(-1).view(np.uint8).data

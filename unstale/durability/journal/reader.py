@@ -56,7 +56,11 @@ GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group that was started, and how it ended. Times are seconds since 1970."""
+    """A group that was started, and how it ended. Times are seconds since 1970.
+
+    `handed_out` is the time of the start. `finished` is the time at which the last episode ended,
+    or None.
+    """
 
     number: int
     task: Task
@@ -64,9 +68,10 @@ class GroupRow:
     handed_out: float
     finished: float | None
     step: int | None
-    """The optimizer step that trained on the group."""
+    """The optimizer step that trained on the group. None if no step did."""
     version: int | None
-    """The version of the policy that was trained on the group."""
+    """The version of the policy with which this step began. None if no step trained on the group.
+    """
     num_trajectories: int
     num_failures: int
     """Number of failed attempts at the group's episodes, including attempts that were retried."""
@@ -75,7 +80,8 @@ class GroupRow:
 
     @property
     def ended(self) -> GroupEnd:
-        """How the group ended.
+        """The end of the group: "open", "finished" (not trained on), "consumed" (trained on) or
+        "failed".
 
         "failed" means that no episode of the group finished, even if the group was in a batch.
         """
@@ -97,7 +103,9 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint that the journal recorded."""
+    """A checkpoint that the journal recorded. `checkpoint` is its number, and `name` that of its
+    folder.
+    """
 
     checkpoint: int
     step: int
@@ -201,7 +209,7 @@ class JournalReader:
         ]
 
     def versions(self) -> list[int]:
-        """Return the published versions, in order of publication."""
+        """Return the published weight versions, in order of publication."""
         return [version for (version,) in self.rows("SELECT version FROM versions ORDER BY id")]
 
     def events(self) -> list[dict[str, Any]]:
@@ -307,9 +315,10 @@ class JournalReader:
         return frozenset(Task(*row) for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return the groups that no checkpoint was trained on, in the order of their start.
+        """Return the groups on which no recorded checkpoint was trained, in the order of their
+        start.
 
-        Each request has the recorded state of its episodes.
+        Each request has the recorded state of the group's episodes.
         """
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
@@ -338,7 +347,10 @@ class JournalReader:
         return requests
 
     def _sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return the sizes of groups that do not have `schedule.group_size` episodes."""
+        """Return the sizes of the groups that do not have `schedule.group_size` episodes, by group.
+
+        The first size is that at the start. Each enlargement adds one.
+        """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", GROUP_SIZE)
         sizes: dict[int, tuple[int, ...]] = {}
         with self.wrap_errors("the sizes of groups"):
@@ -349,7 +361,7 @@ class JournalReader:
         return sizes
 
     def _turn_limits(self) -> dict[int, TurnLimit]:
-        """Return the limits of turns of the groups that have one."""
+        """Return the limit of turns of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
         limits = {}
         with self.wrap_errors("the limits of turns"):
@@ -360,7 +372,7 @@ class JournalReader:
         return limits
 
     def _budgets(self) -> dict[int, EpisodeBudget]:
-        """Return what each episode may use, of the groups that have a budget."""
+        """Return the budget of the episodes of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", EPISODE_BUDGET)
         budgets = {}
         with self.wrap_errors("the budgets of episodes"):
@@ -410,7 +422,7 @@ class JournalReader:
         return [self.group(number) for (number,) in rows]
 
     def replayed(self, step: int | None = None) -> list[int]:
-        """Return the numbers of the groups that a step replayed, in the order of the batch.
+        """Return the numbers of the groups that a step trained on again, in the order of the batch.
 
         Without `step`, return the groups of all steps in order.
         """
@@ -421,7 +433,7 @@ class JournalReader:
         return [number for (number,) in rows]
 
     def token_steps(self) -> dict[int, list[int]]:
-        """Return the steps with token values, for each group that has token values.
+        """Return the steps whose token values (log D, weight, ...) are recorded, by group.
 
         Groups and steps are in order. A replayed group has several steps.
         """
@@ -445,7 +457,9 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield group, step, route, number of tokens and packed values of all token values."""
+        """Yield each row of token values: group, step, route, number of tokens and the packed
+        values.
+        """
         for group in self.token_steps():
             yield from self.rows(
                 "SELECT number, step, route, num_tokens, tokens FROM trained_tokens "
@@ -501,7 +515,8 @@ class JournalReader:
             yield row
 
     def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
-        """Return the episodes of a row of `trained_tokens`, or one of them.
+        """Return the trained tokens in a row of `trained_tokens`, of all its episodes or of only
+        one.
 
         Raises ValueError if the row is wrong.
         """
@@ -664,12 +679,15 @@ class JournalReader:
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:
-    """Return the name of a row of `trained_tokens`, for errors."""
+    """Return words for a row of the table `trained_tokens`, for errors."""
     return f"the trained tokens of group {row[0]} in step {row[1]}"
 
 
 def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
-    """Return the episodes of a row of `trained_tokens`. Raises ValueError if it is wrong."""
+    """Return the token values in a row of `trained_tokens`, one element per episode of the group.
+
+    Raises ValueError if the row is wrong.
+    """
     number, _, _, route, num_tokens, packed, *_ = row
     found = unpack_tokens(packed, group=number, route=route)
     if sum(len(each.flags) for each in found) != num_tokens:
@@ -707,7 +725,7 @@ def require_sound_wal(path: Path) -> None:
 
 
 def holds_journal(path: Path) -> bool:
-    """Return False if there is no journal file, or only an empty one that a crash left."""
+    """Return True if there is a journal file that is not empty. A crash may leave an empty file."""
     return path.is_file() and path.stat().st_size > 0
 
 

@@ -153,7 +153,11 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 
 def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
-    """Divide the attempts at the quartiles of their length. Equal quartiles give fewer parts."""
+    """Return rows of counts for the attempts in each quarter, when divided at the quartiles of
+    length.
+
+    If quartiles are equal, there are fewer rows.
+    """
     if not ended:
         return []
     lengths = _lengths(ended)
@@ -197,10 +201,11 @@ def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
 
 
 def length_curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
-    """Return two cumulative shares at evenly spaced quantiles of the lengths of ended attempts.
+    """Return points `[tokens, share, share of trained]` at quantiles of the lengths of ended
+    attempts.
 
-    The first share is of all ended attempts, the second of the trained attempts. Both sequences are
-    sorted.
+    The shares are those of ended and of trained attempts with at most so many sampled tokens. Both
+    arguments are sorted lengths. The list is empty if an argument is empty.
     """
     if not ended or not trained:
         return []

@@ -7,18 +7,18 @@ on, because adjacent equal bytes compress better.
     num_episodes  uint32
     episode       int64    [num_episodes]
     num_tokens    uint32   [num_episodes]
-    minibatch     int16    [num_episodes]   -1 if the episode was not run
+    minibatch     int16    [num_episodes]   -1 if the trainer did not run the episode
     scored        uint8    [num_episodes]   1 if `old_logp` was computed
     flags         uint8    all tokens       with 128 where the entropy is known
     advantage     float32  all tokens
     log_d         narrow   tokens of scored episodes
     weight        narrow   the same tokens
-    log_s         narrow   tokens of episodes that were run
+    log_s         narrow   tokens of episodes that the trainer ran
     entropy       narrow   tokens whose entropy is known
 
 A narrow column begins with the number of bytes of each of its numbers: 2 for float16, 4 for
-float32, which is used if a value exceeds the range of float16. A float16 differs by less than
-2^-11 of the value, or by less than 2^-24 near 0. A value other than 0 never becomes 0.
+float32, which is used if a value exceeds the range of float16. A float16 differs by less than 2^-11
+of the value, or by less than 2^-24 near 0. A value other than 0 never becomes 0.
 """
 
 import zlib
@@ -41,7 +41,7 @@ could be an attempt to fill the reader's memory.
 """
 
 _MEASURED = 128
-"""The flag of tokens whose entropy is known, in a row."""
+"""The flag in a row that marks tokens whose entropy is known."""
 
 _SMALLEST = 2.0**-24
 """The smallest float16 above 0."""
@@ -172,7 +172,10 @@ def _decompress(packed: bytes) -> bytes:
 def to_trained(
     values: TokenValues, *, step: int, version: int, behavior_logp: "Values"
 ) -> TrainedTokens:
-    """Return the token values of a row, and its step. Raises ValueError if a length differs."""
+    """Return an episode's token values with the step, the version and `behavior_logp`.
+
+    Raises ValueError if the lengths differ.
+    """
     if len(behavior_logp) != len(values.flags):
         raise ValueError(
             f"episode {values.episode} has {len(behavior_logp)} sampled tokens, but the values of "

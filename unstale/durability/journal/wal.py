@@ -51,8 +51,8 @@ def find_damage(journal: Path) -> WalDamage | None:
     """Return the damage of a journal's `-wal` file. None if the file is undamaged or missing.
 
     An incomplete last transaction, as after a kill or a power cut, is not damage. A changed bit in
-    it is. Raises `OSError` if the file, or another one of the journal, is not a regular one, or if
-    it cannot be read.
+    this transaction is damage. Raises `OSError` if this file or another file of the journal is not
+    a regular file, or cannot be read.
     """
     for ending in ("-shm", "-journal"):  # SQLite would wait for ever to open a pipe
         beside = journal.with_name(f"{journal.name}{ending}")
@@ -140,7 +140,10 @@ class _Frames:
     def _repair(
         self, frame: int, salts: _Words, page_bytes: int, commits: npt.NDArray[np.bool_]
     ) -> bool:
-        """Return True if one changed bit explains why a frame is wrong. Correct its commit."""
+        """Return True if one changed bit explains why a frame is wrong.
+
+        If the bit may have hidden or faked a commit, correct the frame's entry in `commits`.
+        """
         if not self.differences[frame].any():
             return sum(int(word).bit_count() for word in self.salts[frame] ^ salts) == 1
         changed = _changed_bit(self.differences[frame], page_bytes)
@@ -173,9 +176,10 @@ def _sums(words: _Words, before: _Words) -> _Words:
 
 @cache
 def _weights(num_words: int) -> tuple[_Words, _Words]:
-    """Return the weight of each word in both sums, and of the sums before.
+    """Return the weights `[num_words, 2]` of the words in both sums of a checksum.
 
-    For each pair of words (x, y), the checksum does s += x + t and t += y + s.
+    Also return the weights `[2, 2]` of the sums before. For each pair of words (x, y), the checksum
+    does s += x + t and t += y + s.
     """
     weights, one, two = [], (1, 1), (0, 1)
     for _ in range(num_words // 2):
@@ -186,9 +190,9 @@ def _weights(num_words: int) -> tuple[_Words, _Words]:
 
 
 def _changed_bit(difference: _Words, page_bytes: int) -> tuple[int, int] | None:
-    """Return word and bit whose change explains the difference of checksums, if there is one.
+    """Return the word and the bit whose change explains a difference of checksums, or None.
 
-    Words are those that the checksum covers, then the checksum itself.
+    The first words are those that the checksum covers. The last two are the checksum itself.
     """
     weights, _ = _weights(page_bytes // 4 + 2)
     weights = np.vstack([weights, np.eye(2, dtype=np.uint32)])

@@ -82,8 +82,9 @@ be set, or None at the end.
 class Journal:
     """The journal of a run, for writing. Use it as a context manager.
 
-    Only `barrier`, `flush` and methods that are documented to commit wait for the disk. A failure
-    of the disk or the file is raised as `JournalError` at once by `watch`, and by every `barrier`.
+    Only `barrier`, `flush` and the methods whose text says that they commit wait for the disk. A
+    failure of the disk or the file is raised as `JournalError` at once by `watch`, and by every
+    `barrier`.
     """
 
     def __init__(
@@ -117,13 +118,17 @@ class Journal:
         self._checkpoint = -1
         self._highest_version = -1
         self._last_step_id = self._last_step = -1
-        """The event with the newest metrics when the journal was opened, and its step."""
+        """Id of the event with the newest metrics when the journal was opened, and the step of
+        these metrics.
+        """
         self._trained_on: list[tuple[int, int, int, int, float]] = []
         """Groups that were trained on and are in no checkpoint yet: rows of `consumed` without the
         last column.
         """
         self._replayed: list[tuple[int, int, int, int, float]] = []
-        """Groups that were replayed and are in no checkpoint yet: rows of `replayed`, likewise."""
+        """Groups that were trained on again and are in no checkpoint yet: rows of `replayed`
+        without the last column.
+        """
 
     @staticmethod
     def read(run: Path, *, routed_experts: bool = False) -> JournalReader:
@@ -214,7 +219,7 @@ class Journal:
         self.transaction(records)
 
     def resize(self, number: int, size: int) -> None:
-        """Record that a group is enlarged to `size` episodes, before the new ones begin."""
+        """Record that a group is enlarged to `size` episodes, before its further episodes begin."""
         self.transaction([self._size_record(number, size)])
 
     def _size_record(self, number: int, size: int) -> Record:
@@ -224,9 +229,10 @@ class Journal:
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
     ) -> "_EpisodeWriter":
-        """Record an attempt at an episode of a group. Return the writer of its tokens.
+        """Record an attempt at the episode with index `sibling` of a group. Return the writer of
+        its tokens.
 
-        `again` means that an earlier attempt continues after a resume.
+        `again` means that the attempt is recorded already, and continues after a resume.
         """
         if not again:
             self._insert("episodes", episode, number, sibling, seed, time.time())
@@ -238,7 +244,7 @@ class Journal:
         await self.barrier()
 
     async def publishing(self, version: int) -> None:
-        """Record a version and commit, before any engine loads it.
+        """Record a weight version and commit, before any engine loads this version.
 
         A resumed run may publish its newest version again.
         """
@@ -345,7 +351,11 @@ class Journal:
                 self._barriers_passed = passed
 
     def _flush_barriers(self) -> int:
-        """Return the number of barriers that it passed: also those since the thread was called."""
+        """Commit all earlier records. Return the number of `barrier` calls that waited for this
+        commit.
+
+        Calls since the start of this method's thread are included.
+        """
         covered = self._barriers
         self.flush()
         return covered
@@ -466,7 +476,7 @@ class _EpisodeWriter:
         self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state, and the number of pieces before it."""
+        """Record the environment's state, and the number of pieces (runs of tokens) before it."""
         row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
         self._replace_snapshots(insert("snapshots", *row))
 
@@ -479,9 +489,10 @@ class _EpisodeWriter:
         self._replace_snapshots(insert("restarts", *row))
 
     def _replace_snapshots(self, record: Record) -> None:
-        """Write a record, and delete the episode's snapshots, which no later resume reads.
+        """Write a record, and delete the episode's earlier snapshots in the same transaction.
 
-        Both happen in one transaction.
+        No later resume reads them, unless the run is deterministic: `keep_snapshots` then keeps
+        them.
         """
         delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
         self.journal.transaction([record] if self.journal._keep_snapshots else [delete, record])

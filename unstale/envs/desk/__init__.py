@@ -55,7 +55,9 @@ class DeskTasks(NumberedTasks):
         self.tools: tuple[Mapping[str, Any], ...] = tuple(map(domain.tools.schema, names))
 
     def scenario(self, task: Task) -> Scenario:
-        """Return the facts of a task, for the expert, tests and statistics."""
+        """Return the customer, the requests and the database of a task, for the expert, tests and
+        statistics.
+        """
         return self.domain.scenario(self.level, task.split, task.index)
 
     def env(self, task: Task, seed: int) -> "DeskEnv":
@@ -170,7 +172,7 @@ def _make(domain: Domain, options: DeskConfig) -> DeskTasks:
 
 
 def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
-    """Return the tasks of all desks of the package by name. `options` are those of `DeskConfig`."""
+    """Return the tasks of all desks of this package, by name. The options are of `DeskConfig`."""
     desks = {}
     for name in desk_names():
         tasks = shipped_envs()[name].make(DeskConfig(env=name, **options))
@@ -180,5 +182,5 @@ def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
 
 
 def desk_names() -> tuple[str, ...]:
-    """Return the names of the desks of the package."""
+    """Return the names of the desks of this package."""
     return tuple(name for name, spec in shipped_envs().items() if spec.options is DeskConfig)

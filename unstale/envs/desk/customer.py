@@ -27,7 +27,7 @@ class Customer:
         return self._choose("wish", wish.terse if self._is_terse else wish.free)
 
     def answer(self, text: str, *, writes: int) -> str:
-        """Answer the agent.
+        """Return the customer's answer to a text of the agent.
 
         `writes` is the number of changes that the agent has made to the database.
         """

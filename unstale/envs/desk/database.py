@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """A frozen record with a number. Equal records are the same state."""
+    """A record of the database, which never changes. Its number is `id`."""
 
     @property
     def id(self) -> str: ...
@@ -60,7 +60,7 @@ class Note:
 
 @dataclass(slots=True)
 class Desk:
-    """The database of one episode. The reward compares it with the correct one.
+    """The database of one episode. The reward compares it with the database that the rules require.
 
     `desk[Order]` is the table of all records of type `Order`, by number.
     """
@@ -85,7 +85,7 @@ class Desk:
         self[type(record)][record.id] = record
 
     def note(self, number: str) -> Note:
-        """Return the notes about a case. There may be none yet."""
+        """Return the notes about a case. They are empty if there are none yet."""
         return self[Note].get(number, Note(number))
 
     def copy(self) -> "Desk":
@@ -113,12 +113,15 @@ class Desk:
 
 
 def with_record(records: Iterable[R], changed: R) -> tuple[R, ...]:
-    """Return records of which the one with the number of `changed` is replaced by it."""
+    """Return the records, with `changed` in place of the record that has its number."""
     return tuple(changed if each.id == changed.id else each for each in records)
 
 
 def numbered(text: str, what: str) -> str:
-    """Return a number that a customer named. Raises `DeskError` unless it has 2 or 4 digits."""
+    """Return a number that a customer named. Raises `DeskError` unless it has 2 or 4 digits.
+
+    `what` says in the error what the number is of.
+    """
     if not (len(text) in (2, 4) and text.isascii() and text.isdigit()):
         raise DeskError(f"no {what} {text}")
     return text

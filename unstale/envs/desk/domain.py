@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The facts of one episode.
+    """The facts of one episode at a desk: the customer, the requests and the database.
 
     `desk` is the database at the start, to be copied before use.
     """
@@ -101,18 +101,18 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """A kind of desk. `Case` below is the type of record that requests are about."""
+    """A kind of desk. A case is the record that a request is about, and `case` is its type."""
 
     name: str
     case: type[Record]
     tools: Toolbox
-    """The tools. One that reads is `get_<case>`: it gives the record of a case."""
+    """The tools of the desk. One of them is `get_<case>`, which returns the record of a case."""
     kinds: Mapping[str, float]
-    """Share of each kind of request. The kind named like the special account is that customer's
-    request, whose case must be handed over.
+    """Share of each kind of request. A kind with the name of the special account is a request of a
+    customer who has that account. The case of such a request must be handed over.
     """
     handed_over: tuple[str, ...]
-    """Other kinds whose case must be handed over. Such a request is the customer's last."""
+    """Other kinds whose case a human must take over. Such a request is the customer's last."""
     wishes: Mapping[str, Wish]
     facts: Mapping[str, Fact]
     """Kinds of facts in the order in which the customer tries to recognise questions."""
@@ -135,10 +135,10 @@ class Domain:
     accounts: tuple[str, str] = ("personal", "business")
     """The usual kind of account, and the special one."""
     payments: Sequence[str] = ()
-    """Payment methods of customers, if they have any: the first, and one of the others."""
+    """Payment methods of customers, if they have any. Each has the first and one of the others."""
     earlier_replies: bool = False
-    """True keeps the replies of earlier versions. Every tool can be called at every level, also
-    before the customer is identified, and the customer recognises words inside of other words.
+    """True if the desk answers as in earlier releases: every tool can be called at every level,
+    also before the customer is identified, and the customer recognises words inside of other words.
     """
 
     def tool_names(self, level: int) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class Domain:
         return tuple(name for name in self.tools.tools if level > 2 or name != "find_user")
 
     def heard(self, kind: str, text: str) -> bool:
-        """Return whether the customer recognises `text` as a question about a kind of fact.
+        """Return True if the customer recognises `text` as a question about a kind of fact.
 
         `text` is in lower case.
         """
@@ -194,7 +194,10 @@ class Domain:
         return Scenario(self, level, desk, customer, requests, random.getrandbits(32))
 
     def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-        """Return the expert's steps from the moment when it knows the case, with whole calls."""
+        """Return the expert's steps from the moment when it knows the case.
+
+        The tool calls in it have all their arguments.
+        """
         if scenario.user.account == self.accounts[1] and not ignores("account"):
             steps: list[Step] = [("hand_over", {})]
         else:

@@ -1,4 +1,4 @@
-"""Random numbers and customers of a scenario."""
+"""Draw the random numbers and customers of a scenario, which is one task of a desk."""
 
 from collections.abc import Sequence
 from random import Random
@@ -34,7 +34,7 @@ class Draw:
                 return number
 
     def numbered(self, names: Sequence[str]) -> dict[str, str]:
-        """Return a new number for each name, by number."""
+        """Give each name a new number. Return the names by their numbers."""
         return {self.number(): name for name in names}
 
     def add_users(

@@ -60,7 +60,7 @@ class Toolbox:
             **meanings,
         }
         self.choices = {"reason": tuple(reasons)}
-        """The words that an argument allows, by name."""
+        """The words that an argument allows, by the argument's name."""
         for run in writes:
             for key, hint in get_type_hints(run).items():
                 if get_origin(hint) is Literal:

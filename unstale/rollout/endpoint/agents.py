@@ -1,6 +1,6 @@
-"""Episodes of external agents, which call the recording endpoint.
+"""Episodes of external agents: programs that call the policy through the recording endpoint.
 
-Their calls become trajectories.
+The calls of one run of an agent become a trajectory.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from unstale.rollout.transcript import NotReplayed, Transcript
 class AgentRollout(Rollout):
     """Runs episodes of external agents, which call the policy through an HTTP `endpoint`.
 
-    An agent may edit the history that it sends. This begins a branch, which is a further
-    conversation of the episode, and `on_event` is called.
+    If an agent edits the history that it sends, a branch begins: a further conversation of the
+    episode. `on_event` is then called with `"forked"` and details.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class AgentRollout(Rollout):
         limit: TurnLimit | None,
         budget_use: BudgetUse,
     ) -> Trajectory:
-        """Run the agent to its end. Return its calls as one trajectory with branches.
+        """Run an agent to its end. Return its calls as one trajectory with branches.
 
-        `limit` and segments do not apply, because a run of agents refuses the techniques that set
-        them.
+        `limit` and the segments of `budget_use` do not apply, because a run of agents refuses the
+        techniques that set them. Raises `EpisodeFailed` if the agent fails, and `NotReplayed` if it
+        does not repeat its recorded calls after a resume.
         """
         with stage("begin", self.config.timeout_s):
             caller = await self.make_env(task, env_seed)

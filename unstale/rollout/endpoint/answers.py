@@ -43,7 +43,7 @@ class AnswerFormat:
     kinds = ("text_completion", "text_completion")
     """Values of OpenAI's field `object`: in a plain answer, and in each chunk of a stream."""
     opening: ClassVar[Fields] = {}
-    """The first part of each choice in a stream. Empty if there is none."""
+    """Fields with which each choice begins in a stream. Empty if no event announces a choice."""
     logprobs_of = staticmethod(wire.text_logprobs)
     last = "[DONE]"
     """The data of the last event of a stream. Empty if there is none."""
@@ -78,9 +78,9 @@ class AnswerFormat:
             yield self._part(index, self.opening)
 
     def grow(self, index: int, text: str, request: CompletionRequest) -> Iterator[Fields]:
-        """Yield an event for each content field of a choice that can now be sent further.
+        """Yield an event for each content field of which more text can be sent now.
 
-        `text` is the choice's text so far.
+        `text` is the whole text so far of the choice with this index.
         """
         sent = self._sent[index]
         for name, known in self.final_text(text, request).items():
@@ -90,7 +90,7 @@ class AnswerFormat:
                 sent[name] = known
 
     def end(self, choices: list[Choice], request: CompletionRequest) -> Iterator[Fields]:
-        """Yield the events that end a stream: unsent content, the reason of the end, counts."""
+        """Yield the events that end a stream: unsent content, reason of the end, token counts."""
         for index, choice in enumerate(choices):
             for part in _unsent(self.content_of(choice), self._sent[index]):
                 yield self._part(index, part)
@@ -129,7 +129,7 @@ class AnswerFormat:
         }
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        """Return the beginning of each content field that cannot change when `text` continues."""
+        """Return the beginning of each content field that cannot change when more text follows."""
         return {"text": _without_open_end(text, request)}
 
 
@@ -271,7 +271,10 @@ def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:
-    """Return a text without an end that may become part of a character or of a stop text."""
+    """Return a text without an end that may become part of a character or of a stop text.
+
+    Empty if the text contains a stop text.
+    """
     if any(stop in text for stop in request.stops):
         return ""
     text = text.rstrip("\ufffd")

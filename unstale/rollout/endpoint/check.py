@@ -81,7 +81,7 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
 
 
 async def _scripted_generator(replies: Sequence[str]) -> Generator:
-    """Return a stand-in for the engine. Its n-th answer in a conversation is `replies[n]`.
+    """Return a generator whose engine answers with `replies[n]` as n-th reply of a conversation.
 
     The last reply is repeated.
     """

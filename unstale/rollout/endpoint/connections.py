@@ -1,8 +1,8 @@
 """Limits on a server's connections: their number, and the time until a request is complete.
 
-A token admits a request: the endpoint's is in the `Authorization` header, the dashboard's in a
-cookie. Connections that have not sent it are limited in number and time. So they cannot use up the
-file descriptors that a run needs for its journal, engines and checkpoints, or lock out a user.
+A secret token admits a request: the endpoint's is in the `Authorization` header, the dashboard's in
+a cookie. Connections that have not sent it are limited in number and time. So they cannot use up
+the file descriptors that a run needs for its journal, engines and checkpoints, or lock out a user.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from unstale.rollout.endpoint.schemas import Refused
 
 HEAD_TIMEOUT_S = 10.0
 """Seconds until the head of a request must be complete, and until a new connection must have sent
-the token.
+the secret token.
 """
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 256
 RESERVED_DESCRIPTORS = 256
-"""Number of file descriptors that connections leave to the run. If the process may open only few, a
-quarter of them.
+"""Number of file descriptors that connections leave to the run. If the process may open fewer than
+1024 files, a quarter of that limit is left instead.
 """
 
 BACKLOG = 512
@@ -40,11 +40,11 @@ all that wait, even beyond the limit.
 """
 
 Admits = Callable[[Mapping[str, Any]], bool]
-"""A function that returns True for the ASGI scope of a request with the token."""
+"""A function that returns True if the request with this ASGI scope has the secret token."""
 
 
 class LimitedServer(uvicorn.Server):
-    """A uvicorn server that limits the number and time of connections without the token."""
+    """A uvicorn server that limits connections without the secret token in number and time."""
 
     def __init__(self, app: Any, admits: Admits, **options: Any) -> None:
         config = uvicorn.Config(
@@ -67,14 +67,14 @@ class LimitedServer(uvicorn.Server):
 
 
 def bears(authorization: str, token: str) -> bool:
-    """Return True if the value of an `Authorization` header contains the token."""
+    """Return True if the value of an `Authorization` header is the secret token as bearer token."""
     kind, _, given = authorization.partition(" ")
     is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
     return is_ours and kind.lower() == "bearer"
 
 
 def bearer(token: str) -> Admits:
-    """Return a function that admits requests with the token in the `Authorization` header."""
+    """Return a function that admits requests whose `Authorization` header has the secret token."""
 
     def admits(scope: Mapping[str, Any]) -> bool:
         given = (value for name, value in scope["headers"] if name == b"authorization")
@@ -86,7 +86,7 @@ def bearer(token: str) -> Admits:
 class Protocol(H11Protocol):
     """uvicorn's HTTP protocol, with limits on connections and request heads, and errors as JSON.
 
-    `strangers` are the connections that have not sent the token, oldest first.
+    `strangers` are the connections that have not sent the secret token, oldest first.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -129,7 +129,11 @@ class Protocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start a timer for a connection without the token, or with an incomplete request head."""
+        """Start a timer for a connection without the secret token or with an incomplete request
+        head.
+
+        Stop the timer of any other connection.
+        """
         waiting = self in self._strangers or self.conn.their_state is h11.IDLE
         waiting = waiting and not self.transport.is_closing()
         if waiting and self._timer is None:

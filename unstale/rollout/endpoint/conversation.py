@@ -64,9 +64,9 @@ class Call:
 
     @cached_property
     def form(self) -> str:
-        """A text for the tools or the type of the prompt.
+        """A text that identifies the tools and template variables, or the type of another prompt.
 
-        All calls of a branch have the same text.
+        All calls of a branch (a conversation) have the same text.
         """
         first = self.history[0] if self.history else ""
         variables = json.dumps(self.template_kwargs) if self.template_kwargs else ""
@@ -84,10 +84,10 @@ class Call:
         return self._chats[base]
 
     def num_characters(self, *, tools: bool) -> int:
-        """Return a lower limit of the prompt's length in characters.
+        """Return a lower limit of the prompt's length in characters. 0 for a prompt of tokens.
 
-        The exact length is not known, because chat templates may leave out blanks and reasoning
-        texts.
+        `tools` adds the length of the tools. The exact length is not known, because chat templates
+        may leave out blanks and reasoning texts.
         """
         if isinstance(self.history, str):
             return len(self.history.strip())
@@ -102,7 +102,9 @@ class Call:
 
 @dataclass(slots=True)
 class Exchange:
-    """A prompt and its answer in a branch. The answer is `pieces[start:end]` of the branch."""
+    """A prompt and its answer in a branch (a conversation). The answer is the branch's
+    `pieces[start:end]`.
+    """
 
     prompt: History
     start: int
@@ -127,7 +129,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a call's history agrees with a branch.
+    """The part of a call's history that agrees with a branch.
 
     A branch is one conversation of the episode.
     """
@@ -157,8 +159,8 @@ class Continuation:
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """How far a new branch agrees with the branch from which it starts. None if it starts from no
-    other branch.
+    """Where a new branch leaves the branch from which it starts. None if it starts from no other
+    branch.
     """
     resumed: bool = False
     """True if the request continues an answer whose client had disconnected."""
@@ -166,7 +168,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The end and the tool calls of the answer before a prompt."""
+    """The answer before a prompt: True if its tokens include the end token, and its tool calls."""
 
     ended: bool
     calls: Sequence[ToolCall]
@@ -212,7 +214,10 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record that the pieces added to the branch since `ask` are this answer."""
+        """Record that the pieces (runs of tokens) added to the branch since `ask` are this answer.
+
+        `ended` is True if the tokens include the token that ends a reply.
+        """
         exchange = branch.exchanges[-1]
         exchange.answer = answer
         exchange.ended = ended
@@ -224,7 +229,10 @@ class Conversation:
                 self._answers[message.key] = message, tokens, ended
 
     def retract(self, continuation: Continuation) -> None:
-        """Undo `ask`. Must be called before the context was added to the branch."""
+        """Undo the call of `ask` that returned this continuation.
+
+        Must be called before the continuation's context was added to the branch.
+        """
         continuation.branch.pending = False
         if continuation.branch.pieces and not continuation.resumed:
             continuation.branch.exchanges.pop()
@@ -232,9 +240,10 @@ class Conversation:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> Match | None:
-        """Return the branch that shares most answers with a call.
+        """Return how a call agrees with the branch that has most answers in common with it.
 
-        One it can continue is preferred.
+        Of several such branches, one that the call can continue is preferred, then the oldest. None
+        if there is no branch.
         """
 
         def rank(match: Match) -> tuple[int, bool, int]:
@@ -248,7 +257,7 @@ class Conversation:
     ) -> tuple[ContextPiece, ...]:
         """Tokenize a prompt. Answers in it that this episode sampled keep their recorded tokens.
 
-        The prompt follows the answer of `after`. That is None at the start of a conversation.
+        `after` is the exchange before the prompt, or None at the start of a conversation.
         """
         if isinstance(prompt, str):
             text = after.answer if after and isinstance(after.answer, str) else ""
@@ -291,9 +300,9 @@ def _calls_of(answer: History | None) -> tuple[ToolCall, ...]:
 
 
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
-    """Return sampled pieces as context pieces.
+    """Return the pieces (runs of tokens), with the sampled ones as context.
 
-    The new branch then does not train on them again.
+    A new branch that begins with them then does not train on them again.
     """
     return tuple(
         ContextPiece(piece.tokens, Provenance.FORCED) if isinstance(piece, Sampled) else piece
@@ -332,9 +341,10 @@ def _match(branch: Branch, call: Call) -> Match:
 
 
 def first_difference(one: History, other: History) -> tuple[int, str] | None:
-    """Return where two histories differ first, and the kind of difference.
+    """Return where two histories differ first, and the kind of difference. None if they are equal.
 
-    None if they are equal.
+    The place is the index of a message, character or token. The kind is "message", "thoughts",
+    "text" or "length". Reasoning texts that `other` leaves out do not count as different.
     """
     shared = min(len(one), len(other))
     if shared and isinstance(one[0], HistoryMessage):
@@ -363,7 +373,7 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
     """Return the text of a reply as a message.
 
     If `tools` is False, or a tool call is malformed, tool calls are returned as content. With
-    `plain`, the whole text is content.
+    `plain`, the whole text is content, and reasoning text is not separated.
     """
     if plain:
         return HistoryMessage(Message("assistant", text))
@@ -376,8 +386,8 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
 def with_call_ids(reply: HistoryMessage, place: str) -> HistoryMessage:
     """Return a reply whose tool calls have ids: those that the policy wrote, or new ones.
 
-    New ids depend on `place` alone, which must be another for each reply. So they are the same in a
-    replay, which some agents need.
+    `place` is a text that must differ between replies. New ids are computed from it, so that they
+    are the same in a replay, which some agents need.
     """
     calls = reply.message.tool_calls
     if len({call.id for call in calls if is_call_id(call.id)}) == len(calls):

@@ -1,4 +1,4 @@
-"""Work on the requests of clients, in threads with a limit on time.
+"""Handle the requests of clients in threads, with a time limit.
 
 A request of 2 MB may take seconds to check, to render and to encode. On the event loop it would
 stop all episodes of the run.
@@ -13,7 +13,7 @@ from unstale.envs.guard import Overdue, run_limited
 from unstale.rollout.endpoint.schemas import Refused
 
 LIMIT_S = 30.0
-"""Seconds for one request. A body of 2 MB takes 4."""
+"""Seconds for one request. A body of 2 MB takes 4 seconds."""
 AT_ONCE = 4
 """Number of requests that are worked on at the same time. Others wait."""
 
@@ -25,7 +25,8 @@ _SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 async def off_loop(function: Callable[..., _T], name: str, *arguments: Any) -> _T:
     """Run `function` in a thread and return its result.
 
-    Raises `Refused` with `name` if it takes more than `LIMIT_S`. It is then interrupted.
+    If it takes more than `LIMIT_S` seconds, it is interrupted and `Refused` is raised. `name` is
+    its name in this error.
     """
     slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE))
     async with slots:

@@ -35,7 +35,10 @@ _ERROR = {
 
 
 def describe(paths: Mapping[str, Schema | None]) -> dict[str, Any]:
-    """Return an OpenAPI 3.1 document. `paths` maps each path to the schema of its request body."""
+    """Return an OpenAPI 3.1 document.
+
+    `paths` maps each path to the schema of its request body, or to None for a GET request.
+    """
     return {
         "openapi": "3.1.0",
         "info": {

@@ -28,14 +28,14 @@ _SAME_IN_CHAT = (
     "parallel_tool_calls",
 )
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls(?:\[(\d+)\])?)?")
-"""A message or tool call of a chat request, in an error."""
+"""Pattern of the name of a message or tool call in an error about a chat request."""
 _CHAT_TERMS = {
     "A message of role tool with the tool_call_id": "A function_call_output with the call_id",
     "tool_call_id": "call_id",
     "max_completion_tokens": "max_output_tokens",
     ".function.": ".",
 }
-"""Terms of chat requests in errors, and those of Responses requests."""
+"""Terms in errors about chat requests, and the Responses API's terms that replace them."""
 
 
 def read_response(
@@ -67,7 +67,9 @@ class _Fields:
     """The fields of a Responses request from which chat messages were made."""
 
     of_message: list[str] = field(default_factory=list)
-    """The field of each message, such as `input[2]`. The items of one reply have the first's."""
+    """The field of each message, such as `input[2]`. If several items became one message, the field
+    of the first item.
+    """
     of_calls: dict[int, list[str]] = field(default_factory=dict)
     """The fields of the tool calls of a message, by the message's index."""
 
@@ -141,7 +143,10 @@ def _merge_instructions(messages: list[dict[str, Any]], fields: _Fields) -> None
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
-    """Add an input item to the chat messages. The items of one reply become a single message."""
+    """Add an input item to the chat messages. The items of one reply become a single message.
+
+    `path` is the item's place in the request. Raises `Refused` for an invalid item.
+    """
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in ITEMS:
         raise Refused(f"{path} is not an item of type {', '.join(ITEMS)}", param=path)
@@ -268,14 +273,14 @@ class ResponseFormat(ChatFormat):
         yield self._event("output_item.added", output_index=len(self._items) - 1, item=empty)
 
     def _at(self) -> Fields:
-        """Return the fields of an event that say which output item it belongs to."""
+        """Return the fields by which an event names the output item to which it belongs."""
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
 
     def _close(self, item: Fields) -> Fields:
         return self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
-        """Stream the reasoning text in one event, as soon as it is complete."""
+        """Yield the events that stream the reasoning text at once, as soon as it is complete."""
         if self._items:
             return
         yield from self._open(_thoughts(thoughts))
@@ -285,7 +290,7 @@ class ResponseFormat(ChatFormat):
         yield self._close(self._items[-1])
 
     def _add_text(self, text: str) -> Iterator[Fields]:
-        """Stream the part of the text that has not been sent yet."""
+        """Yield the events that stream the part of the text that has not been sent yet."""
         if not self._items or self._items[-1]["type"] != "message":
             yield from self._open(_text_item("", []))
             part = self._items[-1]["content"][0]

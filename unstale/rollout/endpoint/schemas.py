@@ -122,8 +122,8 @@ _COMMON: Mapping[str, Schema] = {
     "prompt_cache_key": _ANY,
     "prompt_cache_retention": _ANY,
 }
-"""The fields that chat and text requests have in common. A field without a type does not affect
-sampling and is ignored.
+"""The fields that chat and text requests have in common. A field with the schema `_ANY` does not
+affect sampling and is ignored.
 """
 
 _EMPTY = _only(_UNUSED, None, [], "")
@@ -347,7 +347,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def require(value: Any, schema: Schema, path: str) -> None:
     """Raise `Refused` at the first place where `value` does not match the schema.
 
-    Null is treated as a missing value. `path` begins the place in the message.
+    Null is treated as a missing value. `path` is the place of `value` in the request, for the
+    message.
     """
     if not _matches(value, schema):
         for each in schema.get("anyOf", ()):
@@ -385,9 +386,10 @@ def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
 
 
 def without_influence(body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a request without the fields of `_WITHOUT_INFLUENCE`, and the names of those it had.
+    """Return a request without the fields in `_WITHOUT_INFLUENCE`, and the names of the removed
+    fields.
 
-    Fields that are null do not count.
+    Names of fields that were null are not returned.
     """
     found: set[str] = set()
 

@@ -1,9 +1,10 @@
-"""The endpoint's HTTP server (starlette on uvicorn). It accepts local clients that have the token.
+"""The endpoint's HTTP server (starlette on uvicorn). It accepts local clients that have the secret
+token.
 
 `/e/<episode>/v1/` has `chat/completions`, `responses`, `completions`, `models`, and `record`, which
 returns all tokens so far with version, log-probability and origin. `/v1/` has the same paths for
 the episode that the header X-Episode names. `/openapi.json` describes all paths. `/healthz` needs
-no token.
+no secret token.
 """
 
 import asyncio
@@ -46,7 +47,9 @@ PATHS = {
     "/models": None,
     "/record": None,
 }
-"""The paths of an episode. A path for POST requests has the schema of the request body."""
+"""The paths of an episode. A path for POST requests has the schema of the request body, a path for
+GET requests None.
+"""
 MODEL = "policy"
 """Name of the model in answers to requests that name none."""
 
@@ -59,8 +62,8 @@ none.
 class RecordingEndpoint:
     """An OpenAI-compatible server that records every token. It runs inside `async with`.
 
-    `opened` adds the session of an episode. `find` is called for the name of an episode that was
-    not added.
+    `opened` adds the session of an episode. For an episode that was not added, `find` is called
+    with the episode's name and returns its session.
     """
 
     def __init__(

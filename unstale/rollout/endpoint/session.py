@@ -51,15 +51,21 @@ class AgentSession:
     calls: asyncio.TaskGroup
     on_event: Callable[..., None] = lambda kind, **_: None
     reply_tokens: int = 0
-    """Largest number of tokens of a reply, below that of the run. 0 sets no limit."""
+    """Largest number of tokens of a reply, in addition to the run's limits. 0 sets no further
+    limit.
+    """
     stop: Stop = "done"
     """The reason why the last call was refused: a limit, or no reply of the requested format.
-    "done" if none was.
+    "done" if the last call was not refused.
     """
     broken: str = ""
-    """Why an episode cannot continue after a resume. Empty if it can."""
+    """Why the episode cannot continue after a resume: how the agent's calls differ from the
+    recorded ones. Empty if it can continue.
+    """
     own_end: Stop = "done"
-    """The reason of an end by the agent: `cut_reply` if a limit cut its last reply."""
+    """The stop reason of an episode that the agent itself ends: "cut_reply" if a limit cut its last
+    reply, otherwise "done".
+    """
     closed: bool = False
     num_replies: int = 0
     facts: Counter[str] = field(default_factory=Counter)
@@ -70,7 +76,7 @@ class AgentSession:
     _transcripts: dict[int, Transcript] = field(default_factory=dict)
     _conversation: Conversation = field(init=False)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread or the event loop changes the conversation."""
+    """A lock that is held while a thread or the event loop changes the conversation."""
     _running: set[asyncio.Task[list[Choice] | Refused]] = field(default_factory=set)
     _num_pending: int = 0
     _num_refusals: int = 0
@@ -98,9 +104,10 @@ class AgentSession:
     def start(
         self, request: CompletionRequest, on_text: OnText
     ) -> "asyncio.Task[list[Choice] | Refused]":
-        """Start to answer a call, in a task.
+        """Start a task that answers a call, and return the task.
 
-        The caller must cancel it if its client disconnects.
+        Its result is the list of answers, or the refusal. The caller must cancel the task if the
+        client disconnects. Raises `Refused` if the episode or the run has ended.
         """
         if self.closed:
             raise Refused("this episode is over", status=410, code="episode_over")
@@ -119,7 +126,8 @@ class AgentSession:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Limit the time between two calls of the agent to `rollout.timeout_s`, within a context.
+        """Return a context in which `rollout.timeout_s` limits the time between two calls of the
+        agent.
 
         The session is closed at the end of the context.
         """
@@ -205,7 +213,9 @@ class AgentSession:
         return places
 
     async def _ask_in_thread(self, request: CompletionRequest) -> list[Continuation]:
-        """Call `_ask_all` in a thread. If the caller is cancelled, wait for it and undo it."""
+        """Call `_ask_all` in a thread. If the caller is cancelled, wait for the thread and undo its
+        work.
+        """
         asking = asyncio.create_task(off_loop(self._ask_all, "the chat template", request))
         try:
             return await asyncio.shield(asking)
@@ -264,7 +274,9 @@ class AgentSession:
         self._require_budget(request, num_tokens, "at least ")
 
     def _refuse(self, stop: Stop) -> None:
-        """Note that a limit refuses a call. If the agent then fails, this ends its episode."""
+        """Record that a call is refused, and why. If the agent then fails, its episode ends with
+        this reason.
+        """
         self.stop = stop
         self._num_refusals += 1
 
@@ -318,7 +330,11 @@ class AgentSession:
     async def _reply(
         self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
     ) -> Choice | Refused:
-        """Sample a reply. Repeat in a new branch while it lacks the requested `response_format`."""
+        """Sample a reply. If it lacks the requested `response_format`, sample again in a new
+        branch.
+
+        After the last retry, return a refusal.
+        """
         wanted = request.format
         if wanted is None:
             return await self._generate(place, request, on_text)
@@ -364,7 +380,9 @@ class AgentSession:
     def _choice(
         self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool
     ) -> Choice:
-        """Return the answer, and record the form in which later histories may contain it."""
+        """Return the sampled tokens as an answer, and record the form that later histories may
+        repeat.
+        """
         call = request.call
         chat = call.chat(self.chat)
         text = chat.text(tokens)

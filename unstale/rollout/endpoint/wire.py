@@ -42,7 +42,7 @@ STRICT = EndpointConfig()
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """The JSON Schema that a reply must satisfy. A reply that does not is sampled again.
+    """The JSON Schema that a reply must satisfy. A reply that does not satisfy it is sampled again.
 
     Replies with tool calls are not checked.
     """
@@ -99,11 +99,14 @@ class CompletionRequest:
     overridden: tuple[str, ...] = ()
     """Names of the options of the request that are ignored (`endpoint.lenient`)."""
     field: str = "messages"
-    """The request's field with the context of the answer, for errors."""
+    """The request's field that contains the prompt, for errors."""
 
 
 class AnswerToken(NamedTuple):
-    """A token of an answer. Its bytes are UTF-8, and may be a part of a character."""
+    """A token of an answer. Its bytes are UTF-8, and may be a part of a character.
+
+    `data` is empty unless the request asked for log-probabilities.
+    """
 
     data: bytes
     logp: float
@@ -111,7 +114,10 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the `n` answers to a request: a message, its tokens and their log-probabilities."""
+    """One of the `n` answers to a request: a message, its tokens and their log-probabilities.
+
+    `finish` is OpenAI's `finish_reason`: "stop", "length" or "tool_calls".
+    """
 
     message: HistoryMessage
     finish: str
@@ -120,7 +126,10 @@ class Choice:
 
 
 def load(data: bytes) -> dict[str, Any]:
-    """Parse the body of a request as JSON. Raises `Refused` if it is no JSON object."""
+    """Parse the body of a request as JSON.
+
+    Raises `Refused` if it is not a JSON object, or is nested too deeply.
+    """
     try:
         body = loads(data)
     except (ValueError, RecursionError) as error:
@@ -298,9 +307,10 @@ def _in_order_of_calls(
 def _places_in_order(
     ids: Sequence[str], results: Mapping[int, str | None], reply: str
 ) -> Sequence[int]:
-    """Return the places of the results of a reply in the order of its calls, whose ids are `ids`.
+    """Return the places of the tool results after a reply, in the order of the reply's tool calls.
 
-    `results` has the id of each result, by its place. Raises `Refused` if they do not match.
+    `ids` are the ids of these calls. `results` has the call id of each result, by its place. Raises
+    `Refused` if they do not match.
     """
     if not ids and not any(results.values()):
         return [*results]
@@ -346,7 +356,7 @@ def _read_call(call: Any, path: str) -> ToolCall:
 
 
 def message(answer: HistoryMessage) -> dict[str, Any]:
-    """Return an answer as a JSON record."""
+    """Return a reply as an OpenAI chat message, in the form of a JSON record."""
     content = answer.message.content
     calls = answer.message.tool_calls
     record: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
