@@ -210,7 +210,7 @@ def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionWeights:
-    """The result of a correction: for each token, its weight and a mask of kept ones. No gradient."""
+    """The result of a correction: a weight and a mask for the tokens, without gradient."""
 
     weight: Float[Tensor, "*shape"]
     """Factor on the loss of each kept token."""

@@ -20,10 +20,11 @@ loopback only.
 """
 _CONNECT_S = 10.0
 MAX_CONCURRENT = 100_000
-"""Calls that a host serves at once. The run limits its requests and episodes, so this is no limit.
+"""Largest number of calls that a host serves at once. A run limits its requests and episodes
+itself, so it never reaches this number.
 """
 _at_end: ExitStack | None = None
-"""Functions to call at the end of the present run. None outside of a run."""
+"""Functions to call at the end of the current run. None outside of a run."""
 
 
 def require_ray() -> None:
@@ -116,7 +117,9 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of Ray. The others are a traceback of another process."""
+    """Return the first line of an error of Ray. The other lines are a traceback
+    of another process.
+    """
     return (str(error).splitlines() or [repr(error)])[0]
 
 
@@ -127,7 +130,9 @@ def summary(error: BaseException) -> str:
 
 
 async def result_of(reference: Any) -> Any:
-    """Return the result of a call of an actor. Unlike a reference, this is a coroutine."""
+    """Return the result of a call of an actor, to which `reference` refers. Unlike a reference,
+    this is a coroutine.
+    """
     return await reference
 
 
@@ -171,7 +176,9 @@ def end_after() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Call a function at the end of the present run (`end_after`), also after an error."""
+    """Call a function at the end of the current run (`end_after`), also after an error. Outside of
+    a run, do nothing.
+    """
     if _at_end is not None:
         _at_end.callback(function)
 

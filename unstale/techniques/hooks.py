@@ -216,7 +216,7 @@ class Recredit(Protocol):
         scored: Sequence[ScoredTrajectory],
         context: CreditContext,
     ) -> list[ScoredTrajectory]:
-        """Return the trajectories `scored` with new advantages. Their number and order must stay."""
+        """Return the trajectories with new advantages. Their number and order must stay."""
         ...
 
 
@@ -337,7 +337,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """The advantages of a batch's tokens after a shaper, `[T]`, and a mask of tokens to train on."""
+    """The result of a shaper for a batch's tokens, `[T]`: advantages, and a mask to train on."""
 
     advantage: Tensor
     keep: Tensor

@@ -43,7 +43,7 @@ _MOST_SEGMENTS = 4
 
 
 class Step(NamedTuple):
-    """The limits of an episode in one step of the table: tokens of context, tool calls, segments."""
+    """The limits of an episode in one step of the table: context tokens, tool calls, segments."""
 
     context: int
     calls: int
@@ -124,10 +124,14 @@ class SegmentsConfig(Section):
 
 
 class Segments:
-    """A technique that runs episodes in segments, and raises their limits if too many are cut off."""
+    """A technique that runs episodes in segments, and raises their limits if too
+    many are cut off.
+    """
 
     def __init__(self, options: SegmentsConfig) -> None:
-        """Create the technique. No option may be 0 or empty: `SegmentsConfig.within` fills them in."""
+        """Create the technique. No option may be 0 or empty: `SegmentsConfig.within`
+        fills them in.
+        """
         self._options = options
         self._table = parse_table(options.table)
         self.max_concurrent_episodes = options.max_concurrent_episodes

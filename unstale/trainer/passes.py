@@ -17,11 +17,11 @@ pass, the model of an old-logit route and the weights to publish.
 
 
 def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
-    """Return the largest number of tokens in a forward pass: of the options, or what fits if 0.
+    """Return the largest number of tokens in a forward pass: the option, or what fits if it is 0.
 
-    `trains` is True for a pass with gradient. All ranks of the policy must call this, and get the
-    same number. An engine of this run on the same GPU leaves `ACTIVATIONS_SHARE` of it to
-    activations.
+    `trains` is True for a pass with gradient. All ranks of the policy must call this function, and
+    receive the same number. If an engine of this run is on the same GPU, it leaves
+    `ACTIVATIONS_SHARE` of the GPU's memory to activations.
     """
     options = config.trainer
     scoring = options.scoring_tokens(on_gpu=policy.device.type == "cuda")

@@ -234,7 +234,9 @@ class Scorer(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return metrics of kept versions: seconds since the last call, and bytes held at the call."""
+        """Return metrics of kept versions: seconds since the last call, and
+        bytes held in memory.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:
