@@ -1,7 +1,7 @@
 """A headless Chromium, driven by its own protocol over a pipe of the process.
 
 It needs no package, only a `chromium` or `google-chrome` program, or that of `playwright install
-chromium`. `browser_program` returns None if there is none, and tests are then skipped.
+chromium`. `browser_program` returns None without such a program. Tests are then skipped.
 """
 
 import base64

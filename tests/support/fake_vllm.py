@@ -90,7 +90,7 @@ class FakeVllm(FakeServer):
         self._raw = raw_logprobs
         self._version = "default"
         self._cached: set[tuple[int, ...]] = set()
-        """Openings of contexts, in whole blocks."""
+        """Beginnings of contexts whose whole blocks are in the cache."""
         self._paused = False
         self.workers: GlooWorkers | None = None
         """Set by tests of weight transfers: the workers, with gloo in place of NCCL."""

@@ -53,9 +53,9 @@ class Forked:
     """A process that runs a program, or `unstale` with some words.
 
     The methods are those of `subprocess.Popen`. The process is killed at the end of the context.
-    Its own child processes count as frozen after the time of `tests.support.waits`, or with
-    `is_patient` False after that of the package. With `forks_children` they are forked, too, and
-    are not its children for the operating system.
+    Its own child processes count as frozen after `FROZEN_S` of `tests.support.waits`, or with
+    `is_patient` False after the package's shorter time. With `forks_children` they are forked, too,
+    and are not its children for the operating system.
     """
 
     def __init__(
