@@ -20,7 +20,7 @@ from unstale.engines.routing import Phases
 
 
 def connect_run(config: RunConfig) -> None:
-    """Connect to Ray for the ranks and hosts of a run. Raises `ConfigError` if it cannot be used.
+    """Connect to Ray for the ranks and hosts of a run. Raises `ConfigError` if Ray cannot be used.
 
     A Ray that is started for this run gives the ranks only their GPUs.
     """

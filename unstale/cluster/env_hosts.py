@@ -33,7 +33,7 @@ class HostAnswer:
     """The answer to a call, and the state of the worker process afterwards."""
 
     row: Row | None
-    """None if the process ended before it answered."""
+    """The method's answer. None if the process ended before it answered."""
     ended: str
     retired: str
     suspects: frozenset[str]

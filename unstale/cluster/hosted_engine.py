@@ -33,7 +33,9 @@ RESOURCE = "engine_host"
 HANG_S = 60.0
 """Seconds without an answer after which a host counts as dead."""
 LOAD_S = 1200.0
-"""Seconds after which a start or a load fails. They may start servers or move all weights."""
+"""Seconds after which a start or a load fails. A start may start servers, and a load may move all
+weights.
+"""
 CLOSE_S = 20.0
 """Seconds in which a host may end its servers before it is killed."""
 _PLACEMENTS = 4
@@ -43,7 +45,9 @@ Handle = Any
 
 
 def place(options: HostOptions) -> Handle:
-    """Ask Ray for an actor on a machine with a free `RESOURCE`. It may have to wait for one."""
+    """Ask Ray for an actor on a machine with a free `RESOURCE`. The actor may
+    have to wait for one.
+    """
     actor = import_ray().remote(EngineHost)
     placed = actor.options(
         num_cpus=0, resources={RESOURCE: 1}, max_restarts=0, max_concurrency=MAX_CONCURRENT
@@ -233,7 +237,9 @@ class HostedEngine:
             self.on_event(kind, **{**fields, "host": self._number})
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the host. Raises what it raises, or `EngineDied` if the host is lost."""
+        """Call a method of the host. Raises the method's error, or `EngineDied` if the host is
+        lost.
+        """
         session = self._live_session()
         exceptions = import_ray().exceptions
         if self._host is None:

@@ -119,14 +119,16 @@ class _RankActor:
         self._rank = make(RankGroup.of_group())
 
     def run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> Any:
-        """Run calls of `Rank` methods in order. Return the last one's result on the first rank."""
+        """Run calls of `Rank` methods in order. Return the last result on the first rank."""
         result = None
         for name, arguments in calls:
             result = getattr(self._rank, name)(*arguments)
         return result if dist.get_rank() == 0 else None
 
     def run_parts(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> tuple[Any, Any]:
-        """Run calls of `Rank` methods in order. Return the last one's two results on every rank."""
+        """Run calls of `Rank` methods in order. Return the last call's two
+        results on every rank.
+        """
         *before, (name, arguments) = calls
         self.run(before)
         first, second = getattr(self._rank, name)(*arguments)
@@ -339,7 +341,7 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks, also those that only score. `make` starts others."""
+        """End all ranks, also those that only score. `make` starts new ones."""
         if self.scorers:
             self.scorers.close()
         actors, self._actors = self._actors, []

@@ -193,7 +193,8 @@ class Rank:
     def write(self) -> str:
         """Write the snapshot. Another thread may train and score meanwhile.
 
-        `snapshot` and `publish` must not run meanwhile: they use the same tensors and group.
+        `snapshot` and `publish` must not run meanwhile: they use the same tensors and process
+        group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)

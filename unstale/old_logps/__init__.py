@@ -89,10 +89,10 @@ class OldLogps:
         Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` has the
         log-probabilities under the current policy, without gradient. It is empty unless the route
         declares `needs.now` or `needs.inline`. The method is called before the first optimizer step
-        on a batch. With `trainer.stream` it is called for some groups of the batch at a time,
-        unless the route declares `needs.whole_batch`. If the route declares `needs.inline`, it is
-        called in every training pass instead, on the sequences of that pass. Raises LookupError if
-        the weights that sampled a token were not kept.
+        on a batch. With `trainer.stream` it is called for some groups of the batch at a time; a
+        route that declares `needs.whole_batch` cannot be used with it. If the route declares
+        `needs.inline`, it is called in every training pass instead, on the sequences of that pass.
+        Raises LookupError if the weights that sampled a token were not kept.
         """
         raise NotImplementedError
 

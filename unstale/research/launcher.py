@@ -115,7 +115,7 @@ def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:
 
 
 def _took(plans: Sequence[ComparisonPlan]) -> list[float]:
-    """Return the seconds that each finished run of the plan took, if an earlier command ran it."""
+    """Return the seconds of each run of the plan that an earlier command has finished."""
     took = []
     for plan in plans:
         names = {run.folder.name for run in plan.runs}

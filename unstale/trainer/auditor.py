@@ -114,7 +114,7 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 
 
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Return an estimate and its standard error as two metrics."""
+    """Return an estimate as the metric `name` and its standard error as the metric `{name}_se`."""
     return {
         name: estimate.value if estimate else None,
         f"{name}_se": estimate.se if estimate else None,

@@ -11,7 +11,7 @@ import torch
 
 FIRST, LARGEST = 2.0**16, 2.0**24
 LEAST = 1.0
-"""Smallest factor. A gradient that is not finite without a factor is an error of the run."""
+"""Smallest factor. With it, a gradient that is not finite is an error of the run."""
 GROWTH_STEPS = 200
 """Number of optimizer steps without an overflow after which the factor is doubled. torch's default
 of 2000 is for runs of many thousand steps.

@@ -16,9 +16,9 @@ one weight of every tensor.
 """
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
-"""Number of bits after the binary point of a number between 1 and 2."""
+"""Number of bits after the binary point of a number between 1 and 2, by dtype."""
 LEAST_EXPONENT = {torch.bfloat16: -133, torch.float16: -24}
-"""The binary logarithm of the smallest positive number."""
+"""The binary logarithm of the smallest positive number, by dtype."""
 
 
 class Masters:

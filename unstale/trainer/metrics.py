@@ -193,8 +193,9 @@ class StepMetrics:
 
     @property
     def entropy_every(self) -> int:
-        """n, if the entropy is computed for every n-th token: at most
-        `ENTROPY_SAMPLE` in a batch.
+        """The entropy is computed for every n-th token, where n is this number.
+
+        It is chosen so that at most `ENTROPY_SAMPLE` tokens of a batch are chosen.
         """
         return max(1, math.ceil(self.expected_tokens / ENTROPY_SAMPLE))
 

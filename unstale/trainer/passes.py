@@ -12,7 +12,7 @@ moments.
 """
 _COPIES = 3
 """Copies of the weights in the precision of passes that a run may still allocate: the gradient of a
-pass, the model of an old-logit route and the weights to publish.
+pass, the second model of the route `old_logit_model` and the weights to publish.
 """
 
 

@@ -97,7 +97,7 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return the contribution of some sequences to the loss's divisor.
+        """Return what some sequences add to the loss's divisor.
 
         `norm` times this number does not depend on the other sequences of the batch.
         """

@@ -58,7 +58,7 @@ class AddedParts:
         """Return all sequences of the batch that were run, and their `old_logp` `[T]`.
 
         `scored` and `old_logp` are the sequences that are in no part, and their values. The result
-        is in the order of the batch. The tensor is empty if the route computes it in every training
+        is in the order of the batch. `old_logp` is empty if the route computes it in every training
         pass.
         """
         found = [*self._scored, (scored, old_logp)]
@@ -84,7 +84,8 @@ class AddedParts:
 def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
     """Return the sequences of the parts in the order of the batch, with the parts' advantages.
 
-    The second value `[T]` puts values of the parts, end to end, into that order.
+    The second value, `[T]`, is an index that puts the values of the parts, end to end, into that
+    order.
     """
     index = torch.cat([_positions(batch, part) for part in parts])
     advantage = batch.advantage.clone()

@@ -18,7 +18,7 @@ from unstale.routed_experts import no_rows
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> dict[PieceKey, Tensor]:
-    """Score pieces (runs of sampled tokens) with the weights of `version`. Return logps by piece.
+    """Return log-probabilities by piece (run of sampled tokens), under the weights of `version`.
 
     `version` None means the trainer's current weights. All pieces are of one version. All pieces of
     an episode are scored in one sequence: the longest text among them, since it contains the

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a piece (a run of sampled tokens): version, episode and start offset in it."""
+    """The key of a piece (a run of sampled tokens): its version, its episode and the position of
+    its first token in the episode.
+    """
 
     version: int
     episode: int

@@ -273,8 +273,9 @@ class ScriptedUser(tau2.User):
 
 
 def tau2_tasks(domain: str, **options: Any) -> Taskset:
-    """Return the tasks of a domain, or of all domains in turn (`all`, or `all@MODEL`).
+    """Return the tasks of a domain, or of all domains in turn (`all`).
 
+    `@MODEL` after the name of the domain names the model that plays the user, unless `user` does.
     `options` are those of `Tau2Tasks`.
     """
     name, at, model = domain.partition("@")

@@ -94,8 +94,9 @@ class MessageTypes:
 
 
 class PolicyAgent:
-    """The code of an agent that both libraries share. The agent answers with
-    the policy's replies.
+    """The part of an agent that is the same for both libraries.
+
+    The agent answers with the policy's replies.
     """
 
     reply: Any

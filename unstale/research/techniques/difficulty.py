@@ -34,7 +34,7 @@ class BinOptions(SuccessThreshold):
 class _Task:
     bin: int
     solved: list[int] = field(default_factory=list)
-    """1 for each of the last groups that had a success, 0 for each other."""
+    """One number for each of the last groups: 1 if it had a success, otherwise 0."""
 
 
 class Bins:
