@@ -50,7 +50,7 @@ has_crowd = False
 
 
 async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """Call the policy once before and twice after the clients without the token connect.
+    """Call the policy once before clients without the token connect, and twice afterwards.
 
     Only the first agent starts these clients.
     """

@@ -264,7 +264,9 @@ def fake_run(  # noqa: PLR0913
 
 
 def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
-    """Return an environment as in `survivors.json`: 24 of 424 finished attempts were lost."""
+    """Return the entry of an environment in `survivors.json`: 24 of 424 finished attempts were
+    lost.
+    """
 
     def kind(count: int, mean: float, success: float | None = None) -> dict[str, Any]:
         tokens = {

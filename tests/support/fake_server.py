@@ -32,7 +32,9 @@ class Speech:
         self.context = context
         self.temperature = temperature
         self.noise = noise
-        """Of a position, and how many words there are."""
+        """A function of the position and the number of words. It returns the noise that is added to
+        the words' log-probabilities.
+        """
         self.aborted = False
         self.routed_experts: list[Tensor] = []
         """The experts `[tokens, layers, k]` of every step, if the server records them."""

@@ -270,7 +270,9 @@ class FakeSglang(FakeServer):
                 req.reason = {"type": "length", "length": len(req.ids)}
 
     def _noise(self, seed: int | None) -> Callable[[int, int], torch.Tensor]:
-        """Return noise by seed and position. Seeds have no effect without the flag."""
+        """Return a function that returns noise by position. Only a deterministic server uses the
+        seed.
+        """
         if not self._deterministic:
             return lambda position, size: gumbel(self._stream, size)
         seed = 42 if seed is None else seed

@@ -215,7 +215,7 @@ class CancelsEverything(Env):
 
 
 class Waits(Env):
-    """A good environment that takes a while."""
+    """A good environment that takes some time to answer."""
 
     async def step(self, reply: Message) -> Turn:
         await asyncio.sleep(1)
@@ -277,7 +277,8 @@ ISOLATED = (
 
 
 def isolated_tasks() -> HostileTasks:
-    """Return all of them, for workers that interrupt code after 0.6 s.
+    """Return tasks of all environments that need isolation, for workers that interrupt code after
+    0.6 s.
 
     The last is `LongAnswer`, whose worker needs more memory than the others.
     """

@@ -59,12 +59,12 @@ def learn(
 
 
 def ratio(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
-    """Weigh by the token's ratio, without a limit."""
+    """Return each token's factor without a limit: its ratio pi / mu times its advantage."""
     return (logp - behavior_logp).exp() * advantage
 
 
 def clip(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
-    """Weigh as the gradient of PPO's clip does."""
+    """Return each token's factor in the gradient of PPO's clip."""
     rho = (logp - behavior_logp).exp()
     outside = ((advantage > 0) & (rho > 1.28)) | ((advantage < 0) & (rho < 0.8))
     return torch.where(outside, 0.0, rho * advantage)

@@ -69,8 +69,9 @@ class EffectiveHorizon:
     over the states of greedy policies. Infinite if all actions are equally good everywhere.
     """
     rollouts: int
-    """m: random episodes after each sequence of k actions that find a best action in all T steps
-    with a probability of at least 1/2. An upper bound (Bernstein's inequality).
+    """m: the number of random episodes after each sequence of k actions with which a best action is
+    found in all T steps, with a probability of at least 1/2. It is an upper bound (Bernstein's
+    inequality).
     """
     episodes: int
     """T A^k m: the random episodes in total."""

@@ -44,8 +44,8 @@ class RankedTrainer:
         self.results = StepResults({}, [], [], [], [])
         """The results of the last batch."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """Called before the ranks need the old log-probabilities of a batch. None means all that
-        were requested.
+        """Called before the ranks need the old log-probabilities of a batch. With None in place of
+        the batch, it collects all values that were requested.
         """
         self._steps_left = 0
         self._posted: PostedStep | None = None
@@ -138,7 +138,9 @@ class RankedTrainer:
         self.call("add", part)
 
     def prepare(self, batch: Batch) -> Sequence[int]:
-        """Return the numbers of the minibatches. Their data stay on the ranks."""
+        """Prepare the minibatches of a batch on the ranks, where their data stay. Return their
+        numbers.
+        """
         self.collect(batch)
         self._steps_left = self.call("prepare", batch)
         return range(self._steps_left)

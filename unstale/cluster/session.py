@@ -55,11 +55,12 @@ def connect(
     """Connect this process to Ray and return the module `ray`.
 
     Without an address, a new Ray session is started. It listens on loopback only and ends with this
-    process. `resources` are its custom resources, `gpus` the GPUs that its processes may use (all
-    if it is empty), and `options` are arguments of `ray.init`. An address is `host:port`, or `auto`
-    for the cluster that `RAY_ADDRESS` names or to which this machine belongs. If this process is
-    connected already, that connection is used. Raises `ConfigError` if Ray is not installed, does
-    not answer at the address, or this process is connected to Ray at another address.
+    process. `resources` are the session's custom resources, `gpus` the GPUs that its processes may
+    use (all if it is empty), and `options` are arguments of `ray.init`. An address is `host:port`,
+    or `auto` for the cluster that `RAY_ADDRESS` names or to which this machine belongs. If this
+    process is connected already, that connection is used. Raises `ConfigError` if Ray is not
+    installed, does not answer at the address, or this process is connected to Ray at another
+    address.
     """
     if not address:  # Ray reads these when it is imported and when it starts
         os.environ.setdefault(_LOOPBACK_ONLY, "0")

@@ -154,7 +154,7 @@ class TokenLog:
         ]
 
     def _kept(self, batch: Batch) -> list[int]:
-        """Return the sequences whose values are kept."""
+        """Return the sequences whose values are kept, by index."""
         if not self.share:
             return []
         return [i for i, number in enumerate(batch.group) if keeps_tokens(number, self.share)]
