@@ -114,7 +114,9 @@ class Page:
         )
 
     def _repeat(self, script: str, condition: str) -> None:
-        """Run a script again and again until it returns true, which it does once `condition` is."""
+        """Run a script again and again until it returns true. It must return true once `condition`
+        is.
+        """
         end = time.monotonic() + TIMEOUT_S
         while not self.run(script):
             text = self.run("document.body?.innerText.slice(0, 600)")

@@ -327,7 +327,9 @@ class LocalTrainer:
         self._metrics.update_s += time.perf_counter() - began
 
     def _update(self, *, is_skipped: bool) -> None:
-        """Let the optimizer change the weights, and round them. Weights of a skipped step stay."""
+        """Let the optimizer change the weights, and round them. A skipped step
+        changes no weights.
+        """
         if is_skipped:
             self._metrics.skipped_steps += 1
             self.optimizer.zero_grad(set_to_none=True)

@@ -17,7 +17,8 @@ pass, the second model of the route `old_logit_model` and the weights to publish
 
 
 def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
-    """Return the largest number of tokens in a forward pass: the option, or what fits if it is 0.
+    """Return the largest number of tokens in a forward pass: the value of the option, or the number
+    that fits into memory if the option is 0.
 
     `trains` is True for a pass with gradient. All ranks of the policy must call this function, and
     receive the same number. If an engine of this run is on the same GPU, it leaves
