@@ -1,4 +1,4 @@
-"""Compare log-probabilities of engine and trainer bit for bit in whole runs, and price the mode.
+"""Compare log-probabilities of engine and trainer bit for bit in whole runs, and time this mode.
 
     python -m benchmarks.bitwise bits                       # 200 steps, two settings: 20 minutes
     python -m benchmarks.bitwise bits --model smollm2 --steps 4

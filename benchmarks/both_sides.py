@@ -1,4 +1,4 @@
-"""Engine and trainer in one process: sample replies, compute given replies again, round parts.
+"""Run engine and trainer in one process: sample replies, score given replies, round parts.
 
 The engine is the `Batcher` and the runner of the embedded engine's process, without the process.
 Replies are sampled as in a run. They can also be computed again, token by token and in the same

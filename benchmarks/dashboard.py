@@ -1,4 +1,4 @@
-"""How long does the dashboard take with 100,000 episodes, and what does it cost the training?
+"""Measure how long the dashboard takes with 100,000 episodes, and what it costs a training.
 
     python -m benchmarks.dashboard                 # all parts (40 minutes on two cores)
     python -m benchmarks.dashboard --parts pauses  # a long run: server and Chromium

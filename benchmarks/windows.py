@@ -1,4 +1,4 @@
-"""Compare ways to divide a staleness bound between tickets and a look-ahead window, by simulation.
+"""Compare ways to divide a staleness bound between groups in flight and a window, by simulation.
 
     python -m benchmarks.windows        # 5 minutes on two cores; the result does not depend on them
 

@@ -66,7 +66,7 @@ SIZES = {
     False: {"hidden_size": 640, "num_hidden_layers": 10, "intermediate_size": 2560},
     True: {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128},
 }
-"""Sizes of the models by whether the short form is asked for."""
+"""Sizes of the models. The key is True for the short form (`--short`)."""
 
 
 def write_model(kind: str, folder: Path, *, short: bool) -> None:

@@ -22,7 +22,7 @@ Arm = Sequence[tuple[float, Mapping[str, Any]]]
 
 
 class Learner:
-    """24 policies that learn side by side. They begin with `logits`, `[arms]` or `[24, arms]`."""
+    """24 policies that learn independently. They start with `logits`, `[arms]` or `[24, arms]`."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class Learner:
     ) -> list[ScoredTrajectory]:
         """Take a gradient step on new groups. Return the trained answers.
 
-        The first token of an answer is its arm, its episode the number of the seed.
+        The first token of an answer is its arm. The episode of a trajectory is the number of its
+        policy.
         """
         p = self.logits.softmax(-1)
         count = num_groups * self._size

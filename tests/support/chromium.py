@@ -1,7 +1,7 @@
 """A headless Chromium, driven by its own protocol over a pipe of the process.
 
 It needs no package, only a `chromium` or `google-chrome` program, or that of `playwright install
-chromium`. `browser_program` returns None if there is none, and tests are then skipped.
+chromium`. `browser_program` returns None without such a program. Tests are then skipped.
 """
 
 import base64
@@ -114,7 +114,9 @@ class Page:
         )
 
     def _repeat(self, script: str, condition: str) -> None:
-        """Run a script again and again until it returns true, which it does once `condition` is."""
+        """Run a script again and again until it returns true. It must return true once `condition`
+        is.
+        """
         end = time.monotonic() + TIMEOUT_S
         while not self.run(script):
             text = self.run("document.body?.innerText.slice(0, 600)")

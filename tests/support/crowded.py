@@ -1,6 +1,6 @@
-"""A run with 1,024 file descriptors, to which strangers open 1,100 connections without the token.
+"""A run with 1,024 file descriptors, to which clients without the token open 1,100 connections.
 
-`main` trains one step and prints what strangers and agents got.
+`main` trains one step and prints what these clients and the agents received.
 """
 
 import asyncio
@@ -43,14 +43,17 @@ for each in held:
 """
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "one"}]}
 statuses: list[int] = []
-"""Answers to clients with the token."""
+"""HTTP statuses of the answers to clients with the token."""
 strangers: list[str] = []
-"""Answers to connections without it: a status, "closed" or "open"."""
+"""Result of each connection without the token: a status, "closed" or "open"."""
 has_crowd = False
 
 
 async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """Ask once before and twice after the crowd has come. Only the first agent calls a crowd."""
+    """Call the policy once before clients without the token connect, and twice afterwards.
+
+    Only the first agent starts these clients.
+    """
     global has_crowd
     is_first, has_crowd = not has_crowd, True
     key = {"Authorization": f"Bearer {api_key}"}

@@ -1,4 +1,4 @@
-"""Make a distribution with entry points, as pip installs it: a folder beside its modules."""
+"""Write a distribution with entry points, as pip installs it: a folder beside its modules."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 async def taken(items: AsyncIterator[T], number: int) -> list[T]:
-    """Return the next items, fewer if they end."""
+    """Return the next `number` items, or fewer if the iterator ends."""
     found: list[T] = []
     while len(found) < number:
         try:

@@ -18,9 +18,10 @@ def trial(
     step_s: float = 60.0,
     **recorded: float,
 ) -> None:
-    """Write a finished run, evaluated before the first and after every step.
+    """Write a finished run that was evaluated before the first step and after every step.
 
-    Each step takes `step_s`. `recorded` may have its `tokens` (50) and its `kept` share (0.9).
+    Each step takes `step_s` seconds. `recorded` may have `tokens`, the sampled tokens of a step
+    (default 50), and `kept`, the share of kept tokens (default 0.9).
     """
     clock = FakeClock()
     config = replace(
@@ -43,7 +44,9 @@ def trial(
 
 
 def comparison(folder: Path, arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write a comparison with `snapshot_old`: for each arm and seed what `trial` takes."""
+    """Write the folder of a comparison: for each arm and seed, a run with the
+    arguments of `trial`.
+    """
     runs = []
     for arm, trials in arms.items():
         for seed, found in enumerate(trials):

@@ -150,10 +150,10 @@ class FakeEpisodes:
 
 
 def fake_tokens(group: Group, sibling: int, route: str, step: int) -> TokenValues:
-    """Return values of training of an episode, with flags as its run's options give them.
+    """Return the token values of a trained episode, with flags that fit the options of its run.
 
-    They are numbers of float16, so the journal keeps them as they are. The last sibling was not
-    run.
+    All numbers are exact in float16, so the journal does not change them. The last sibling had no
+    forward pass.
     """
     trajectory = group.trajectories[sibling]
     rng = np.random.default_rng([step, sibling])
@@ -215,8 +215,11 @@ def fake_run(  # noqa: PLR0913
     prefix: str = "",
     with_values: bool = False,
 ) -> Path:
-    """Write the folder of a run that took `steps` of its `planned` steps. `prefix` begins every
-    text of an episode. With `with_values` the journal has the values of trained tokens."""
+    """Write the folder of a run that took `steps` of its `planned` steps.
+
+    Every text of an episode begins with `prefix`. With `with_values` the journal has the values of
+    trained tokens.
+    """
     rng, clock = random.Random(seed), FakeClock()
     planned = planned or steps
     with (
@@ -261,7 +264,9 @@ def fake_run(  # noqa: PLR0913
 
 
 def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
-    """Return an environment as in `survivors.json`: 24 of 424 finished attempts were lost."""
+    """Return the entry of an environment in `survivors.json`: 24 of 424 finished attempts were
+    lost.
+    """
 
     def kind(count: int, mean: float, success: float | None = None) -> dict[str, Any]:
         tokens = {
@@ -343,8 +348,10 @@ def _points(lags: dict[int, int], rng: random.Random) -> list[dict[str, Any]]:
 def fake_turns(
     step: int, success: float, rng: random.Random
 ) -> tuple[bool, list[tuple[int | None, str]]]:
-    """Return the outcome of a service-desk episode and its text by version. Half of them span a
-    weight update."""
+    """Return the success of a service-desk episode, and its text in pieces with their versions.
+
+    Half of the episodes span a weight update.
+    """
     won = rng.random() < success
     name, item = rng.choice(NAMES), rng.choice(PRODUCTS)
     order = f"#W{rng.randrange(1000, 9999)}"

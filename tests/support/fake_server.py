@@ -32,7 +32,9 @@ class Speech:
         self.context = context
         self.temperature = temperature
         self.noise = noise
-        """Of a position, and how many words there are."""
+        """A function of the position and the number of words. It returns the noise that is added to
+        the words' log-probabilities.
+        """
         self.aborted = False
         self.routed_experts: list[Tensor] = []
         """The experts `[tokens, layers, k]` of every step, if the server records them."""
@@ -66,21 +68,21 @@ class FakeServer:
 
     url: str
     notices_s = 0.0
-    """Seconds until it notices that a client hung up."""
+    """Seconds until the server notices that a client closed its connection."""
 
     def __init__(self, policy: Policy) -> None:
         self.stale_head = False
-        """Loads leave the head as it was, as vLLM's CPU build does with tied embeddings."""
+        """True if loads do not change the head, as in vLLM's CPU build with tied embeddings."""
         self.corrupt = ""
-        """A tensor that loads set to zero."""
+        """Name of a tensor that loads set to zero. Empty if they set none."""
         self.frozen = False
-        """Its engine does nothing any more, while the process in front of it answers."""
+        """True if the engine stops working, while the process in front of it still answers."""
         self.forgetful = False
-        """Its record of versions is not written."""
+        """True if the server does not record which versions it loaded."""
         self.answers: dict[str, tuple[int, Any]] = {}
-        """By path: what is answered instead."""
+        """Status and body that replace the server's answer, by path."""
         self.asked = 0
-        """Replies that were asked for, probes among them."""
+        """Number of requested replies, including those of probes."""
         self.running: dict[str, Any] = {}
         self.policy = policy
         self.recorder: ExpertRecorder | None = None

@@ -50,7 +50,7 @@ class _Req:
 class FakeSglang(FakeServer):
     """A fake SGLang server on `port` of the loopback interface, or on a free one.
 
-    `deterministic` stands for --enable-deterministic-inference.
+    `deterministic` has the effect of --enable-deterministic-inference.
     """
 
     notices_s = 0.3
@@ -60,9 +60,9 @@ class FakeSglang(FakeServer):
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.refuses = 0
-        """So many more flushes find a step that still runs."""
+        """Number of further cache flushes that fail because a step still runs."""
         self.frontend_s = 0.0
-        """That a request spends in front of the scheduler."""
+        """Seconds that a request waits in front of the scheduler."""
         self._flags = {
             "page_size": 16,
             "preferred_sampling_params": None,
@@ -235,8 +235,10 @@ class FakeSglang(FakeServer):
         return {"output_ids": req.ids, "meta_info": meta}
 
     async def _run(self, req: _Req, asked: Mapping[str, Any]) -> None:
-        """Run a request in the scheduler. An abort takes effect between steps, one later once it
-        started."""
+        """Run a request in the scheduler.
+
+        An abort takes effect between steps. A request that has started runs one more step.
+        """
         while True:
             if not self.frozen:
                 if req.speech.aborted:
@@ -268,7 +270,9 @@ class FakeSglang(FakeServer):
                 req.reason = {"type": "length", "length": len(req.ids)}
 
     def _noise(self, seed: int | None) -> Callable[[int, int], torch.Tensor]:
-        """Return noise by seed and position. Seeds have no effect without the flag."""
+        """Return a function that returns noise by position. Only a deterministic server uses the
+        seed.
+        """
         if not self._deterministic:
             return lambda position, size: gumbel(self._stream, size)
         seed = 42 if seed is None else seed

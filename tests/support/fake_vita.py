@@ -1,6 +1,6 @@
 """A fake of VitaBench with its public interface, and of the logger that it uses.
 
-It has one shop, which sells tea and sells out of nothing. As in VitaBench, the goods of a task are
+It has one shop, which sells tea and never sells out. As in VitaBench, the goods of a task are
 recorded by thread: another thread finds none. Calls that fail print a traceback, and importing it
 prints to standard output.
 """
@@ -72,7 +72,7 @@ class Reason(StrEnum):
 
 
 class ByThread:
-    """Records that only the thread sees which made them."""
+    """Records that are visible only in the thread that made them."""
 
     records: ClassVar[dict[int, dict[str, int]]] = {}
 

@@ -73,8 +73,9 @@ class FakeVllm(FakeServer):
     ) -> None:
         """`quantization` is the value of --quantization.
 
-        With `fp8_per_block` the weights are rounded at each load, and the inputs of layers, by the
-        code of this file alone: in vLLM's blocks and with its inverse scales.
+        With `fp8_per_block` the weights are rounded at each load, and the inputs of the layers in
+        each pass, in vLLM's blocks and with its inverse scales. This file has its own code for
+        this, and uses none of the package's.
         """
         super().__init__(policy or tiny_policy(seed=99))
         self._quantization = quantization
@@ -90,7 +91,7 @@ class FakeVllm(FakeServer):
         self._raw = raw_logprobs
         self._version = "default"
         self._cached: set[tuple[int, ...]] = set()
-        """Openings of contexts, in whole blocks."""
+        """Beginnings of contexts whose whole blocks are in the cache."""
         self._paused = False
         self.workers: GlooWorkers | None = None
         """Set by tests of weight transfers: the workers, with gloo in place of NCCL."""
@@ -150,7 +151,7 @@ class FakeVllm(FakeServer):
         return 404, {"detail": "Not Found"}
 
     async def _transfer(self, workers: GlooWorkers, path: str, body: Any) -> tuple[int, Any]:
-        """Answer the requests of a weight transfer. A wrong order of them is an error."""
+        """Answer the requests of a weight transfer. Requests in a wrong order are an error."""
         try:
             match path:
                 case "/get_world_size":

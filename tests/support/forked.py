@@ -53,9 +53,9 @@ class Forked:
     """A process that runs a program, or `unstale` with some words.
 
     The methods are those of `subprocess.Popen`. The process is killed at the end of the context.
-    Its own child processes count as frozen after the time of `tests.support.waits`, or with
-    `is_patient` False after that of the package. With `forks_children` they are forked, too, and
-    are not its children for the operating system.
+    Its own child processes count as frozen after `FROZEN_S` of `tests.support.waits`, or with
+    `is_patient` False after the package's shorter time. With `forks_children` they are forked, too,
+    and are not its children for the operating system.
     """
 
     def __init__(
@@ -125,7 +125,9 @@ class Forked:
 def run_forked(
     program: str | Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> str:
-    """Return the standard output. Raises AssertionError if the process fails."""
+    """Run a program in a forked process. Return its standard output. Raises AssertionError if the
+    process fails.
+    """
     with Forked(program, cwd=cwd, env=env, forks_children=True) as process:
         output, errors = process.communicate()
         assert process.returncode == 0, output + errors
@@ -155,7 +157,7 @@ def _run(order: _Order) -> None:
 
 
 def _server_address() -> str:
-    """Return the socket of the process that forks."""
+    """Return the socket of the process that forks the programs."""
     forkserver.ensure_running()
     return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
 

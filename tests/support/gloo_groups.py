@@ -37,7 +37,7 @@ def _broadcast(group: Any, data: Tensor) -> None:
 
 
 class GlooGroup:
-    """The trainer's side, a `TransferGroup`. Its id has the file in which all members meet."""
+    """The trainer's side, a `TransferGroup`. Its id contains the file by which all members meet."""
 
     device = torch.device("cpu")
 

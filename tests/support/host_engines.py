@@ -18,7 +18,7 @@ from unstale.weights.store import Delta
 
 
 def digits(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """Return tokens that depend on the length so far."""
+    """Return a reply whose tokens depend on the length of the text before each."""
     return [2 + (len(tokens) + index) ** 2 % 61 for index in range(params.max_tokens)]
 
 
@@ -65,12 +65,14 @@ class EngineWithPid(EmbeddedEngine):
 
 
 ROUTED = 96
-"""Experts that a token of a `LongEngine` uses, in its only layer."""
+"""Number of experts that a token of a `LongEngine` uses, in its only layer."""
 EXPERTS = 128
 
 
 class LongEngine(ScriptedEngine):
-    """A scripted engine whose replies have as many tokens as they may, and experts if recorded."""
+    """A scripted engine whose replies have as many tokens as they may, and experts if these are
+    recorded.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(words)
@@ -88,5 +90,5 @@ class LongEngine(ScriptedEngine):
 
 
 def words(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """Return tokens of the base policy's vocabulary that end no reply."""
+    """Return a reply of tokens of the base policy's vocabulary, none of which ends a reply."""
     return [300 + (len(tokens) + index) ** 2 % 97 for index in range(params.max_tokens)]

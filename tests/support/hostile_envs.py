@@ -1,4 +1,4 @@
-"""Environments that do harm. Worker processes import this module too, so it is light."""
+"""Environments that do harm. Worker processes import this module too, so it imports little."""
 
 import asyncio
 import ctypes
@@ -117,7 +117,7 @@ class IgnoresInterruptions(Env):
 
 
 class HoldsTheLock(Env):
-    """It holds Python's global lock in C, as some regular expressions do."""
+    """An environment that holds Python's global lock in C, as some regular expressions do."""
 
     async def step(self, reply: Message) -> Turn:
         re.fullmatch("(a|a)*b", "a" * 60)
@@ -153,7 +153,7 @@ class ClosesDescriptors(Env):
 
 
 class SendsRubbish(Env):
-    """It writes to every open file, also to the connection to the run."""
+    """An environment that writes to every open file, including the connection to the run."""
 
     async def step(self, reply: Message) -> Turn:
         for descriptor in range(3, 1000):
@@ -179,7 +179,9 @@ class NotJson(Env):
 
 
 class LongAnswer(Env):
-    """Its turn has fewer characters than are allowed, of which JSON has 12 bytes each."""
+    """An environment whose turn has fewer characters than allowed, each of which takes 12 bytes in
+    JSON.
+    """
 
     async def step(self, reply: Message) -> Turn:
         return Turn((Message("user", "\U0001f642" * 6_000_000),))
@@ -213,7 +215,7 @@ class CancelsEverything(Env):
 
 
 class Waits(Env):
-    """A good environment that takes a while."""
+    """A good environment that takes some time to answer."""
 
     async def step(self, reply: Message) -> Turn:
         await asyncio.sleep(1)
@@ -235,7 +237,7 @@ HOSTILE: tuple[tuple[type[Env], str, str], ...] = (
     (SpinsInATask, "step 1", "EventLoopBlocked"),
     (PlainAndEndless, "step 1", "in step: threading.Event().wait())"),
 )
-"""Environments that fail alone, with the stage and a part of the message."""
+"""Environments that fail without harm to others, with the stage and a part of the message."""
 
 
 class HostileTasks(NumberedTasks):
@@ -275,7 +277,8 @@ ISOLATED = (
 
 
 def isolated_tasks() -> HostileTasks:
-    """Return all of them, for workers that interrupt code after 0.6 s.
+    """Return tasks of all environments that need isolation, for workers that interrupt code after
+    0.6 s.
 
     The last is `LongAnswer`, whose worker needs more memory than the others.
     """

@@ -1,4 +1,4 @@
-"""Task sets for tests of isolation. Worker processes import this module, so it is light."""
+"""Task sets for tests of isolation. Worker processes import this module, so it imports little."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from unstale.records import Task
 
 
 class Plain:
-    """Two replies. Its methods are plain functions."""
+    """An environment of two replies whose methods are plain functions."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.random = Random(f"{task.key}/{seed}")
@@ -36,7 +36,7 @@ class Plain:
 
 
 class Async:
-    """The same as coroutines."""
+    """An environment like `Plain` whose methods are coroutines."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.plain = Plain(task, seed)
@@ -49,7 +49,7 @@ class Async:
 
 
 class Delayed(Async):
-    """It waits for timers, tasks and a thread."""
+    """An environment like `Async` that waits for timers, tasks and a thread."""
 
     async def step(self, reply: Message) -> Turn:
         await asyncio.sleep(self.plain.random.random())
@@ -59,7 +59,7 @@ class Delayed(Async):
 
 
 class Saved(Async):
-    """It saves its state."""
+    """An environment that saves its state."""
 
     def snapshot(self) -> str:
         version, state, gauss = self.plain.random.getstate()
@@ -71,7 +71,7 @@ class Saved(Async):
 
 
 class Mixed(NumberedTasks):
-    """A task set with all of these kinds, which combines its rewards."""
+    """A task set with all of these environments, which combines its rewards."""
 
     name = "mixed"
     tools = ()
@@ -84,7 +84,7 @@ class Mixed(NumberedTasks):
 
 
 class Where(Plain):
-    """One reply. The reward is 1 in a worker process, else 0."""
+    """An environment of one reply. The reward is 1 in a worker process, else 0."""
 
     def step(self, reply: Message) -> Turn:
         return Turn((), done=True, rewards={"worker": float(in_a_worker())})
@@ -103,7 +103,7 @@ def in_a_worker() -> bool:
 
 
 def agent(base_url: str, task: str, seed: int, api_key: str) -> dict[str, float]:
-    """Return the reward, and the number of this process."""
+    """Return the reward, and the id of this process."""
     return {"right": urllib_agent.main(base_url, task, api_key), "process": float(os.getpid())}
 
 

@@ -11,7 +11,7 @@ POSITIONS, ARMS, SEQUENCES = 10, 10, 16
 
 
 class Learnt(NamedTuple):
-    """The result for each seed, `[seeds]`."""
+    """The result of training. Tensors have one value for each seed, `[seeds]`."""
 
     success: Tensor
     """Probability of the best arm at the end."""
@@ -22,15 +22,15 @@ class Learnt(NamedTuple):
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of log pi, log mu and advantage `[seeds, positions, sequences]`. It returns the factor
-of each token's score.
+"""A function of log pi, log mu and advantage, each `[seeds, positions, sequences]`. It returns the
+factor of each token's score function.
 """
 
 
 def learn(
     weigh: Weigh, *, lag: int = 0, lr: float = 1.0, steps: int = 100, seeds: int = 24
 ) -> Learnt:
-    """Train with sequences that are `lag` steps old.
+    """Train with sequences sampled by the policy of `lag` steps before.
 
     The reward of a sequence is its share of best arms, plus noise.
     """
@@ -59,12 +59,12 @@ def learn(
 
 
 def ratio(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
-    """Weigh by the token's ratio, without a limit."""
+    """Return each token's factor without a limit: its ratio pi / mu times its advantage."""
     return (logp - behavior_logp).exp() * advantage
 
 
 def clip(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
-    """Weigh as the gradient of PPO's clip does."""
+    """Return each token's factor in the gradient of PPO's clip."""
     rho = (logp - behavior_logp).exp()
     outside = ((advantage > 0) & (rho > 1.28)) | ((advantage < 0) & (rho < 0.8))
     return torch.where(outside, 0.0, rho * advantage)

@@ -1,4 +1,4 @@
-"""Short runs with trainer ranks, and what their journal must have at the end."""
+"""Short runs with trainer ranks, and a check of their journals at the end."""
 
 from dataclasses import replace
 from io import StringIO
@@ -27,7 +27,7 @@ def config(
     context: int = 1,
     steps: int = 4,
 ) -> RunConfig:
-    """Return a deterministic run with checkpoints after every second step."""
+    """Return the configuration of a deterministic run with a checkpoint after every second step."""
     base = retail()
     return replace(
         base,

@@ -19,7 +19,7 @@ PATIENCE = datetime.timedelta(seconds=LIMIT_S)
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `function(peers, *arguments)` returns on each of `count` ranks.
+    """Return the results of `function(peers, *arguments)` on `count` ranks, in order of rank.
 
     Raises AssertionError with the traceback of the first rank that fails.
     """

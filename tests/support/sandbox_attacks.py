@@ -94,7 +94,7 @@ def protected_paths(folder: Path) -> list[str]:
 
 
 def alive(marker: str) -> list[int]:
-    """Return the processes whose command contains a word."""
+    """Return the ids of processes whose command contains `marker`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -107,7 +107,7 @@ def alive(marker: str) -> list[int]:
 
 
 async def attack(folder: Path, way: sandbox._Way) -> dict[str, object]:
-    """Return what the programs achieve in one kind of sandbox."""
+    """Return the results of the programs in one kind of sandbox, by name."""
     sandbox._way = lambda: way  # type: ignore[assignment]
     limits = sandbox.Limits(seconds=30)
     if way.kind == "bubblewrap" and not shutil.which("bwrap"):

@@ -10,7 +10,7 @@ from unstale.techniques.hooks import Signals
 
 
 def made(batch: Batch, **values: Any) -> Signals:
-    """Return signals of a batch. What is not given is empty."""
+    """Return signals of a batch. Tensors that are not given are empty."""
     empty = batch.behavior_logp.new_empty(0)
 
     def no_gradients(*args: object, **options: object) -> Tensor:

@@ -88,7 +88,7 @@ _TAGGED_CALL = r"""{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' 
 {{- '\n</parameter>\n' }}{%- endfor %}{{- '</function>\n</tool_call>' }}{%- endfor %}"""
 
 QWEN3_CODER = QWEN25.replace(_JSON_CALL, _TAGGED_CALL)
-"""A tag for each argument. Booleans and None are Python's words."""
+"""A template in whose calls each argument has its own tag. Booleans and None are Python's words."""
 
 LLAMA3 = r"""{%- for message in messages %}{{- bos_token if loop.first }}
 {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
@@ -204,7 +204,7 @@ GLM = r"""{{- '[gMASK]<sop>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}
 {{- '\n<think></think>' if enable_thinking is defined and not enable_thinking }}{%- endif %}"""
-"""No token of its own ends a reply: it ends with the header of the next turn."""
+"""A template in which no special token ends a reply. It ends with the header of the next turn."""
 
 _LLAMA = (
     "begin_of_text",

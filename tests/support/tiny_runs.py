@@ -42,7 +42,7 @@ def save_tiny(folder: Path, *, experts: int = 0, bitwise: bool = False) -> None:
 
 
 class EvenEnv(ToyEnv):
-    """An environment that pays the share of words of the last reply with an even number."""
+    """An environment whose reward is the share of words with an even number in the last reply."""
 
     async def step(self, reply: Message) -> Turn:
         turn = await super().step(reply)

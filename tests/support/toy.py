@@ -38,7 +38,7 @@ class ToyTasks:
     tools: tuple[dict[str, Any], ...] = ()
     turns = 2
     broken = 0
-    """Every so manieth task raises in `begin`; 0 is none."""
+    """Every n-th task raises an error in `begin`, where n is this number; 0 means none."""
     error = "no task"
     hangs = False
     pays = True
@@ -59,7 +59,7 @@ class BrokenTasks(ToyTasks):
 
 
 class HostileTasks(BrokenTasks):
-    """The errors try to change the terminal's title, clear it and turn the text around."""
+    """A task set whose errors try to change the terminal's title, clear it and reverse the text."""
 
     error = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\x7fno task"
 

@@ -1,4 +1,4 @@
-"""A tracker of the user's own, which keeps in memory what it gets."""
+"""A tracker that a user could add, which keeps in memory what it receives."""
 
 import os
 import signal

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 LIMIT_S = 300.0
-"""Processes start slowly on a busy machine."""
+"""Longest wait in seconds. Processes start slowly on a busy machine."""
 _TICK_S = 0.01
 FROZEN_S = 60.0
 """Seconds in place of the package's few, so that no process of a busy machine counts as frozen."""
 
 
 def wait_long_for_processes() -> None:
-    """Allow child processes and the journal's writer as long as only one that hangs takes."""
+    """Raise the time limits of child processes and the journal's writer, so that only hung ones
+    exceed them.
+    """
     from unstale.durability.journal import writer
     from unstale.weights import child_process
 

@@ -49,9 +49,10 @@ def estimator(function: Function) -> Function:
 
 
 def find_estimator(name: str) -> Estimator:
-    """Return the function of a value of `advantage.estimator`.
+    """Return the advantage estimator with the name `name`, a value of `advantage.estimator`.
 
-    Raises `ConfigError` if a broken package adds it.
+    It is a registered function or an entry point of another package. Raises `ConfigError` if that
+    package is broken.
     """
     return ESTIMATORS.get(name) or Plugins("unstale.estimators", Callable).load(name)
 
@@ -95,12 +96,12 @@ def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """RLOO whose baseline is the mean of the group's first episodes.
+    """RLOO whose baseline is the mean reward of the episodes with which the group began.
 
-    Use it if a technique adds episodes to a group because of its first rewards. A mean over all
-    episodes is then biased. The mean of the first episodes keeps the direction of each task's
-    gradient, whose size grows with the number of episodes. Without added episodes the result equals
-    `rloo`.
+    Use it with a technique that adds episodes to a group because of the rewards of its first ones.
+    A mean over all episodes is then biased. With the mean of the first episodes, the gradient of
+    each task keeps its direction, and its size grows with the number of episodes. Without added
+    episodes the result equals `rloo`.
     """
     rewards, group = _outcomes(groups)
     added = [item.episode in each.added for each in groups for item in each.trajectories]
@@ -143,7 +144,7 @@ def turn_level(
     without an entry. The last turn also gets the reward of the whole episode. `std` divides by the
     standard deviation over all turns of the group. With discount 1, `std=False`, no turn rewards
     and equal numbers of turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if
-    `turn_rewards` has another length than the trajectory has turns.
+    the length of `turn_rewards` is not the number of turns of the trajectory.
     """
     trajectories = _trajectories(groups)
     if not trajectories:
@@ -197,9 +198,11 @@ def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Floa
 def rloo_first_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, first: Bool[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return the reward minus the mean of the other rewards among the `first` of its group.
+    """Return the reward minus the mean reward of the other episodes of its group that are in
+    `first`.
 
-    An episode without another first one in its group has advantage 0.
+    `first` is True for the episodes with which the group began. An episode whose group has no other
+    such episode has advantage 0.
     """
     index, count = _members(group)
     lowest = rewards.new_full((len(count),), math.inf)
@@ -274,7 +277,8 @@ def reward_to_go(
 ) -> Float[Tensor, "turns"]:
     """Return for each turn the discounted sum of its own and all later rewards.
 
-    The sum is `G_k = rewards_k + discount * G_{k+1}`.
+    The sum is `G_k = rewards_k + discount * G_{k+1}`. Raises ValueError if `discount` is not from 0
+    to 1.
 
     >>> reward_to_go(torch.tensor([1.0, 0.0, 2.0]), discount=0.5)
     tensor([1.5000, 1.0000, 2.0000])
@@ -312,10 +316,10 @@ def _lengths(groups: Sequence[Group]) -> Tensor:
 
 
 def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
-    """Return the reward of each turn in float64. The last turn's includes the episode's reward.
+    """Return the reward of each turn in float64. The last turn also gets the episode's reward.
 
-    Raises ValueError if `turn_rewards` has another length than the trajectory has turns, or if a
-    reward is not finite.
+    Raises ValueError if `item.turn_rewards` has another length than the trajectory has turns, or if
+    a reward is not finite.
     """
     turns = item.num_turns
     rewards = item.turn_rewards or (0.0,) * turns

@@ -37,7 +37,7 @@ class Tokens:
     """Log-probabilities of a batch for the audit, taken before the step's first update."""
 
     prox: Float[Tensor, "*shape"]
-    """The approximation of `old_logp` by the old-logit route that is audited."""
+    """The approximation of `old_logp` that is audited."""
     old_logp: Float[Tensor, "*shape"]
     """The true value: the trainer's log-probability with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]
@@ -96,11 +96,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """The shares of the true log S and log D that the route assigns to the wrong ratio.
+    """The shares of log S and log D that an approximation of `old_logp` puts into the wrong ratio.
 
-    `staleness` is the share of log S that log D_hat contains. `discrepancy` is the share of log D
-    that log S_hat contains. A share is None if there are too few tokens, or if the log-ratio varies
-    too little.
+    The true ratios are S = pi / pi_old (staleness) and D = pi_old / mu (discrepancy). The
+    approximation gives S_hat and D_hat. `staleness` is the share of log S that log D_hat contains.
+    `discrepancy` is the share of log D that log S_hat contains. A share is None if there are too
+    few tokens, or if the log-ratio varies too little.
     """
 
     staleness: Estimate | None
@@ -108,9 +109,9 @@ class Leaks:
 
 
 def decomposition_error(tokens: Tokens) -> Estimate | None:
-    """Return the mean of |prox - old_logp| over tokens, the error of log D_hat and log S_hat.
+    """Return the mean of |prox - old_logp| over the sampled tokens.
 
-    None without tokens.
+    This is the error of both approximate log-ratios, log D_hat and log S_hat. None without tokens.
     """
     flat = tokens.flat()
     return _ratio(flat.error.abs(), torch.ones_like(flat.error), flat.sequence)
@@ -132,7 +133,7 @@ def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
 def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
     """Return the mean error of one approximation divided by that of another, on the same tokens.
 
-    None if `other` has no error. The standard error is that of a ratio of paired values (delta
+    None if the error of `other` is 0. The standard error is that of a ratio of paired values (delta
     method): tokens that are difficult for both approximations do not increase it. Raises ValueError
     if the numbers of tokens differ.
     """
@@ -148,8 +149,8 @@ def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
 def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
     """Fit the staleness leak s and the discrepancy leak d on the tokens of lag 1 or more.
 
-    The leaks say which share of each true log-ratio the route assigns to the wrong one. The fit is
-    by least squares with an intercept:
+    A leak is the share of a true log-ratio that the approximation `prox` puts into the other one.
+    The fit is by least squares with an intercept:
 
         prox - old_logp = s * log S - d * log D
 
@@ -188,11 +189,11 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
 
 
 def factor_correlation(tokens: Tokens, *, noise: float = 0.0) -> float | None:
-    """Return the correlation of log D_hat with log S_hat, the route's two log-ratios.
+    """Return the correlation of the approximate log-ratios log D_hat and log S_hat.
 
-    The correlation is +1 for log-linear interpolation with a constant 0 < alpha < 1. None if a
-    log-ratio is constant, as for the routes `rollout` and `current_recompute`, and for alpha 0 or
-    1.
+    They are `prox - behavior_logp` and `logp - prox`. The correlation is +1 for log-linear
+    interpolation with a constant 0 < alpha < 1. None if a log-ratio is constant, as for the routes
+    `rollout` and `current_recompute`, and for alpha 0 or 1.
     """
     flat = tokens.flat()
     if _constant(flat.log_d_hat, noise) or _constant(flat.log_s_hat, noise):
@@ -225,7 +226,7 @@ def agreement(
 def exact_fraction(
     exact: Bool[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> float | None:
-    """Return the share of sampled tokens whose `old_logp` the route marks as exact.
+    """Return the share of sampled tokens that `exact` marks as having an exact `old_logp`.
 
     None without sampled tokens.
     """

@@ -51,7 +51,7 @@ class NonFinite(ValueError):
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Return True for tokens that an engine sampled in the context that the record shows.
+    """Return True for tokens that an engine sampled in exactly the context that is recorded.
 
     `provenance` has the values of `unstale.records.Provenance`. Only such tokens have a
     `behavior_logp`.
@@ -72,8 +72,8 @@ def check_finite(
     """Raise `NonFinite` at the first sampled token whose log-probability is NaN or infinite.
 
     `logps` are tensors by name, with the shape of `sampled`. The message has the tensor's name, the
-    token's entry of `sequence` (such as an episode number), its position there and its version.
-    Waits for the device.
+    token's entry of `sequence` (such as an episode number), its position in that sequence and its
+    version. The call waits for the device.
     """
     for name, values in logps.items():
         bad = (sampled & ~values.isfinite()).flatten().nonzero()
@@ -101,7 +101,8 @@ def unit_ids(
 
     A unit is a set of tokens over which ratios are aggregated. `turn` is one reply. `segment` is a
     maximal run of one version in a reply. The tokens of a sequence must be adjacent. For a padded
-    batch, `sequence` is `arange(B)[:, None].expand(B, T)`. The result is -1 for other tokens.
+    batch, `sequence` is `arange(B)[:, None].expand(B, T)`. The result is -1 for tokens that were
+    not sampled.
 
     >>> row, turn = torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 0, 0, -1, 1])
     >>> version = torch.tensor([-1, 3, 4, -1, 4])
@@ -148,7 +149,7 @@ def aggregate(
 
     Units are numbered as by `unit_ids`. `mean` is the log of the geometric mean of the ratios,
     `sum` the log of their product, `max` the log-ratio farthest from 0. The result is 0 for tokens
-    that were not sampled. Waits for the device once.
+    that were not sampled. The call waits for the device once.
     """
     index, size = renumber(torch.where(sampled, unit, 0))
     values = torch.where(sampled, widen(log_ratio), 0.0).flatten()
@@ -209,7 +210,7 @@ def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionWeights:
-    """The result of a correction: a weight for each token, and whether it is kept. No gradient."""
+    """The result of a correction: a weight and a mask for the tokens, without gradient."""
 
     weight: Float[Tensor, "*shape"]
     """Factor on the loss of each kept token."""
@@ -329,8 +330,8 @@ def veto(
     """Drop each sequence that has a sampled token with a discrepancy below `below`; 0 drops none.
 
     The discrepancy is old_logp - behavior_logp as a ratio. `log_discrepancy` is per token, not
-    aggregated. Tokens that an earlier mode dropped count too. One token that the trainer finds
-    impossible shows that engine and trainer had different contexts, which affects the whole
+    aggregated. Tokens that an earlier correction dropped count, too. One token that the trainer
+    finds impossible shows that engine and trainer had different contexts, which affects the whole
     sequence.
     """
     if not 0 <= below <= 1:

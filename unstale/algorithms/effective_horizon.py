@@ -69,8 +69,9 @@ class EffectiveHorizon:
     over the states of greedy policies. Infinite if all actions are equally good everywhere.
     """
     rollouts: int
-    """m: random episodes after each sequence of k actions that find a best action in all T steps
-    with a probability of at least 1/2. An upper bound (Bernstein's inequality).
+    """m: the number of random episodes after each sequence of k actions with which a best action is
+    found in all T steps, with a probability of at least 1/2. It is an upper bound (Bernstein's
+    inequality).
     """
     episodes: int
     """T A^k m: the random episodes in total."""
@@ -105,8 +106,8 @@ def back_up(task: Tabular, values: Values) -> Values:
 def effective_horizon(task: Tabular) -> EffectiveHorizon:
     """Return the effective horizon of a task.
 
-    T steps of Q-iteration give the optimal values, so k is at most T. It takes O(T states actions)
-    time and memory for each step of Q-iteration.
+    T steps of Q-iteration give the optimal values, so the depth k is at most T. Each step of
+    Q-iteration takes O(T states actions) time and memory.
     """
     num_steps, num_actions = task.num_steps, task.reward.shape[1]
     values, best = random_values(task), optimal_values(task)
@@ -148,7 +149,9 @@ def _values(task: Tabular, reduce: Callable[[Tensor], Tensor]) -> Values:
 
 
 def _of_next(task: Tabular, of_state: Tensor | None) -> Float[Tensor, "states actions"]:
-    """Return what each action's next state has in `of_state`. 0 after the end of an episode."""
+    """Return, for each action, the value `of_state` of its next state. 0 after the end of an
+    episode.
+    """
     if of_state is None:
         return torch.zeros(task.reward.shape, dtype=torch.float64)
     return torch.where(task.next_state == END, 0.0, of_state[task.next_state.clamp(min=0)])
@@ -167,7 +170,8 @@ def _visited(
 
 
 def _rollouts(task: Tabular, gaps: Float[Tensor, "steps states"], *, depth: int) -> int:
-    """Return the number of random episodes after which an error of half the gap is unlikely.
+    """Return the number of random episodes after which an error of half the gap is unlikely. `gaps`
+    are differences of returns.
 
     Bernstein's inequality: a mean of m returns with variance v in a range R is wrong by e with a
     probability of at most 2 exp(-m e^2 / (2 v + 2 R e / 3)). All T A^k means must be right.

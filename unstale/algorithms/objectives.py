@@ -116,9 +116,10 @@ def cispo(
 ) -> Surrogate:
     """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi, so clipped tokens keep a gradient.
 
-    sg stops the gradient, A is the advantage (arXiv 2506.13585, eq. 4). Here log S takes the place
-    of log pi. They differ by the constant `old_logp`: the gradient is the same, and the loss of
-    fresh tokens is 0. The paper uses `clip_low = 1`, which sets no lower limit.
+    S is the staleness ratio pi / pi_old, A the advantage, and sg stops the gradient (arXiv
+    2506.13585, eq. 4). Here log S takes the place of log pi. The two differ by the constant
+    `old_logp`: the gradient is the same, and the loss of fresh tokens is 0. The paper uses
+    `clip_low = 1`, which sets no lower limit.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness.detach())
@@ -254,12 +255,12 @@ def loss_divisor(
     sequence: Int[Tensor, "*shape"],
     how: LossAggregation = "action_tokens",
 ) -> int:
-    """Return the contribution of some sequences to the loss's divisor, in tokens or sequences.
+    """Return what some sequences add to the divisor of a batch's loss, in tokens or sequences.
 
-    `token_norm` of the sequences times this number does not depend on other sequences. So the loss
-    of a batch is the sum of its parts' losses, each times this number, divided by the sum of these
-    numbers. Tokens are those that count in `token_norm`; sequences (`sequence_mean` and `constant`)
-    are those with a sampled token.
+    The loss of these sequences with their own `token_norm`, times this number, does not depend on
+    other sequences. So the loss of a batch is the sum of these products over its parts, divided by
+    the sum of the numbers. Tokens are those that count in `token_norm`; sequences (`sequence_mean`
+    and `constant`) are those with a sampled token.
     """
     if how in ("action_tokens", "kept"):
         return int((keep if how == "kept" else sampled).sum())

@@ -16,9 +16,9 @@ from unstale.algorithms.corrections import widen
 def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
     """Return alpha, the weight of the current policy in a mixture with the engine's policy.
 
-    The weight is (d - 1) / d for a token of lag d >= 1, and `fresh` at lag 0. The mixture is then
-    about one version older than the current policy. The schedule is from arXiv 2512.06547; AReaL
-    uses it with `fresh` = 0.
+    `lag` is the number d of updates since the weights that sampled the token. The weight is (d - 1)
+    / d for d >= 1, and `fresh` for d = 0. The mixture is then about one version older than the
+    current policy. The formula is from arXiv 2512.06547; AReaL uses the formula with `fresh` = 0.
 
     >>> weight_of_now(torch.tensor([0, 1, 2, 4])).tolist()
     [1.0, 0.0, 0.5, 0.75]
@@ -34,12 +34,13 @@ def loglinear(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return log mu + alpha (log pi - log mu), without gradient. The result is 0 where not
-    `sampled`.
+    """Return the mean of two log-probabilities, `log mu + alpha (log pi - log mu)`.
 
-    With r = log pi - log mu this gives log D = alpha r and log S = (1 - alpha) r (arXiv
-    2512.06547). Both are powers of one ratio, so a limit on either is a limit on r. Staleness and
-    discrepancy are not separated (arXiv 2605.12070, Proposition 1).
+    log mu is `behavior_logp` (the engine's policy), and log pi is `logp` (the current policy). The
+    result has no gradient, and is 0 where not `sampled`. With r = log pi - log mu this gives log D
+    = alpha r and log S = (1 - alpha) r (arXiv 2512.06547). Both are powers of one ratio, so a limit
+    on either is a limit on r. Staleness and discrepancy are not separated (arXiv 2605.12070,
+    Proposition 1).
     """
     mu = widen(behavior_logp.detach())
     pi = widen(logp.detach())
@@ -55,7 +56,8 @@ def linear(
 ) -> Float[Tensor, "*shape"]:
     """Return the log-probability of the mixture (1 - alpha) mu + alpha pi.
 
-    The result has no gradient, and is 0 where not `sampled`.
+    mu is the probability of `behavior_logp`, pi that of `logp`. The result has no gradient, and is
+    0 where not `sampled`.
 
     >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
     >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
@@ -69,12 +71,13 @@ def linear(
 
 
 def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
-    """Return the weight and the age of a moving average after one more update (arXiv 2110.00641).
+    """Return the weight and the age of a moving average of weights after one more update.
 
         w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
 
-    The average itself changes by `(theta_k - ewma) / w_k`. The first update gives weight 1 and age
-    0. The age is the mean age, in updates, of the averaged weights. It tends to beta / (1 - beta).
+    `weight` is the sum w of the decayed weights of all updates, `age` the mean age a of the
+    averaged weights, in updates (arXiv 2110.00641). The update itself adds `(theta_k - ewma) / w_k`
+    to the average. The first update gives weight 1 and age 0. The age tends to beta / (1 - beta).
 
     >>> averaged(1.0, 0.0, beta=0.5)
     (1.5, 0.3333333333333333)
@@ -86,9 +89,10 @@ def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
 def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -> float:
     """Return the decay of the next update that brings the age of an average closest to `target`.
 
-    Ages are in updates. The decay is at most `beta_max`. An update adds less than 1 to the age, so
-    a target of `age + 1` or more gives `beta_max`. Repeated updates with beta = d / (1 + d) keep
-    the age at d. Raises ValueError if `beta_max` is not below 1.
+    `weight` and `age` are those of the average before the update (`averaged`). Ages are in updates.
+    The decay is at most `beta_max`. An update adds less than 1 to the age, so a target of `age + 1`
+    or more gives `beta_max`. Repeated updates with beta = d / (1 + d) keep the age at d. Raises
+    ValueError if `beta_max` is not below 1.
 
     >>> averaged(2.0, 1.0, beta=beta_for_age(2.0, 1.0, target=1.0, beta_max=0.9))
     (2.0, 1.0)
@@ -103,7 +107,7 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
     """Return for each token the index of the age nearest to its lag.
 
-    If two ages are equally near, return the index of the first.
+    `ages` have the unit of `lag`. If two ages are equally near, return the index of the first.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

@@ -65,7 +65,7 @@ class Components(ABC):
 
     @abstractmethod
     def save_failed_batch(self, folder: Path) -> str:
-        """Save the batch at which the trainer stopped. Return a message for the terminal."""
+        """Save the batch at which the trainer failed. Return a message for the terminal."""
 
     @abstractmethod
     def record(self, folder: Path) -> None:
@@ -73,7 +73,9 @@ class Components(ABC):
 
     @abstractmethod
     def checkpoints(self, config: RunConfig, run: Path) -> Checkpoints:
-        """Return the writer of checkpoints of the trainer, the old-logit route and the auditor."""
+        """Return the object that writes checkpoints of the trainer, the route (`old`) and the
+        auditor.
+        """
 
     @abstractmethod
     def publisher(
@@ -85,5 +87,5 @@ class Components(ABC):
     ) -> Publisher:
         """Return the object that sends each version of the weights to the engines.
 
-        `posts` is where engine hosts fetch weights. None without engine hosts.
+        `posts` is the store from which engine hosts fetch weights. None without engine hosts.
         """

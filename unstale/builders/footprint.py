@@ -135,7 +135,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
 def _lacking_disk(folder: Path, needed: float) -> str:
     """Return a text with the free space of a disk. Empty if the space is enough or unknown.
 
-    Space of files that an interrupted run wrote in part is free, because a resume removes them.
+    Incomplete files of an interrupted run count as free space, because a resume removes them.
     """
     usage = shutil.disk_usage(folder)
     parts = [part for name in (CHECKPOINTS, VERSIONS) for part in (folder / name).glob("*.part")]
@@ -211,8 +211,8 @@ def _scoring_footprint(
 ) -> dict[str, Any]:
     """Return `Footprint.scorers` and `Footprint.scorer`.
 
-    `total` are the bytes of the model, and `sent` those of a version that arrive at once: all, or
-    the part of one trainer rank.
+    `total` is the size of the model in bytes. `sent` are the bytes of a version that arrive at
+    once: all, or the part of one trainer rank.
     """
     if not config.old_logps.needs.own_process:
         return {}
@@ -241,7 +241,7 @@ def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
 
 
 def _multiplied_bytes(dtype: str) -> int:
-    """Return the bytes of a weight by which an embedded engine on this machine multiplies.
+    """Return the bytes per weight in which an embedded engine on this machine multiplies.
 
     On CPUs that multiply a narrow dtype slowly, the engine keeps float32 in its place.
     """

@@ -39,7 +39,7 @@ from unstale.weights.recording import Recording
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     """Create a scorer, which computes log-probabilities under the current or past weights.
 
-    A scorer keeps past weights for one user. So the old-logit route and the audit each need a
+    The past weights of a scorer are for one user only. So the route and the audit each need a
     scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
     """
     policy.check_length(config.engine.max_context)
@@ -52,8 +52,9 @@ def build_trainer(
 ) -> tuple[LocalTrainer, Auditor]:
     """Return the trainer, and the auditor that measures the errors of its old log-probabilities.
 
-    The trainer's `old` is the old-logit route. The caller must close the route, which may have a
-    process. With `on_rank`, `old` is the part of the route on a trainer rank.
+    The trainer's `old` is the route, which computes old log-probabilities. The caller must close
+    it, because it may have a process. With `on_rank`, `old` is the part of the route on a trainer
+    rank.
     """
     make = config.old_logps.make_on_rank if on_rank else config.old_logps.make
     old: OldLogps = make(scorer, lockstep=config.deterministic)
@@ -78,7 +79,7 @@ def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:
-    """Return the configured old-logit route, which computes old log-probabilities.
+    """Return the configured route, which computes old log-probabilities.
 
     With `lockstep` the trainer waits for the route's child process, if it has one. The results then
     do not depend on the speed of that process.
@@ -95,7 +96,7 @@ class LocalComponents(Components):
     taskset: Taskset
     generator: Generator
     scorer: Scorer
-    """Computes log-probabilities for the old-logit route. The audit has a second scorer."""
+    """Computes log-probabilities for the route. The audit has a second scorer."""
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer

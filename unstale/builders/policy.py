@@ -53,7 +53,7 @@ def load_policy(
 
 
 def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:
-    """Warn of passes in float32 on GPUs.
+    """Print a warning if passes on GPUs are in float32.
 
     `trainer.dtype = auto` is float32 if this machine has no GPU, although ranks may have some.
     """
@@ -70,7 +70,7 @@ def shares_deltas(config: RunConfig) -> bool:
     """Return True if the weight differences that the route or the disk needs can also be sent.
 
     A delta is the lossless difference of the weights of two versions. A shared delta is computed
-    only once. Trainer ranks always have one, each of its part.
+    only once. Each trainer rank always has the delta of its part.
     """
     same_precision = config.engine.dtype == config.trainer.dtype
     if config.cluster.trainers:

@@ -41,7 +41,7 @@ from unstale.weights.publish import Publisher
 
 
 def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
-    """Return the components of one of several trainer ranks. All ranks must call it."""
+    """Return the components of one of several trainer ranks. All ranks must call this function."""
     torch.set_num_threads(trainer_threads(config))
     peers = peers.in_context_groups(config.cluster.context).in_replicas(config.cluster.replicas)
     policy = load_policy(config, peers)
@@ -52,7 +52,7 @@ def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
 
 
 def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
-    """Return one of several ranks that only score. All ranks must call it."""
+    """Return one of several ranks that only score. All ranks must call this function."""
     torch.set_num_threads(1)
     policy = load_policy(config, peers, trained=False)
     return ScoringRank(policy, build_scorer(config, policy))

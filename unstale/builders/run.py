@@ -198,7 +198,7 @@ def _best_policy(
 class _Listeners:
     """Callbacks of the rollout for sampled tokens, and ended, failed and restarted episodes.
 
-    Receivers are the old-logit route, the list of tokens not yet trained on, and the run's log.
+    They notify the route, the list of tokens not yet trained on, and the run's log.
     """
 
     old: OldLogps

@@ -103,7 +103,7 @@ def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
 
 
 def without_tasks(name: str) -> Taskset:
-    """Return a task set without tools whose tasks cannot be run."""
+    """Return a task set without tools whose tasks cannot be run. `name` is its name in errors."""
 
     def no_agent(*_: object) -> float:
         raise EnvError(f"{name} runs no task")
@@ -260,7 +260,8 @@ def build_rollout(
     """Return a function that creates the object that runs episodes.
 
     For a task set of an external agent (`ExternalAgent`), all such objects share one HTTP endpoint.
-    Raises `ConfigError` if a needed package is missing or the run is deterministic.
+    Raises `ConfigError` for such a task set if a package is missing, if a technique limits
+    episodes, or if the run is deterministic.
     """
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event

@@ -20,7 +20,7 @@ from unstale.engines.routing import Phases
 
 
 def connect_run(config: RunConfig) -> None:
-    """Connect to Ray for the ranks and hosts of a run. Raises `ConfigError` if it cannot be used.
+    """Connect to Ray for the ranks and hosts of a run. Raises `ConfigError` if Ray cannot be used.
 
     A Ray that is started for this run gives the ranks only their GPUs.
     """
@@ -36,7 +36,7 @@ def make_host_pool(
 ) -> EnginePool:
     """Connect to Ray and return a pool of engine hosts, which are not started yet.
 
-    Each host makes `engines` by `make`. Raises `ConfigError` if Ray cannot be used.
+    Each host calls `make` for each of `engines`. Raises `ConfigError` if Ray cannot be used.
     """
     connect_run(config)
     hosts = []
@@ -57,7 +57,7 @@ def make_host_pool(
 def make_posts(
     cluster: ClusterConfig, read: Callable[[int], Mapping[str, Tensor]], dtype: torch.dtype
 ) -> WeightPosts | None:
-    """Return the place where engine hosts fetch weights. None if the run has no engine hosts.
+    """Return the store from which engine hosts fetch weights. None if the run has no engine hosts.
 
     `read` returns the full weights of a version on disk.
     """
@@ -65,7 +65,7 @@ def make_posts(
 
 
 def report_events(engine: EnginePool, on_event: Callable[..., None]) -> None:
-    """Call `on_event` with the events of engines on engine hosts."""
+    """Let the engine hosts of a pool call `on_event` with each event of their engines."""
     for each in engine.engines:
         if isinstance(each, HostedEngine):
             each.on_event = on_event

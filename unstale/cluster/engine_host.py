@@ -1,8 +1,8 @@
 """The engines of one machine, inside a Ray actor there.
 
 The actor starts the engines or attaches to their servers, and keeps the weights in shared memory.
-It restarts an engine that dies from there, without the rest of the run. The other end is
-`HostedEngine`.
+If an engine dies, the actor restarts it with these weights, and the rest of the run is not
+involved. `HostedEngine` is the driver's side of the actor.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from unstale.threads import in_thread
 from unstale.weights.codec import advance
 
 SMALL_EXPERTS_BYTES = 1 << 18
-"""Size of routed experts up to which they are sent with their reply. That takes less time than the
-object store, and the message stays below 1 MB.
+"""Largest size, in bytes, of routed experts that are sent within their reply. This takes less time
+than the object store, and the message stays below 1 MB.
 """
 
 Event = tuple[str, Mapping[str, Any]]
@@ -71,19 +71,21 @@ class HostOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """The news of a host since its last report."""
+    """The state of a host, and its counters and events since its last report."""
 
     machine: str
     held: int
     """The version of the weights in shared memory, -1 for none."""
     counters: Mapping[str, float]
-    """Those of `Engine.metrics`. Empty except after an interrupt."""
+    """The values of `Engine.metrics`. Empty except after an interrupt."""
     events: Sequence[Event]
 
 
 @dataclass(frozen=True, slots=True)
 class HostReply:
-    """A reply. Large routed experts are not in it, but where `routed_experts` says."""
+    """A reply of an engine. Large routed experts are in Ray's object store instead of `reply`, and
+    `routed_experts` refers to them.
+    """
 
     reply: Reply
     routed_experts: PostedExperts | None = None
@@ -92,8 +94,8 @@ class HostReply:
 class EngineHost:
     """The engines of one machine. Ray runs one such actor on each engine host.
 
-    `epoch` numbers the times between an interrupt and the next. A request of an earlier epoch than
-    the host's arrived after the interrupt that should have ended it, and returns no tokens.
+    `epoch` is the number of the period between two interrupts. A request of an earlier period
+    arrived after the interrupt that should have ended it, and returns no tokens.
     """
 
     def __init__(self, options: HostOptions) -> None:
@@ -152,11 +154,12 @@ class EngineHost:
     async def stage(
         self, version: int, held: int, full: Sequence[Part] | None, *deltas: Sequence[Part]
     ) -> HostReport:
-        """Make a version from full weights, or from version `held` without, and the deltas after.
+        """Create the weights of `version` in shared memory, and stage them in the engines.
 
-        Full weights of several trainer ranks are a file of zeros and a delta from each rank. Raises
-        ValueError for weights that do not fit, or deltas of other weights. The host then needs full
-        weights.
+        They are made from `full` weights, or from the held version `held` if `full` is None, by
+        applying `deltas` in order. Full weights of several trainer ranks are a file of zeros, to
+        which each rank's delta is applied. Raises ValueError for weights that do not fit, or deltas
+        of other weights. The host then needs full weights.
         """
         await in_thread(self._weights.change, version, held, full, deltas)
         await self._started().stage(self._weights.shared, version)
@@ -216,7 +219,9 @@ class _HeldWeights:
         full: Sequence[Part] | None,
         deltas: Sequence[Sequence[Part]],
     ) -> None:
-        """Turn the weights into those of `version`. ValueError if the deltas do not lead there."""
+        """Turn the weights into those of `version`. Raises ValueError if the deltas do not fit
+        them.
+        """
         with self.shared.changing():
             if full is None and self.version != held:  # another call came between
                 raise EngineDied(f"the host has version {self.version}, not {held}")

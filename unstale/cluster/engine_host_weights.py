@@ -13,7 +13,9 @@ from unstale.weights.store import Delta
 
 
 class VersionOfWeights(PostedWeights):
-    """The weights of one version. Engine hosts call `objects`; others read it as full weights."""
+    """The weights of one version. Engine hosts get `objects`. Others use the mapping of full
+    weights.
+    """
 
     def __init__(self, posts: "WeightPosts", version: int, nbytes: int = 0) -> None:
         self.nbytes = nbytes
@@ -22,10 +24,11 @@ class VersionOfWeights(PostedWeights):
         self._weights: Mapping[str, Tensor] | None = None
 
     def objects(self, held: int) -> tuple[Reference | None, list[Reference]]:
-        """Return what leads from version `held` to this one: full weights or None, and deltas.
+        """Return full weights or None, and the deltas that lead from there to this version.
 
-        May read the weights from disk, so call it in a thread. Raises LookupError if this version
-        is not on disk any more.
+        None means that the deltas lead from version `held` to this one. All are references to
+        objects in Ray's store. May read the weights from disk, so call it in a thread. Raises
+        LookupError if this version is not on disk any more.
         """
         return self._posts.objects(held, self._version)
 
@@ -56,7 +59,7 @@ class WeightPosts:
         self._read_from_disk = read
         self._dtype = dtype
         self._steps: list[PostedStep] = []
-        """A chain: each begins at the version to which the one before leads."""
+        """A chain of deltas: each begins at the version at which the one before ends."""
         self._full: tuple[int, Reference, Sequence[Reference]] | None = None
         """Version and file of the full weights, and the deltas from that file to the version."""
         self._full_bytes = 0
@@ -85,7 +88,7 @@ class WeightPosts:
         return self._post_full(step.version, zeros, step.deltas, num_bytes(layout))
 
     def at(self, version: int) -> VersionOfWeights:
-        """Return a version that was posted, or that only the disk has."""
+        """Return the weights of a version, which was posted or is only on disk."""
         return VersionOfWeights(self, version)
 
     def read(self, version: int) -> dict[str, Tensor]:
@@ -94,7 +97,11 @@ class WeightPosts:
         return {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
 
     def objects(self, held: int, version: int) -> tuple[Reference | None, list[Reference]]:
-        """Return full weights or None, and the deltas after them that lead to `version`."""
+        """Return full weights or None, and the deltas that lead from there to `version`.
+
+        None means that the deltas lead from version `held` to `version`. Weights that are not in
+        the store are read from disk.
+        """
         with self._lock:
             found = self._find(held, version)
         if found is not None:

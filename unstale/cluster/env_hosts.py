@@ -1,7 +1,7 @@
 """Environments on other machines: worker processes that Ray actors start there.
 
-`RemoteWorker` is the run's side of one worker, in place of `isolation.process.Worker`. The other
-end is `EnvHost`, which watches its worker process as a run does on its own machine.
+`RemoteWorker` is the run's side of one worker, in place of `isolation.process.Worker`. `EnvHost` is
+the actor on the other machine. It supervises its worker process as a run does on its own machine.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class HostAnswer:
     """The answer to a call, and the state of the worker process afterwards."""
 
     row: Row | None
-    """None if the process ended before it answered."""
+    """The method's answer. None if the process ended before it answered."""
     ended: str
     retired: str
     suspects: frozenset[str]
@@ -51,7 +51,7 @@ class EnvHost:
         """Do nothing. An answer shows that the actor has a machine."""
 
     async def start(self) -> HostAnswer:
-        """Start the process. The answer has no row if it cannot make the task set."""
+        """Start the process. The answer has no row if the process cannot make the task set."""
         self._worker = ConcurrentWorker(self._options, self._memory_gb, lambda worker: None)
         self._worker.num_episodes = 1  # never 0: the run decides when it ends
         try:
@@ -63,7 +63,9 @@ class EnvHost:
     async def call(
         self, num_episodes: int, episode: int, method: str, task: Task, fields: Row
     ) -> HostAnswer:
-        """Call a method of an environment. `num_episodes` is the number in this process."""
+        """Call a method of an environment. `num_episodes` is the number of episodes that use this
+        process.
+        """
         assert self._worker is not None, "call start first"
         self._worker.num_episodes = 1 + num_episodes
         try:
@@ -78,9 +80,10 @@ class EnvHost:
 
 
 class RemoteWorker:
-    """A worker process for environments on a machine that Ray chooses.
+    """A worker process for environments, on a machine that Ray chooses.
 
-    If the machine dies, the calls fail as if the process had ended, and no task is suspected.
+    If the machine dies, calls fail as if the process had ended, and no task is suspected of having
+    ended it.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class RemoteWorker:
 
     @property
     def is_ready(self) -> bool:
-        """True once `ready` returns or raises at once."""
+        """True if `ready` returns or raises without waiting."""
         return self._started.done()
 
     async def ready(self) -> None:
@@ -131,10 +134,10 @@ class RemoteWorker:
             self.end(self.retired)
 
     def end(self, reason: str) -> None:
-        """End the actor, and with it the process. Its calls fail with `reason`.
+        """End the actor, and with it the process. The worker's calls fail with `reason`.
 
-        If Ray cannot end it, the worker is ended all the same, and `reason` gets Ray's error. Ray
-        ends an actor that nothing refers to.
+        If Ray cannot end the actor, the worker still counts as ended, and Ray's error is added to
+        the reason. Ray ends an actor that nothing refers to.
         """
         if self.ended:
             return

@@ -27,11 +27,11 @@ _PARALLEL = (
 class GpuShares:
     """The GPUs of the trainer ranks and of the engines, as in `CUDA_VISIBLE_DEVICES`.
 
-    If both are empty, nothing is divided.
+    Both are empty if all processes may use all GPUs.
     """
 
     trainers: tuple[str, ...] = ()
-    """GPUs of the trainer ranks and of the ranks of the old-logit model."""
+    """GPUs of the trainer ranks and of the ranks of the second model (route `old_logit_model`)."""
     engines: tuple[str, ...] = ()
 
     @property
@@ -43,9 +43,9 @@ class GpuShares:
 def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int) -> GpuShares:
     """Return the first GPUs for the ranks, one each, and the others for the engines.
 
-    The ranks are the trainer ranks and the `scorers` ranks of the old-logit model. `engines` is the
-    number of GPUs that the engines need. A single GPU is for one rank and the engine. Raises
-    `ConfigError` if there are too few.
+    The ranks are the trainer ranks and the `scorers` ranks of the second model (route
+    `old_logit_model`). `engines` is the number of GPUs that the engines need. If there is only one
+    GPU, one rank and the engine share it. Raises `ConfigError` if there are too few GPUs.
 
     >>> divide_gpus("0123", trainers=2, engines=1)
     GpuShares(trainers=('0', '1'), engines=('2', '3'))
@@ -77,11 +77,11 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
 
 
 def run_gpus(config: RunConfig) -> GpuShares:
-    """Return how the GPUs of this machine are divided.
+    """Return the GPUs of this machine for ranks and for engines.
 
-    Nothing is divided if the cluster of `cluster.address` places the trainer ranks. Without ranks
-    nothing is divided either, unless there are several servers, or a server gets weights by NCCL:
-    these need GPUs for themselves.
+    The GPUs are not divided if the cluster of `cluster.address` places the trainer ranks. Without
+    ranks they are not divided either, unless there are several servers, or a server gets weights by
+    NCCL: such servers need GPUs for themselves.
     """
     cluster = config.cluster
     engines = engine_gpus(config) * max(1, cluster.engine_hosts)
@@ -101,16 +101,16 @@ def run_gpus(config: RunConfig) -> GpuShares:
 
 
 def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
-    """Return the GPUs of one of several engine hosts of this machine. Empty if it may use all."""
+    """Return the GPUs of one of several engine hosts on this machine. Empty if it may use all."""
     each = engine_gpus(config)
     return run_gpus(config).engines[number * each : (number + 1) * each]
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """Return how many GPUs the engines of one host take, if it has GPUs.
+    """Return the number of GPUs that the engines of one host need, if the host has GPUs.
 
-    An embedded engine takes one for each process, or none if it runs the policy on the CPU. Raises
-    `ConfigError` if `engine.args` has something else than a number there.
+    An embedded engine needs one for each process, or none if it runs the policy on the CPU. Raises
+    `ConfigError` if a parallel size in `engine.args` is not a number.
     """
     options = config.engine
     if options.urls:

@@ -33,7 +33,9 @@ RESOURCE = "engine_host"
 HANG_S = 60.0
 """Seconds without an answer after which a host counts as dead."""
 LOAD_S = 1200.0
-"""Seconds after which a start or a load fails. They may start servers or move all weights."""
+"""Seconds after which a start or a load fails. A start may start servers, and a load may move all
+weights.
+"""
 CLOSE_S = 20.0
 """Seconds in which a host may end its servers before it is killed."""
 _PLACEMENTS = 4
@@ -43,7 +45,9 @@ Handle = Any
 
 
 def place(options: HostOptions) -> Handle:
-    """Ask Ray for an actor on a machine with a free `RESOURCE`. It may have to wait for one."""
+    """Ask Ray for an actor on a machine with a free `RESOURCE`. The actor may
+    have to wait for one.
+    """
     actor = import_ray().remote(EngineHost)
     placed = actor.options(
         num_cpus=0, resources={RESOURCE: 1}, max_restarts=0, max_concurrency=MAX_CONCURRENT
@@ -54,9 +58,9 @@ def place(options: HostOptions) -> Handle:
 class HostedEngine:
     """An `Engine` made of all engines of one host.
 
-    `start` waits until Ray has a machine for the host. If a host dies, or does not answer, `start`
-    uses the same process if it answers again, and then only sends the weights that it lacks.
-    Otherwise it asks for another.
+    `start` waits until Ray has a machine for the host. After a failure, `start` uses the same
+    process again if it answers. The process then needs only the weights that it lacks. Otherwise
+    `start` asks Ray for a new process.
     """
 
     takes_deltas = True
@@ -74,7 +78,7 @@ class HostedEngine:
         self._held = -1
         """The version that the host has in shared memory, -1 if unknown."""
         self._version = -1
-        """The version that its engines have loaded."""
+        """The version that the host's engines have loaded, -1 for none."""
         self._staged: tuple[Update, int] | None = None
         self._counters: Counter[str] = Counter()
         self._machine = ""
@@ -122,7 +126,9 @@ class HostedEngine:
         return reply
 
     async def _with_experts(self, session: EngineSession, answer: HostReply) -> Reply:
-        """Return a reply with its routed experts, which do not pass through the event loop."""
+        """Return a reply with its routed experts, which are fetched in a thread if they are in
+        Ray's store.
+        """
         if answer.routed_experts is None:
             return answer.reply
         try:
@@ -143,7 +149,7 @@ class HostedEngine:
                 await session.while_alive(session.quiet.wait())
 
     async def stage(self, update: Update, version: int) -> None:
-        """Send the host what it lacks."""
+        """Send the host the deltas or full weights that it needs for `version`."""
         session = self._live_session()
         check_load(update, version, self._version, sampling=False, deltas=True)
         if self._staged and self._staged[0] is update and self._staged[1] == version:
@@ -199,7 +205,7 @@ class HostedEngine:
         self._placed = False
 
     async def _wait_until_placed(self, session: EngineSession) -> None:
-        """Wait for a machine, without a limit: nobody waits for this engine meanwhile.
+        """Wait for a machine, without a limit, because no request waits for this engine.
 
         For some seconds Ray may choose a machine that is already dead, so ask again.
         """
@@ -231,7 +237,9 @@ class HostedEngine:
             self.on_event(kind, **{**fields, "host": self._number})
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the host. Raises what it raises, or `EngineDied` if the host is lost."""
+        """Call a method of the host. Raises the method's error, or `EngineDied` if the host is
+        lost.
+        """
         session = self._live_session()
         exceptions = import_ray().exceptions
         if self._host is None:
@@ -279,9 +287,9 @@ class HostedEngine:
 
 
 def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Reference]]:
-    """Return full weights or None and the deltas after them, in Ray's store.
+    """Return full weights or None, and the deltas to apply to them, as objects in Ray's store.
 
-    `held` is the version that the host holds.
+    None means that the deltas apply to version `held`, which the host has.
     """
     if isinstance(update, VersionOfWeights):
         return update.objects(held)

@@ -28,7 +28,7 @@ class PostedExperts:
         return cls(routed_experts.start, import_ray().put(experts), zlib.crc32(experts.data))
 
     def fetch(self) -> RoutedExperts | None:
-        """Return a copy of the routed_experts. None if they were lost with their host.
+        """Return a copy of the routed experts. None if they were lost with their host.
 
         Blocks, so call it in a thread. Raises ValueError if the checksum differs, or if the experts
         do not arrive within `FETCH_S`.

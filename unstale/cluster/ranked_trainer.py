@@ -1,11 +1,11 @@
-"""The driver's side of the components that trainer ranks have.
+"""The driver's side of the components that run on trainer ranks.
 
     RankedTrainer        a `Trainer`
     RankedOldLogps       a route to old log-probabilities
     RankedAuditor        the audit
     RankedCheckpoints    checkpoints that the ranks write
 
-The components of the training loop have these classes if the trainer has ranks.
+The training loop uses these classes if the trainer has ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,26 +36,37 @@ class RankedTrainer:
     """A `Trainer` whose model and optimizer are divided among ranks."""
 
     def __init__(self, ranks: Ranks, policy: Policy) -> None:
-        """`policy` is the driver's: it numbers the versions. Its weights are the initial ones."""
+        """`policy` is the driver's policy, which counts the versions. Its weights are the initial
+        ones.
+        """
         self.ranks = ranks
         self.policy = policy
         self.results = StepResults({}, [], [], [], [])
         """The results of the last batch."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """Called before the ranks need old log-probabilities of a batch, or all of them (None)."""
+        """Called before the ranks need the old log-probabilities of a batch. With None in place of
+        the batch, it collects all values that were requested.
+        """
         self._steps_left = 0
         self._posted: PostedStep | None = None
-        """The parts that were posted last, kept in Ray's store for ranks that only score."""
+        """The parts of weights that were posted last, kept in Ray's store for ranks that only
+        score.
+        """
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, which first takes over the policy's version number."""
+        """Call a method on every rank, which first sets its policy's version number. Return the
+        answer.
+
+        The answer is that of the first rank.
+        """
         self._send_version()
         return self.ranks.call(name, *arguments)
 
     def post(self, name: str, *arguments: Any) -> PostedStep:
         """Call a method on every rank that returns its part of the current version.
 
-        The parts are then in Ray's store. No rank has more than its part.
+        Return references to the parts, which are in Ray's store. No rank has more than its part.
+        Raises RuntimeError if the parts do not add up to all weights.
         """
         self._send_version()
         answers, objects = self.ranks.call_parts(name, *arguments)
@@ -76,9 +87,10 @@ class RankedTrainer:
         return step
 
     def step_from(self, base: int) -> PostedStep:
-        """Return what leads from version `base` to the current one, or from zeros to it.
+        """Return the deltas that lead from version `base`, or from zeros, to the current version.
 
-        It is what the ranks posted last, if that fits. Otherwise they post all of their parts.
+        They are the deltas that the ranks posted last, if these fit. Otherwise all ranks post their
+        parts.
         """
         posted = self._posted
         if posted and posted.version == self.version and posted.base in (base, -1):
@@ -86,12 +98,12 @@ class RankedTrainer:
         return self.post("weight_part")
 
     def parts(self, step: PostedStep) -> Iterator[Delta]:
-        """Fetch the part of one rank after the other."""
+        """Yield the delta of each rank's part of the weights, fetched one after the other."""
         for part in step.deltas:
             yield read_delta(self.ranks.fetch(part, FETCH_S))
 
     def advance(self, weights: Mapping[str, Tensor], step: PostedStep) -> None:
-        """Turn the weights of the step's base into those of its version, in place."""
+        """Turn the weights of version `step.base` into those of `step.version`, in place."""
         if step.base == -1:
             for tensor in weights.values():
                 words(tensor).zero_()
@@ -118,7 +130,7 @@ class RankedTrainer:
         return weights
 
     def update_policy(self) -> None:
-        """Give the driver's policy the weights of the ranks."""
+        """Copy the weights of the ranks into the driver's policy."""
         self.advance(self.policy.weights(), self.post("weight_part"))
 
     def add(self, part: Batch) -> None:
@@ -126,7 +138,9 @@ class RankedTrainer:
         self.call("add", part)
 
     def prepare(self, batch: Batch) -> Sequence[int]:
-        """Return the numbers of the minibatches. Their data stay on the ranks."""
+        """Prepare the minibatches of a batch on the ranks, where their data stay. Return their
+        numbers.
+        """
         self.collect(batch)
         self._steps_left = self.call("prepare", batch)
         return range(self._steps_left)
@@ -158,7 +172,7 @@ class RankedTrainer:
 
 
 class RankedOldLogps(OldLogps):
-    """A route to old log-probabilities on ranks, each with its part of the weights."""
+    """A route to old log-probabilities that runs on ranks, each with its part of the weights."""
 
     def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
         self.needs = needs
@@ -195,12 +209,14 @@ class RankedOldLogps(OldLogps):
         return self._trainer.results.events
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Recover route and audit. The ranks read the weights of versions from disk themselves."""
+        """Recover the route and the audit on the ranks. The ranks read the weights of versions from
+        disk themselves.
+        """
         self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
 
 
 class RankedAuditor:
-    """The audit on ranks."""
+    """The audit of old log-probabilities, which runs on the ranks."""
 
     def __init__(self, trainer: RankedTrainer) -> None:
         self._trainer = trainer
@@ -209,7 +225,9 @@ class RankedAuditor:
         self._trainer.call("audit_published", tuple(live))
 
     def record(self, folder: Path) -> None:
-        """Record every version and batch for `unstale audit`. Every rank must reach `folder`."""
+        """Record every version and batch for `unstale audit`. Every rank must have access to
+        `folder`.
+        """
         self._trainer.ranks.later("record", folder.absolute())
 
     def scatter_sample(self) -> list[dict[str, float]]:
@@ -220,7 +238,7 @@ class RankedAuditor:
 
 
 class RankedCheckpoints(Checkpoints):
-    """Checkpoints that the ranks write and read. Every rank must reach the run folder.
+    """Checkpoints that the ranks write and read. Every rank must have access to the run folder.
 
     The ranks copy their state for a snapshot, and continue while the copy is written.
     """

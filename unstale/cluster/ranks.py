@@ -1,6 +1,6 @@
-"""Trainer ranks, which are Ray actors: starting them, calling them, and noticing their death.
+"""Trainer ranks, which are Ray actors: start them, call them, and notice if they die.
 
-`Ranks` calls a method on every rank at once, and the first rank's answer counts.
+`Ranks` calls a method on every rank at the same time, and returns the first rank's answer.
 """
 
 import datetime
@@ -27,23 +27,24 @@ from unstale.model.peers import RankGroup
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 START_S = 600.0
-"""Longest time for all ranks to start and load the model."""
+"""Longest time in seconds for all ranks to start and load the model."""
 FIRST_CALL_S = 1800.0
-"""Longest time of the first call of each name, and of every call in `FROM_DISK`."""
+"""Longest time in seconds of the first call of each method, and of every call in `FROM_DISK`."""
 FROM_DISK = frozenset({"load", "restore", "recover"})
-"""Calls with which a run resumes. Their time depends on what the run folder has, and may be much
-longer than that of the call before.
+"""Methods that are called when a run resumes. Their time depends on the data in the run folder, and
+may be much longer than that of the call before.
 """
 LEAST_CALL_S = 120.0
 SLOWER = 10
-"""A later call may take this many times as long as the longest one of that name, or `LEAST_CALL_S`.
+"""A later call may take this many times as long as the longest call of that method so far, or
+`LEAST_CALL_S` seconds if that is more.
 """
 _NOTICE_S = 5.0
-"""Longest time in which Ray notices that a process ended."""
+"""Longest time in seconds until Ray notices that a process ended."""
 _GROUP_S = 3600.0
-"""Time after which a rank's collective fails. The driver ends the ranks long before."""
+"""Time in seconds after which a rank's collective fails. The driver ends the ranks long before."""
 _PLACE_S = 2
-"""Seconds for Ray to reserve GPUs and cores. After them the run says what it waits for."""
+"""Seconds in which Ray may reserve GPUs and cores before the run prints what it waits for."""
 
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "unstale-ranks-"
@@ -52,15 +53,17 @@ _FILES = "files"
 """Name of the second thread of a rank."""
 
 Notify = Callable[[str], None]
-"""Prints or logs a sentence."""
+"""A function that prints or logs a sentence."""
 
 
 class RanksDied(RuntimeError):
-    """A rank ended or did not answer. Its run can begin again from the last checkpoint."""
+    """Error: a rank ended or did not answer. Its run can begin again from the last checkpoint."""
 
 
 class NodesMissing(RuntimeError):
-    """The Ray cluster had no room for the ranks for too long. The run can be resumed later."""
+    """Error: the Ray cluster had no room for the ranks for too long. The run
+    can be resumed later.
+    """
 
 
 class _RankActor:
@@ -73,9 +76,11 @@ class _RankActor:
         """Lock of the folder in which the ranks meet."""
 
     def meet(self, count: int) -> str:
-        """Make the store at which the ranks meet, on the first rank. Return its address.
+        """Create the store by which the ranks find each other, on the first rank. Return its
+        address.
 
-        If Ray is on loopback only, it is a file: a store on a port listens on every interface.
+        If Ray is on loopback only, the store is a file, because a store on a port listens on every
+        interface.
         """
         import ray
 
@@ -114,14 +119,16 @@ class _RankActor:
         self._rank = make(RankGroup.of_group())
 
     def run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> Any:
-        """Run calls of `Rank` methods in order. Return the last one's result on the first rank."""
+        """Run calls of `Rank` methods in order. Return the last result on the first rank."""
         result = None
         for name, arguments in calls:
             result = getattr(self._rank, name)(*arguments)
         return result if dist.get_rank() == 0 else None
 
     def run_parts(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> tuple[Any, Any]:
-        """Run calls of `Rank` methods in order. Return the last one's two results on every rank."""
+        """Run calls of `Rank` methods in order. Return the last call's two
+        results on every rank.
+        """
         *before, (name, arguments) = calls
         self.run(before)
         first, second = getattr(self._rank, name)(*arguments)
@@ -129,7 +136,9 @@ class _RankActor:
 
 
 class Ranks:
-    """The trainer ranks of a run. `call` is for any thread, and runs one call at a time."""
+    """The trainer ranks of a run. `call` may be called in any thread, and runs
+    one call at a time.
+    """
 
     def __init__(
         self,
@@ -142,9 +151,9 @@ class Ranks:
     ) -> None:
         """Connect to Ray. The ranks start in `make`, each with one GPU if the cluster has GPUs.
 
-        At an address, the ranks wait for further nodes for at most `patience_s`. `scorers` is the
-        number of further ranks for a model that only scores. `name` is for messages. Raises
-        `ConfigError` if Ray has this machine alone, with too few GPUs.
+        With `address`, the ranks wait for further nodes for at most `patience_s` seconds. `scorers`
+        is the number of further ranks for a model that only scores. `name` is for messages. Raises
+        `ConfigError` if Ray has only this machine, with too few GPUs.
         """
         self.count = count
         self._ray: ModuleType = session.connect(address)
@@ -164,7 +173,7 @@ class Ranks:
         """The reservation of GPUs and cores for all ranks in a cluster."""
         self._lock = threading.Lock()
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
-        """Calls to run before the next one, in order."""
+        """Methods and arguments to call before the next call, in order."""
         self._longest: dict[str, float] = {}
         """Longest time of a call of these actors in seconds, by the name of the call."""
         self._folder: Path | None = None
@@ -174,10 +183,11 @@ class Ranks:
             self.scorers = Ranks(scorers, address=address, patience_s=patience_s, name="old-logit")
 
     def make(self, make: MakeRank, notify: Notify = lambda text: None) -> None:
-        """Make the components of every rank, in place of earlier ones. Start ranks that are ended.
+        """Create the components of every rank, in place of earlier ones. Start the ranks if they
+        are ended.
 
-        `notify` is called with what the ranks wait for. Raises `NodesMissing` if there is no room
-        for them, and `RanksDied` if they do not start within `START_S`.
+        `notify` is called with a sentence on what the ranks wait for. Raises `NodesMissing` if
+        there is no room for them, and `RanksDied` if they do not start within `START_S`.
         """
         self._later.clear()
         if not self._actors:
@@ -312,7 +322,9 @@ class Ranks:
         return actors
 
     def fetch(self, part: Reference, limit_s: float) -> Any:
-        """Return a result of `call_parts`. Raises `RanksDied` if its machine died meanwhile."""
+        """Return a second result of `call_parts`. Raises `RanksDied` if its machine died, or after
+        `limit_s`.
+        """
         try:
             return self._ray.get(part, timeout=limit_s)
         except self._ray.exceptions.RayError as error:
@@ -329,7 +341,7 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks, also those that only score. `make` starts others."""
+        """End all ranks, also those that only score. `make` starts new ones."""
         if self.scorers:
             self.scorers.close()
         actors, self._actors = self._actors, []
@@ -400,14 +412,14 @@ class Ranks:
                 raise self._died(error, name) from None
 
     def _died(self, error: Exception, name: str) -> RanksDied:
-        """End all ranks. Return the error that says why."""
+        """End all ranks. Return an error with the cause."""
         self.close()
         article = "an" if self._name[0] in "aeiou" else "a"
         return RanksDied(f"{article} {self._name} rank died ({name}): {session.first_line(error)}")
 
 
 def order_by_node(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundles of a placement group in an order in which those of a node are adjacent.
+    """Return the bundles of a placement group, ordered so that those of a node are adjacent.
 
     `nodes` has the node of each bundle. Ranks that divide a pass are adjacent, so they are on one
     node if they fit there.

@@ -1,6 +1,6 @@
 """One rank of a trainer with several ranks: the components that its driver calls.
 
-All ranks get the same calls in the same order. Only the first rank's answers are used.
+All ranks receive the same calls in the same order. Only the first rank's answers are used.
 """
 
 import os
@@ -29,7 +29,7 @@ from unstale.weights.store import Delta, VersionStore
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What the driver asks after the last optimizer step of a batch."""
+    """The results of a batch that the driver requests after its last optimizer step."""
 
     metrics: Mapping[str, float]
     points: list[dict[str, float]]
@@ -40,10 +40,12 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """The size of a rank's part of a version."""
+    """The size of one rank's part of the weights of a version."""
 
     base: int
-    """The version from which it is a difference. -1 if it is the whole part."""
+    """The version from which the part is a difference. -1 if the part has the
+    weights themselves.
+    """
     words: int
     nbytes: int
 
@@ -56,9 +58,9 @@ class Rank:
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """Past versions that the old-logit route keeps. None if it keeps no differences of versions."""
+    """Past versions that the route keeps. None if it keeps no differences between versions."""
     _published: VersionStore = field(default_factory=VersionStore, init=False)
-    """The version that was published last, for routes without such a store."""
+    """The version that was published last, for a route that keeps no versions in `store`."""
     _checkpoints: Checkpoints | None = field(default=None, init=False)
     _minibatches: Sequence[Minibatch] = field(default=(), init=False)
     _snapshot: Checkpoint | None = field(default=None, init=False)
@@ -80,7 +82,7 @@ class Rank:
         self.policy.follow_version(version, version_gaps)
 
     def open_run(self, run: Path, keep: int) -> None:
-        """Write checkpoints to a run folder, and read versions from it."""
+        """Open the run folder in which checkpoints are written and from which versions are read."""
         parts: dict[str, Stateful] = {
             "trainer": self.trainer,
             "old": self._old,
@@ -98,7 +100,9 @@ class Rank:
         self.trainer.add(part)
 
     def prepare(self, batch: Batch) -> int:
-        """Return the number of optimizer steps."""
+        """Compute old log-probabilities and corrections of a batch. Return the number of optimizer
+        steps.
+        """
         self._minibatches = self.trainer.prepare(batch)
         return len(self._minibatches)
 
@@ -127,10 +131,11 @@ class Rank:
         return save_failed_batch(self.trainer, folder)
 
     def publish(self, live: Collection[int], base: int) -> tuple[PublishedPart, list[Part]]:
-        """Write this rank's part of the current version to disk, and return it.
+        """Write this rank's part of the current version to disk. Return its size and its data.
 
-        It is the difference from version `base` if the store has that, otherwise all of the part.
-        `live` are older versions that must be kept. The result shares memory with the weights.
+        The part is the difference from version `base` if the store has it, otherwise all weights of
+        the part. `live` are older versions that must be kept. The result shares memory with the
+        weights.
         """
         weights = self.policy.weights()
         version = self.policy.version
@@ -144,7 +149,9 @@ class Rank:
         return self._returned(delta)
 
     def weight_part(self) -> tuple[PublishedPart, list[Part]]:
-        """Return this rank's part of the current weights. It shares memory with the weights."""
+        """Return the size and the data of this rank's current weights. The data
+        share their memory.
+        """
         delta = all_of(self.policy.version, self.policy.weights())
         return self._returned(replace(delta, starts=self.policy.part_starts()))
 
@@ -186,7 +193,8 @@ class Rank:
     def write(self) -> str:
         """Write the snapshot. Another thread may train and score meanwhile.
 
-        `snapshot` and `publish` must not run meanwhile: they use the same tensors and group.
+        `snapshot` and `publish` must not run meanwhile: they use the same tensors and process
+        group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)
@@ -214,7 +222,7 @@ class Rank:
 
 
 def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
-    """Return the difference of two versions, if it is what the store has."""
+    """Return the difference between two versions. None if the store does not have it."""
     if version not in store.versions[1:]:
         return None
     delta = store.delta(version)
@@ -222,6 +230,6 @@ def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
 
 
 MakeRank = Callable[[RankGroup], Any]
-"""Makes the object whose methods one rank calls, such as a `Rank`, after the rank has joined its
-process group. It can be pickled.
+"""A function that creates the object of one rank, such as a `Rank`, whose methods the driver calls.
+It runs after the rank has joined its process group, and can be pickled.
 """

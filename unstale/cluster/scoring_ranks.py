@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ScoringRank:
-    """One rank of the second model. All ranks get the same calls in the same order."""
+    """One rank of the second model. All ranks receive the same calls in the same order."""
 
     def __init__(self, policy: Policy, scorer: Scorer) -> None:
         self._policy = policy
@@ -53,7 +53,7 @@ class ScoringRank:
         """Turn the weights of version `base` into those of `version`.
 
         `parts` are the weight differences (deltas) of the trainer ranks, of which this rank uses
-        those of its own weights. Raises ValueError if the model has another version, or if the
+        the parts for its own weights. Raises ValueError if the model has another version, or if the
         deltas do not cover all weights of this rank.
         """
         weights = self._policy.weights()
@@ -90,19 +90,19 @@ class RanksLink:
     """The connection to a second model that is on ranks. A thread calls the ranks in order."""
 
     def __init__(self, ranks: Ranks, *, max_tokens: int) -> None:
-        """`max_tokens` is the size of one forward pass of a rank."""
+        """`max_tokens` is the largest number of tokens in a forward pass of one rank."""
         self._ranks = ranks
         self._order = ScoringOrder(max_tokens * ranks.count)
-        """Only the thread uses it."""
+        """The work of the ranks. Only the thread uses it."""
         self._messages: deque[Callable[[], None]] = deque()
-        """Functions that add what was sent to `_order`."""
+        """Functions that add sent pieces and versions to `_order`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
         self._calls: deque[Future[Reply | None]] = deque()
         self._submitting = Lock()
         """Keeps `_calls` in the order in which the thread runs them."""
 
     def load(self, version: int, step: PostedStep) -> None:
-        """Send what leads from the version that was sent before to this one."""
+        """Send the deltas that lead from the version sent before to this one."""
         self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:
@@ -181,7 +181,9 @@ class RankedOldLogitModel(RankedOldLogps):
         self._model.on_piece(piece)
 
     def collect(self, batch: Batch | None) -> None:
-        """Wait for the scores of a batch, or of everything sent if it is None."""
+        """Wait for the scores of a batch. None waits for the scores of all
+        pieces that were sent.
+        """
         if batch is None:
             self._model.score_all()
             return

@@ -20,10 +20,11 @@ loopback only.
 """
 _CONNECT_S = 10.0
 MAX_CONCURRENT = 100_000
-"""Calls that a host serves at once. The run limits its requests and episodes, so this is no limit.
+"""Largest number of calls that a host serves at once. A run limits its requests and episodes
+itself, so it never reaches this number.
 """
 _at_end: ExitStack | None = None
-"""Functions to call at the end of the present run. None outside of a run."""
+"""Functions to call at the end of the current run. None outside of a run."""
 
 
 def require_ray() -> None:
@@ -54,11 +55,12 @@ def connect(
     """Connect this process to Ray and return the module `ray`.
 
     Without an address, a new Ray session is started. It listens on loopback only and ends with this
-    process. `resources` are its custom resources, `gpus` the GPUs that its processes may use (all
-    if it is empty), and `options` are arguments of `ray.init`. An address is `host:port`, or `auto`
-    for the cluster that `RAY_ADDRESS` names or to which this machine belongs. If this process is
-    connected already, that connection is used. Raises `ConfigError` if Ray is not installed, does
-    not answer at the address, or this process is connected to Ray at another address.
+    process. `resources` are the session's custom resources, `gpus` the GPUs that its processes may
+    use (all if it is empty), and `options` are arguments of `ray.init`. An address is `host:port`,
+    or `auto` for the cluster that `RAY_ADDRESS` names or to which this machine belongs. If this
+    process is connected already, that connection is used. Raises `ConfigError` if Ray is not
+    installed, does not answer at the address, or this process is connected to Ray at another
+    address.
     """
     if not address:  # Ray reads these when it is imported and when it starts
         os.environ.setdefault(_LOOPBACK_ONLY, "0")
@@ -116,7 +118,9 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of Ray. The others are a traceback of another process."""
+    """Return the first line of an error of Ray. The other lines are a traceback
+    of another process.
+    """
     return (str(error).splitlines() or [repr(error)])[0]
 
 
@@ -127,7 +131,9 @@ def summary(error: BaseException) -> str:
 
 
 async def result_of(reference: Any) -> Any:
-    """Return the result of a call of an actor. Unlike a reference, this is a coroutine."""
+    """Return the result of a call of an actor, to which `reference` refers. Unlike a reference,
+    this is a coroutine.
+    """
     return await reference
 
 
@@ -171,7 +177,9 @@ def end_after() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Call a function at the end of the present run (`end_after`), also after an error."""
+    """Call a function at the end of the current run (`end_after`), also after an error. Outside of
+    a run, do nothing.
+    """
     if _at_end is not None:
         _at_end.callback(function)
 

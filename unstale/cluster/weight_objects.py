@@ -18,18 +18,18 @@ Reference = Any
 """A reference to an object in Ray's store: a list of `Part`, one after the other."""
 
 FETCH_S = 600.0
-"""Longest time to fetch an object with weights, perhaps from another machine."""
+"""Longest time in seconds to fetch an object with weights, perhaps from another machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostedStep:
-    """The deltas from version `base` to `version`. With the base -1 they are added to zeros."""
+    """The deltas from version `base` to `version`. If `base` is -1 they are applied to zeros."""
 
     base: int
     version: int
     nbytes: int
     deltas: Sequence[Reference]
-    """One delta, or one of each trainer rank's part."""
+    """One delta for all weights, or one for each trainer rank's part."""
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:

@@ -10,7 +10,7 @@ from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedObjective(ObjectiveConfig):
-    """Options of an objective that limits S on both sides of 1."""
+    """Options of an objective that limits the ratio S = pi / pi_old below and above 1."""
 
     clip_low: Share = 0.2
     """A token has no gradient to lower the staleness ratio S below 1 - clip_low. `cispo` limits the
@@ -77,7 +77,7 @@ class PpoClip(ClippedObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class Gspo(PpoClip):
-    """PPO's clipped loss on the geometric mean of the ratios of a sequence."""
+    """PPO's clipped loss on the geometric mean of the staleness ratios of a sequence."""
 
     loss_type: str = "gspo"
     per_sequence: ClassVar[bool] = True
@@ -92,7 +92,7 @@ class Gspo(PpoClip):
 
 @dataclass(frozen=True, kw_only=True)
 class DualClip(ClippedObjective):
-    """PPO's clipped loss with a limit where the advantage is negative."""
+    """PPO's clipped loss, with a further limit on the loss where the advantage is negative."""
 
     loss_type: str = "dual_clip"
     dual_clip: Annotated[float, Range(above=1)] = 3.0
@@ -125,7 +125,7 @@ class DualClip(ClippedObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class Cispo(ClippedObjective):
-    """REINFORCE with a clipped weight: clipped tokens keep a gradient."""
+    """REINFORCE weighted by the clipped staleness ratio. Clipped tokens keep a gradient."""
 
     loss_type: str = "cispo"
     stops: ClassVar[bool] = False

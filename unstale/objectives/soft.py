@@ -11,7 +11,7 @@ from unstale.config.objectives import ObjectiveConfig, ObjectiveDocs
 
 @dataclass(frozen=True, kw_only=True)
 class Sapo(ObjectiveConfig):
-    """A loss whose gradient fades as S leaves 1."""
+    """A loss whose gradient fades as the staleness ratio S = pi / pi_old moves away from 1."""
 
     loss_type: str = "sapo"
     tau_pos: Positive = 1.0
@@ -42,13 +42,13 @@ class Sapo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PulledBack(ObjectiveConfig):
-    """Options of an objective with a penalty on (log S)^2."""
+    """Options of an objective with a penalty on (log S)^2, where S is the staleness ratio."""
 
     trains_zero_advantage: ClassVar[bool] = True
 
     @property
     def pull(self) -> float:
-        """The coefficient of (log S)^2 / 2 in the loss."""
+        """The coefficient of (log S)^2 / 2 in the loss, where S is the staleness ratio."""
         raise NotImplementedError
 
     def limit(self) -> str:
@@ -60,7 +60,7 @@ class PulledBack(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Dro(PulledBack):
-    """A regression of log S to the advantage."""
+    """A regression of the logarithm of the staleness ratio to the advantage."""
 
     loss_type: str = "dro"
     dro_beta: Positive = 0.05
@@ -85,7 +85,7 @@ class Dro(PulledBack):
 
 @dataclass(frozen=True, kw_only=True)
 class KlPenalty(PulledBack):
-    """PPO with a penalty instead of a clip."""
+    """PPO with a penalty on the logarithm of the staleness ratio instead of a clip."""
 
     loss_type: str = "kl_penalty"
     kl_penalty: NonNegative = 1.0

@@ -24,8 +24,8 @@ def has_clean_behavior(batch: Batch) -> Tensor:
     """Return the tokens (`[T]` bool) for which an exact old log-probability exists.
 
     An engine must have sampled such a token in the context that the record shows, with a KV cache
-    of the same weights. If routed experts are replayed, every row that the token depends on was
-    recorded.
+    of the same weights. If routed experts are replayed, the experts of every position that the
+    token depends on must have been recorded.
     """
     from unstale.algorithms.corrections import has_behavior
 
@@ -34,18 +34,18 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 
 
 class OldLogps:
-    """The base class of routes.
+    """The base class of routes, which are methods to compute old log-probabilities (`old_logp`).
 
-    A route computes old log-probabilities. `on_piece` and `on_end` may be called at any time, on
-    the event loop. All other methods are called one at a time: `costs`, `events` and `close` on the
-    event loop while the trainer's thread is idle, the others in that thread. The methods of this
-    class do nothing. A route overrides those that it needs.
+    `on_piece` and `on_end` may be called at any time, on the event loop. All other methods are
+    called one at a time: `costs`, `events` and `close` on the event loop while the trainer's thread
+    is idle, the others in that thread. Except for `logps`, the methods of this class do nothing. A
+    route overrides those that it needs.
     """
 
     needs = Needs()
 
     def before_publish(self) -> None:
-        """Prepare for a publication. No engine has the current version of the weights yet.
+        """Prepare for the publication of the current weights. No engine has loaded them yet.
 
         The method may wait until work on earlier versions is complete.
         """
@@ -70,14 +70,14 @@ class OldLogps:
         """
 
     def score_while_idle(self) -> bool:
-        """Do at most about one forward pass of work, while the trainer waits for episodes.
+        """Score tokens in about one forward pass, while the trainer waits for episodes.
 
-        Return False if there was no work to do.
+        Return False if there was nothing to score.
         """
         return False
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
-        """Score pieces of the current version, before an optimizer step changes its weights.
+        """Score pieces (runs of tokens) of the current version, before a step changes its weights.
 
         Called only if the route declares `needs.closing` or `needs.idle`. `unscored` has all pieces
         that this version sampled and that no batch has contained yet.
@@ -89,15 +89,15 @@ class OldLogps:
         Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` has the
         log-probabilities under the current policy, without gradient. It is empty unless the route
         declares `needs.now` or `needs.inline`. The method is called before the first optimizer step
-        on a batch. With `trainer.stream` it is called for some groups of the batch at a time, which
-        a route refuses by `needs.whole_batch`. If the route declares `needs.inline`, it is called
-        in every training pass instead, on the sequences of that pass. Raises LookupError if the
-        weights that sampled a token were not kept.
+        on a batch. With `trainer.stream` it is called for some groups of the batch at a time; a
+        route that declares `needs.whole_batch` cannot be used with it. If the route declares
+        `needs.inline`, it is called in every training pass instead, on the sequences of that pass.
+        Raises LookupError if the weights that sampled a token were not kept.
         """
         raise NotImplementedError
 
     def trained(self, kept: float) -> None:
-        """Receive the notice of an optimizer step.
+        """Receive the notice that an optimizer step was made.
 
         `kept` is the share of tokens that the correction kept.
         """
@@ -105,7 +105,8 @@ class OldLogps:
     def costs(self) -> Mapping[str, float]:
         """Return the costs of the route as metrics, by the name after `old_logps/`.
 
-        Tokens and seconds are those since the last call. Bytes are those held now.
+        Tokens and seconds are counted since the last call. Bytes are those held at the time of the
+        call.
         """
         return {}
 
@@ -128,7 +129,8 @@ class OldLogps:
         """Load the state that `state()` returned, when a run resumes from a checkpoint."""
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Add to a restored state the pieces that were sampled after the checkpoint.
+        """Add to a restored state the pieces (runs of tokens) that were sampled after the
+        checkpoint.
 
         `past` has, by version, all pieces of earlier versions that no batch has contained yet.
         `weights` reads the weights of a version from disk. Pieces of the current version are passed

@@ -1,6 +1,7 @@
 """`interp_prox_loglinear`, `interp_prox_linear`: old_logp as a mean of engine and current policy.
 
-The first takes a mean of the two log-probabilities, the second of the two probabilities.
+`interp_prox_loglinear` takes a mean of the two log-probabilities, `interp_prox_linear` of the two
+probabilities.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 class InterpProx(OldLogps):
     """A route that mixes the engine's log-probability of a token with that of the current policy.
 
-    Its `old_logp` is never exact (arXiv 2512.06547). It is computed again in every training pass.
-    `alpha` is the weight of the current policy. If it is None, the weight is (d - 1) / d for a
-    token of lag d, and `fresh` for a token of lag 0.
+    Its `old_logp` is never exact (arXiv 2512.06547). The mixture is computed again in every
+    training pass. `alpha` is the weight of the current policy. If `alpha` is None, the weight is (d
+    - 1) / d for a token of lag d, and `fresh` for a token of lag 0.
     """
 
     needs = Needs(inline=True)
@@ -137,7 +138,7 @@ _docs = partial(RouteDocs, exact="no", holds="nothing", costs="nothing")
 class InterpProxLoglinearSpec(InterpProxSpec):
     """Options of the route with `old_logp = log mu + alpha (log pi - log mu)`.
 
-    mu is the engine's policy that sampled, pi the current policy.
+    mu is the probability under the engine's policy, pi under the current policy.
     """
 
     route: str = "interp_prox_loglinear"
@@ -163,7 +164,7 @@ class InterpProxLoglinearSpec(InterpProxSpec):
 class InterpProxLinearSpec(InterpProxSpec):
     """Options of the route with `old_logp = log((1 - alpha) mu + alpha pi)`.
 
-    mu is the engine's policy that sampled, pi the current policy.
+    mu is the probability under the engine's policy, pi under the current policy.
     """
 
     route: str = "interp_prox_linear"

@@ -48,8 +48,8 @@ class SecondModelScores(CachedRoute):
     After a resume, the trainer's model computes missing scores, because the second model gets its
     first weights only at the first publication.
 
-    Trainer ranks have this part of the route. The process of the run has the second model, and
-    calls `add_scores` and `add_waits`.
+    With several trainer ranks, each rank has an object of this class. The main process of the run
+    has the second model, and calls `add_scores` and `add_waits`.
     """
 
     needs = Needs(resident_models=1, own_process=True, forwards="versions")
@@ -60,12 +60,16 @@ class SecondModelScores(CachedRoute):
         self._score_wait_s = 0.0
 
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
-        """Receive rows `[key, log-probabilities]`, and the number of tokens in their passes."""
+        """Add scores that the second model computed.
+
+        A row is `[key of a piece, its log-probabilities]`. `forward_tokens` is the number of tokens
+        in the forward passes that computed them.
+        """
         self.cache.add_rows(rows)
         self._scorer.forward_tokens += forward_tokens
 
     def add_waits(self, publish_s: float, score_s: float) -> None:
-        """Receive the seconds that publications and batches waited for the second model."""
+        """Add seconds that publications and batches waited for the second model."""
         self._publish_wait_s += publish_s
         self._score_wait_s += score_s
 
@@ -162,9 +166,9 @@ class OldLogitModel(SecondModelScores):
 
 
 def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
-    """Return a function that is true for pieces of a batch that the second model must score.
+    """Return a function that is True for the pieces of a batch that the second model must score.
 
-    The trainer scores those of the version `current`.
+    Pieces are runs of sampled tokens. Those of the version `current` are left to the trainer.
     """
     episodes = set(batch.episodes)
     return lambda key: key.episode in episodes and key.version != current
@@ -270,7 +274,8 @@ class OldLogitModelSpec(ExactSpec):
 
     route: str = "old_logit_model"
     ranks: PositiveInt = 1
-    """Ranks of the second model, each with one GPU if there are any. Only with `cluster.trainers`.
+    """Number of ranks of the second model, each with one GPU if there are GPUs. Only with
+    `cluster.trainers`.
     """
     makes: ClassVar[type[OldLogps]] = OldLogitModel
 

@@ -33,8 +33,8 @@ class PpoEwmaAsync(OldLogps):
 
     Its `old_logp` is never exact (arXiv 2605.12070). When the first batch of a version is scored,
     the weights of this version are added to the average. The decay is chosen so that the age of the
-    average comes closest to the mean lag of the action tokens, of this batch and earlier ones
-    (`lag_memory`). A batch of fresh tokens alone would otherwise remove all older weights from the
+    average comes closest to the mean lag of the sampled tokens in this batch and earlier ones
+    (`lag_memory`). Otherwise a single batch of fresh tokens would remove all older weights from the
     average. The option `beta` sets a fixed decay instead. With several averages, the tokens are
     sorted by lag and divided into equal parts. The age of each average follows the mean lag of one
     part. A token is scored by the average whose age is nearest to its lag.
@@ -165,9 +165,9 @@ class PpoEwmaAsync(OldLogps):
 
 
 def staleness_targets(lag: Tensor, number: int) -> list[float]:
-    """Divide the tokens by lag into `number` equal parts.
+    """Return the mean lag of each of `number` equal parts of the tokens, freshest first.
 
-    Return the mean lag of each part, freshest first.
+    The tokens are sorted by their lag before they are divided. Without tokens, every mean is 0.
 
     >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)

@@ -2,7 +2,7 @@
 
 Each module of this package and of `unstale.research.recipes` lists its recipes in `RECIPES`. The
 command line takes a recipe by its name. `unstale recipes` shows the first line of its docstring. A
-recipe of others has an entry point, or is given as `module:function`.
+recipe of another package has an entry point, or is given as `module:function`.
 """
 
 from collections.abc import Callable, Mapping

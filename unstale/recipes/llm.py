@@ -19,8 +19,9 @@ def llm(**changes: Any) -> RunConfig:
 
     Weights are rounded stochastically, because rounding to nearest loses most updates of this rate.
 
-    Give `--model` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
-    measured: model, task and hardware decide it. `unstale plan` suggests sizes for your hardware.
+    Give `--model` and `--task.env`. Without these options the run trains Qwen3-0.6B on GSM8K. No
+    result was measured, because it depends on model, task and hardware. `unstale plan` suggests
+    sizes for your hardware.
     """
     config = RunConfig(
         recipe="llm",

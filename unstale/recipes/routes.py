@@ -1,4 +1,4 @@
-"""One recipe for each old-logit route, to compare them.
+"""One recipe for each route to old log-probabilities, to compare the routes.
 
 The recipes differ only in the route. Their tokens are so stale that an unsuitable route lowers the
 reward.
@@ -21,9 +21,9 @@ from unstale.envs.desk import DeskConfig
 
 
 def route_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return a recipe that shows one old-logit route at work.
+    """Return a recipe that trains with one route to old log-probabilities.
 
-    It trains on the customer-service desk, with tokens up to 6 versions old.
+    The run trains on the customer-service desk, with tokens up to 6 versions old.
     """
     route = OldLogpsConfig.variants_by_name(added=False)[name]
 

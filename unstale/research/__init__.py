@@ -1,4 +1,4 @@
-"""An annex for experiments: techniques, environments, and comparisons of runs.
+"""Optional parts for experiments: techniques, environments, and comparisons of runs.
 
-The core never imports it. `unstale.config.plugins` finds what it adds.
+The core of the package never imports them. `unstale.config.plugins` finds them by name.
 """

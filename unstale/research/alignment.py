@@ -17,7 +17,7 @@ from torch import Tensor
 
 Candidates = Float[Tensor, "*positions tokens"]
 EQUAL = 1e-9
-"""Values of candidates that differ by at most this are equal: no direction raises the success."""
+"""Largest component of a direction that counts as 0. The direction then has no cosine."""
 
 
 def success_direction(student_logp: Candidates, value: Candidates) -> Candidates:

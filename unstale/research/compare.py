@@ -35,8 +35,8 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Options that must be the same in all arms, so that runs are comparable. Those of `eval` must be,
-too.
+"""Options that must be the same in all arms, so that runs are comparable. The options of `eval`
+must be the same, too.
 """
 
 
@@ -49,7 +49,9 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The arm's name in a form for folder names. The names of its runs begin with it."""
+        """The arm's name without characters that folder names cannot have. Folders of its runs
+        begin with it.
+        """
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
     @classmethod
@@ -84,7 +86,7 @@ class Arm:
 def naming(name: str, kind: str = "arm") -> Iterator[None]:
     """Add the name of an arm to the message of a `ConfigError` that is raised in the context.
 
-    `kind` says what has the name.
+    `kind` is the word before the name.
     """
     try:
         yield
@@ -136,7 +138,9 @@ class ComparisonPlan:
     warnings: Mapping[str, Sequence[str]]
     """Name of an arm -> warnings of the linter about its configuration."""
     reference: str = ""
-    """Name of the arm with which the others are compared. Empty leaves the choice to the page."""
+    """Name of the arm with which the others are compared. If empty, the page of results chooses
+    one.
+    """
 
     @property
     def comparisons(self) -> "Sequence[ComparisonPlan]":

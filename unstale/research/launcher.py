@@ -38,12 +38,12 @@ ON_CORES = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-"""Source of a program that executes a command on given CPU cores. A run takes its thread counts
-from them.
+"""Source of a program that executes a command on given CPU cores. The number of threads of a run
+depends on these cores.
 """
 
 GRACE_S = 90.0
-"""Seconds in which a run must write its last checkpoint after Ctrl-C."""
+"""Seconds that a run has to write its last checkpoint after Ctrl-C."""
 
 
 class Plan(Protocol):
@@ -56,7 +56,7 @@ class Plan(Protocol):
     def comparisons(self) -> Sequence[ComparisonPlan]: ...
 
     def remember(self, command: str) -> None:
-        """Write the plan into the folder. Plans of earlier commands are kept."""
+        """Write the plan into the folder. Plans that earlier commands wrote are kept."""
         ...
 
     def write(self) -> Path:
@@ -115,7 +115,7 @@ def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:
 
 
 def _took(plans: Sequence[ComparisonPlan]) -> list[float]:
-    """Return the seconds that each planned run took which an earlier command has finished."""
+    """Return the seconds of each run of the plan that an earlier command has finished."""
     took = []
     for plan in plans:
         names = {run.folder.name for run in plan.runs}
@@ -129,7 +129,9 @@ def _took(plans: Sequence[ComparisonPlan]) -> list[float]:
 
 
 def _shares(jobs: int, runs: Sequence[Planned]) -> list[tuple[int, ...]]:
-    """Return the CPU cores of each job. If there is only one job, its entry is empty: all cores."""
+    """Return the CPU cores of each job. If there is only one job, its entry is empty, which means
+    all cores.
+    """
     if jobs == 1:
         return [()]
     if not hasattr(os, "sched_setaffinity"):
@@ -236,7 +238,9 @@ class _Launcher:
                 write_comparison(run.folder.parent)
 
     def _name(self, run: Planned) -> str:
-        """Return the name of a run's folder. In a study, the setting's name stands before it."""
+        """Return the path of a run's folder in the plan's folder. In a study it begins with the
+        setting.
+        """
         return str(run.folder.relative_to(self._folder))
 
     async def _process(self, run: Planned, share: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
-"""The command `probe-distillation`: measure whether distillation points to success.
+"""The command `probe-distillation`: measure whether distillation raises success.
 
-Prefixes are cut out of a run's saved episodes. The environment is played again up to a prefix, as
-in a resumed run, and the student plays on from it.
+A prefix is the beginning of one of a run's saved episodes. The environment is played again up to
+the prefix, as in a resumed run, and the student continues from there.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 
 CLASSES = {True: "correct", False: "incorrect"}
-"""The names of saved episodes by their success."""
+"""The names of the two classes of saved episodes: True is a success, False a failure."""
 WARNED_SHARE = 0.02
-"""Share of failed rollouts above which a warning is printed: the figures leave them out."""
+"""Share of failed rollouts above which a warning is printed, because the figures leave them out."""
 FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
-    """The options of the command."""
+    """The options of the command `probe-distillation`."""
 
     prefixes: int = 32
     rollouts: int = 8
     top: int = 4
     student: str = ""
-    """A model folder. Empty is the policy of the run."""
+    """The model folder of the student. Empty means the policy of the run."""
 
     def __post_init__(self) -> None:
         if self.prefixes < 2 or self.rollouts < 2 or self.rollouts % 2 or self.top < 1:
@@ -85,7 +85,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The next tokens of a prefix that are tried, with both policies' log-probabilities `[K]`."""
+    """The next tokens that are tried at a prefix, with both policies' log-probabilities `[K]`."""
 
     tokens: tuple[int, ...]
     student_logp: Tensor
@@ -113,19 +113,19 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The figures of the command, separately for correct and incorrect saved episodes."""
+    """The results of the command, separately for saved episodes that succeeded and that failed."""
 
     figures: Mapping[str, Mapping[str, Mean]]
-    """By class and name. `forward` and `reverse` are the cosines of the direction of success with
-    those of both distillation losses. `agreement` is the cosine of two directions of success, each
-    from half of the rollouts. `student_share` and `teacher_share` are the probabilities of all
-    candidates together.
+    """Means by class of episodes and by name. `forward` and `reverse` are the cosines of the
+    direction of success with those of both distillation losses. `agreement` is the cosine of two
+    directions of success, each from half of the rollouts. `student_share` and `teacher_share` are
+    the total probability of the candidates under each policy.
     """
     indifferent: Mapping[str, int]
     """Number of prefixes by class at which all candidates have the same success rate."""
     episodes: int
     failed: int
-    """Number of rollouts whose environment failed. They do not count."""
+    """Number of rollouts whose environment failed. They are left out of the figures."""
     sampled_tokens: int
     seconds: float
 
@@ -133,7 +133,7 @@ class Alignment:
         return asdict(self)
 
     def table(self) -> Table:
-        """Return the figures for the terminal."""
+        """Return a table of the figures for the terminal."""
         table = Table("figure", *CLASSES.values())
         for name in FIGURES:
             table.add_row(name, *(str(self.figures[each][name]) for each in CLASSES.values()))
@@ -142,7 +142,7 @@ class Alignment:
         return table
 
     def cost(self) -> str:
-        """Return what the figures took, in words."""
+        """Return a text with the numbers of episodes and sampled tokens, and the seconds."""
         failed = f", {self.failed} failed" if self.failed else ""
         return (
             f"{self.episodes} episodes{failed}, {self.sampled_tokens} sampled tokens, "
@@ -160,11 +160,11 @@ def probe_distillation(
 ) -> Alignment:
     """Measure whether distillation from a teacher would raise the success of a student.
 
-    Prefixes are of finished episodes in the journal of `run`, half of them successes if there are
-    enough. At each, the `top` likeliest next tokens of both policies are tried, with `rollouts`
-    episodes of the student for each. Raises `ConfigError` before any episode if models or episodes
-    do not fit, and if an environment cannot be played again up to a prefix; `RunFailed` if a
-    component fails.
+    Prefixes are the beginnings of finished episodes in the journal of `run`, half of them successes
+    if there are enough. At each prefix, the `top` likeliest next tokens of both policies are tried,
+    with `rollouts` episodes of the student for each token. Raises `ConfigError` before any episode
+    if models or episodes do not fit, and if an environment cannot be played again up to a prefix;
+    `RunFailed` if a component fails.
     """
     console = console or Console(soft_wrap=True)
     began = time.monotonic()
@@ -225,10 +225,11 @@ def probe_distillation(
 
 
 def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
-    """Return prefixes of different finished episodes, each up to a random sampled token.
+    """Return `number` prefixes of different finished episodes, each up to a random sampled token.
 
     Half of them are of successes, or fewer if there are not enough. Episodes with branches are left
-    out. Raises `ConfigError` if the journal has no episode of use.
+    out. The result is shorter if the journal has fewer episodes. Raises `ConfigError` if it has
+    none.
     """
     seeds = {row.number: row.seed for row in journal.groups()}
     kept: dict[bool, list[tuple[Trajectory, int]]] = {True: [], False: []}
@@ -255,7 +256,7 @@ def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list
 
 
 def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
-    """Return an episode up to one of its sampled tokens, which is left out."""
+    """Return the beginning of an episode up to a random sampled token, which is left out."""
     left = random.randrange(item.num_sampled)
     pieces: list[Piece] = []
     for piece in item.pieces:
@@ -274,7 +275,7 @@ def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
 def choose_candidates(student_logp: Tensor, teacher_logp: Tensor, top: int) -> Candidates:
     """Return the likeliest tokens of both policies, from log-probabilities `[V]` of all tokens.
 
-    Tokens that are impossible for one of them are left out.
+    Tokens that are impossible for one of the policies are left out.
     """
     possible = (student_logp.isfinite() & teacher_logp.isfinite()).nonzero().squeeze(1)
     found: dict[int, None] = {}
@@ -308,7 +309,7 @@ async def _play(  # noqa: PLR0913 - two of them are options
 ) -> list[list[list[Trajectory | Failure]]]:
     """Return the episodes of each prefix and candidate.
 
-    At most as many are open at once as in a training run.
+    At most as many episodes run at the same time as in a training run.
     """
     schedule = config.schedule
     num_tickets = (schedule.max_staleness + 1) * schedule.groups_per_step
@@ -379,7 +380,7 @@ def _flat(
 def _of_prefix(
     each: Candidates, outcomes: Sequence[Sequence[Trajectory | Failure]]
 ) -> Mapping[str, float]:
-    """Return the figures of one prefix. The cosines are NaN without a success rate of a token."""
+    """Return the figures of one prefix. The cosines are NaN if a token has no finished episode."""
     whole, first, second = (
         torch.tensor([_rate(row[part]) for row in outcomes], dtype=torch.float64)
         for part in (slice(None), slice(0, None, 2), slice(1, None, 2))

@@ -29,17 +29,19 @@ from unstale.research.launcher import Plan
 TABLES = ("study", "options", "arms", "dials", "parts", "planned")
 """The tables of a study file."""
 REACH = "reach"
-"""Key of an arm: `equal` gives the arm the reach on pi / mu that the reference has."""
+"""Key of an arm. With the value `equal`, the arm's limits let pi / mu go as far as the reference's
+limits do.
+"""
 
 SEEDS = 3
-"""Number of runs per arm, unless the command or the study gives another."""
+"""Number of runs per arm, unless the command or the study sets another number."""
 
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StudyArm:
-    """An arm of a study. With `equal_reach`, its thresholds depend on the setting."""
+    """An arm of a study. With `equal_reach`, its thresholds are computed for each setting."""
 
     arm: Arm
     equal_reach: bool = False
@@ -50,9 +52,9 @@ class PlannedDifferences:
     """The differences that a study announces before it is run. Results are corrected for these."""
 
     settings: Sequence[str] = ()
-    """Names of settings or parts, as in `--settings`. None means all."""
+    """Names of settings or parts, as in `--settings`. Empty means all."""
     arms: Sequence[str] = ()
-    """Names of arms. None means all."""
+    """Names of arms. Empty means all."""
     at: Sequence[str] = ("steps",)
     """The amounts of training at which arms are compared: steps, tokens, minutes."""
 
@@ -96,10 +98,10 @@ class Study:
     differences: PlannedDifferences
 
     def chosen(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the settings that have one of these names, each with its arms.
+        """Return the chosen settings by name, each with the arms that are compared in it.
 
-        A name is that of a setting or of a part, and may have a `*`. No names choose all settings.
-        Raises `ConfigError` for a name that chooses none.
+        `names` are those of settings or of parts, and may have a `*`. Without names, all settings
+        are chosen. Raises `ConfigError` for a name that matches none.
         """
         found: dict[str, set[str]] = {name: set() for name in self.settings}
         for name in names or ["*"]:
@@ -128,10 +130,11 @@ class StudyPlan:
     comparisons: tuple[ComparisonPlan, ...]
 
     def remember(self, command: str) -> None:
-        """Write the plan of the study, and those of the comparisons.
+        """Write the plan of the study and the plans of its comparisons into their folders.
 
-        It has all settings of the file, because results are corrected for all planned differences.
-        The first run fixes these. Differences that are planned later remain exploratory.
+        The plan has all settings of the file, because results are corrected for all planned
+        differences. After the first run, the planned differences do not change. Differences that
+        are planned later remain exploratory.
         """
         path = self.folder / PLAN
         stored = read_mapping(path) if path.is_file() else {}
@@ -148,7 +151,7 @@ class StudyPlan:
             each.remember(command)
 
     def write(self) -> Path:
-        """Write the pages of the study and of its settings. Return the path of the study's."""
+        """Write the pages of the study and of its settings. Return the path of the study's page."""
         for each in self.comparisons:
             write_comparison(each.folder)
         return write_results(self.folder)
@@ -190,7 +193,7 @@ def read_study(path: Path) -> Study:
 
 
 def _about(table: Values, path: Path) -> dict[str, Any]:
-    """Return recipe, number of seeds and reference arm."""
+    """Return the recipe, the number of seeds and the reference arm, by key of the table `study`."""
     kinds = {"recipe": str, "seeds": int, "reference": str}
     for name in table:
         if name not in kinds:
@@ -233,7 +236,9 @@ def _arm(name: str, table: Any, where: str) -> StudyArm:
 def _settings(
     dials: Values, parts: Values, reference: str, arms: Sequence[str], path: Path
 ) -> dict[str, Setting]:
-    """Return the settings of all parts, in the order of the file. Each has a position per dial."""
+    """Return the settings of all parts, in the order of the file. Each setting has one position of
+    every dial.
+    """
     positions = _dials(dials, path)
     found: dict[str, Setting] = {}
     for part, table in parts.items():
@@ -266,7 +271,7 @@ def _settings(
 
 
 def _dials(dials: Values, path: Path) -> dict[str, dict[str, Values]]:
-    """Return dial -> name of a position -> options."""
+    """Return the options of each position, by the name of the dial and the name of the position."""
     if not dials:
         raise ConfigError(f"{path} has no dials: add a table such as [dials.bound]")
     for dial, table in dials.items():
@@ -291,7 +296,7 @@ def _dials(dials: Values, path: Path) -> dict[str, dict[str, Values]]:
 
 
 def _names(value: Any, known: Sequence[str], where: str) -> list[str]:
-    """Return a list of known names. `value` comes from the file."""
+    """Return a list of known names. `value` is from the file."""
     if not isinstance(value, list) or not value or not all(isinstance(x, str) for x in value):
         raise ConfigError(f"{where} must be a list of names, got {value!r:.60}")
     for name in value:
@@ -311,7 +316,7 @@ def _joined(tables: Sequence[Values], where: str) -> Values:
 
 
 def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
-    """Return the runs of the settings that a command chooses, with its options.
+    """Return the runs of the settings that the command `chosen` selects, with its options.
 
     Raises `ConfigError` if the linter refuses an arm in a setting.
     """
@@ -369,7 +374,7 @@ def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
 
 
 def planned(chosen: argparse.Namespace) -> Plan:
-    """Return the runs of the command `compare`: those of a study file, or of the given arms."""
+    """Return the runs of the command `compare`, from a study file or from the given arms."""
     if is_study(chosen.config):
         if chosen.recipe or chosen.routes or chosen.arms:
             raise ConfigError(f"{chosen.config} is a study: its recipe and arms are in the file")

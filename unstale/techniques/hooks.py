@@ -3,27 +3,28 @@
 Each module of this package or of `unstale.research.techniques` that declares an `ENTRY` is one
 technique, and can be imported without torch. A technique is an object with the methods of its slot:
 
-    sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
-    allocator    first(task), more(group) -> int    the number of episodes of a group
-    limiter      turn_limit(number, task)           how many turns the episodes of a group may have
-                 episode_budget()                   or their tokens, tool calls and segments
-    reward       reward(groups, context)            the rewards of a batch's episodes
-    filter       select(groups, context)            which episodes of a batch are trained on,
-                 select_scored(groups, ...)         or the same, when they have advantages
-    estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
-                 read_states(groups, states)        before, if it uses hidden states of the policy
-    recredit     recredit(groups, scored, context)  an advantage for each of their turns
-    diagnostic   measure(groups, graded, context)   figures of a batch, after reward terms
-    shaper       shape(batch, signals) -> Shaped    when a batch is prepared
-    source       take(fresh, seed) -> batches       which stored groups join a batch
-                 offer(fresh, batch, lag)           when the batch is prepared
-    ratio        log_ratio(logp, old_logp, batch)   the ratio of each token, in the loss
-    objective    surrogate(log_ratio, batch, ...)   the loss of each token
-    controller   plan(seen) -> StepPlan             before each optimizer step
+    sampler      draw(tasks, context) -> Draw       chooses the task of the next group of episodes
+    allocator    first(task), more(group) -> int    chooses the number of episodes of a group
+    limiter      turn_limit(number, task)           limits the turns of a group's episodes
+                 episode_budget()                   limits their tokens, tool calls and segments
+    reward       reward(groups, context)            changes the rewards of a batch's episodes
+    filter       select(groups, context)            chooses the episodes of a batch to train on
+                 select_scored(groups, ...)         does so when advantages are known
+    estimator    estimate(groups, context)          computes advantages instead of the estimator of
+                                                    `advantage.estimator`
+                 read_states(groups, states)        receives hidden states of the policy before that
+    recredit     recredit(groups, scored, context)  changes advantages, for instance per turn
+    diagnostic   measure(groups, graded, context)   returns metrics of a batch, after reward terms
+    shaper       shape(batch, signals) -> Shaped    changes the advantages of a prepared batch
+    source       take(fresh, seed) -> batches       chooses stored groups that join a batch
+                 offer(fresh, batch, lag)           receives a prepared batch, to store its groups
+    ratio        log_ratio(logp, old_logp, batch)   computes the ratio of each token in the loss
+    objective    surrogate(log_ratio, batch, ...)   computes the loss of each token
+    controller   plan(seen) -> StepPlan             is called before each optimizer step
 
-A technique with state also has `observe`, `state` and `restore`. Its state may change in `observe`
-alone, which is called when a batch was trained on. Consumption and checkpoint are one transaction,
-so after a crash every group is observed exactly once.
+A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
+state. It is called when a batch was trained on. The state and the record of the batches that were
+trained on are saved in one transaction, so after a crash every group is observed exactly once.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 GradientPart = Literal["full", "head"]
-"""The parameters of which a gradient's norm is taken: all trained ones, or the output head alone.
-"""
+"""The parameters of which a gradient's norm is taken: all trained ones, or only the output head."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditContext:
-    """Figures of a run that filters, estimators and recredits may use."""
+    """Facts about a run that techniques use when they change rewards, episodes or advantages."""
 
     progress: float
     """Share of the run's optimizer steps that are done, 0 to 1."""
     version: int
-    """The version from which the batch is trained."""
+    """The version of the weights from which the training on the batch starts."""
     identify: Callable[[Task], str]
-    """A function that returns a task's identity, as in `Outcome.task`."""
+    """A function that returns the identity of a task: the same string each time the task is drawn.
+    """
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures for the metrics of the batch, by full name. Techniques add theirs."""
+    """Metrics of the batch, by full name. Techniques add theirs."""
     whole: bool = True
-    """False for the first groups of a batch whose others are not finished yet (`trainer.stream`).
-    They come again with the whole batch.
+    """False if the groups are only the first of a batch whose others are not finished
+    (`trainer.stream`). They are passed again with the whole batch.
     """
 
 
@@ -82,11 +83,11 @@ class TurnLimiter(Protocol):
     """A technique that limits the turns of episodes."""
 
     def turn_limit(self, number: int, task: str) -> TurnLimit | None:
-        """Return the limit of the episodes of a group. None sets no further limit.
+        """Return the limit of turns for the episodes of a group. None sets no further limit.
 
-        `number` is the number of the group in its run, `task` the identity of its task. It is
-        called before the group begins, on the event loop. The result must depend on the arguments
-        and the state alone.
+        `number` is the number of the group in its run, `task` the identity of its task. The method
+        is called on the event loop before the group begins. The result must depend only on the
+        arguments and the state.
         """
         ...
 
@@ -96,11 +97,13 @@ class EpisodeBudgeter(Protocol):
     """A technique that runs episodes in segments, and limits their tokens and tool calls."""
 
     max_concurrent_episodes: int
-    """Number of episodes that run at the same time. The others wait."""
+    """Largest number of episodes that run at the same time. Further episodes wait."""
 
     def episode_budget(self) -> EpisodeBudget:
-        """Return what each episode of a group may use. It is called before the group begins, on
-        the event loop. The result must depend on the state alone.
+        """Return the limits of each episode of a group.
+
+        The method is called on the event loop before the group begins. The result must depend only
+        on the state.
         """
         ...
 
@@ -110,10 +113,10 @@ class RewardTerm(Protocol):
     """A technique that changes the rewards of episodes."""
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        """Return the groups of a batch, whose trajectories have other rewards.
+        """Return the groups of a batch with changed rewards of their trajectories.
 
-        Groups and trajectories keep their number and order. `reward/mean` and other metrics of the
-        batch are those of the environment's rewards.
+        Groups and trajectories must keep their number and order. `reward/mean` and other metrics of
+        the batch still show the environment's rewards.
         """
         ...
 
@@ -125,8 +128,8 @@ class Filter(Protocol):
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         """Return the groups of a batch, with some trajectories moved to `Group.unused`.
 
-        Number and order of the groups must stay. A group may have no trajectory left. Those that
-        stay may get other rewards.
+        The groups must keep their number and order. A group may have no trajectory left.
+        Trajectories that are not moved may get other rewards.
         """
         ...
 
@@ -140,8 +143,8 @@ class AdvantageFilter(Protocol):
     ) -> Sequence[Group]:
         """Return the groups of a batch, with some trajectories moved to `Group.unused`.
 
-        At least one trajectory must stay. Those that stay keep their advantages. Number and order
-        of the groups must stay.
+        `scored` has the trajectories of the batch with their advantages, which do not change. At
+        least one trajectory must not be moved. The groups must keep their number and order.
         """
         ...
 
@@ -153,27 +156,27 @@ class Estimator(Protocol):
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         """Return the trajectories of a batch and their branches with advantages, in order.
 
-        `Group.unused` gets none, but may be compared with.
+        Trajectories in `Group.unused` get no advantage, but others may be compared with them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StatesQuery:
-    """The hidden states that a technique uses."""
+    """The hidden states of the policy that a technique needs."""
 
     depth: float
-    """Share of the policy's layers after which they are read, above 0 and at most 1."""
+    """Share of the policy's layers after which the states are read, above 0 and at most 1."""
     tokens: int
-    """Number of last tokens of the prompt, and of each reply, over which the means are taken."""
+    """Number of last tokens, of the prompt and of each reply, over which states are averaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStates:
     """Hidden states of n episodes under the current policy, float32 on the CPU.
 
-    They are those of an episode's main conversation. Rows of a tensor are NaN for an episode
-    without such tokens.
+    They are read in an episode's main conversation. A row of a tensor is NaN for an episode without
+    the tokens in question.
     """
 
     prompt: Tensor
@@ -185,7 +188,7 @@ class HiddenStates:
     `[n, 3]`.
     """
     forward_tokens: int = 0
-    """Number of tokens in the forward passes that computed them."""
+    """Number of tokens in the forward passes that computed the states."""
 
 
 @runtime_checkable
@@ -197,8 +200,8 @@ class StatesReader(Protocol):
     def read_states(self, groups: Sequence[Group], states: HiddenStates) -> None:
         """Receive the hidden states of the finished episodes of a batch, in the order of `groups`.
 
-        It is called in the trainer's thread, before the advantages of the batch are computed. No
-        state may change.
+        The method is called in the trainer's thread, before the advantages of the batch are
+        computed. It must not change what `state()` returns.
         """
         ...
 
@@ -219,27 +222,27 @@ class Recredit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrawContext:
-    """The group for which a sampler draws a task."""
+    """Information about the group for which a sampler draws a task."""
 
     number: int
     """The number of the group in its run, from 0."""
     step: int
     """The step that trains on the group if groups are taken in the order of their start, from 1."""
     random: Random
-    """Random numbers that depend on the run's seed and `number` alone."""
+    """Random numbers that depend only on the run's seed and `number`."""
     groups_per_step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The answer of a sampler."""
+    """A sampler's choice for a group: its task, and the limits of its episodes."""
 
     task: str
     """The identity of the drawn task, as in `Outcome.task`."""
     size: int = 0
-    """The number of episodes; 0 is `schedule.group_size`."""
+    """The number of episodes of the group; 0 means `schedule.group_size`."""
     reply_tokens: int = 0
-    """Largest number of tokens of their replies; 0 is `engine.max_completion_tokens`."""
+    """Largest number of tokens of a reply; 0 means `engine.max_completion_tokens`."""
 
 
 @runtime_checkable
@@ -247,10 +250,11 @@ class TaskSampler(Protocol):
     """A technique that chooses the next task."""
 
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
-        """Return one of `tasks`. The result must depend on the arguments and the state alone.
+        """Choose one of `tasks` for the next group.
 
-        `tasks` are at most `selection.candidates` tasks of the pool, drawn at random without
-        replacement. None of them is in flight, unless all are. The event loop waits for the call.
+        `tasks` are identities of at most `selection.candidates` tasks of the pool, drawn at random
+        without replacement. None of them has a group in flight, unless all have. The result must
+        depend only on the arguments and the state. The event loop waits for the call.
         """
         ...
 
@@ -260,7 +264,9 @@ class TextReader(Protocol):
     """A technique that uses the texts of tasks."""
 
     def read(self, texts: Mapping[str, str]) -> None:
-        """Receive the text of every task of the pool, by identity, before the first draw."""
+        """Receive the text of every task of the pool, by the task's identity, before the first
+        draw.
+        """
         ...
 
 
@@ -273,9 +279,9 @@ class GroupSoFar:
     rewards: tuple[float, ...]
     """The rewards of the finished episodes, in the order of their start. There is at least one."""
     started: int
-    """The number of episodes so far, those that failed included."""
+    """The number of episodes that were started, including failed ones."""
     first: int
-    """The number of episodes with which the group began."""
+    """The number of episodes that the group had at its start."""
 
 
 @runtime_checkable
@@ -285,14 +291,14 @@ class Allocator(Protocol):
     def first(self, task: str) -> int:
         """Return the number of episodes with which a group on this task begins.
 
-        0 is `schedule.group_size`. It takes the place of `Draw.size`.
+        0 means `schedule.group_size`. The number replaces `Draw.size`.
         """
         ...
 
     def more(self, group: GroupSoFar) -> int:
-        """Return the number of further episodes; 0 ends the group.
+        """Return the number of episodes to add to a group whose episodes have all ended.
 
-        It is called again when they have ended.
+        0 ends the group. Otherwise the method is called again when the added episodes have ended.
         """
         ...
 
@@ -301,17 +307,18 @@ class GradientNorms(Protocol):
     """A function that computes the norm of the gradient of each sequence's log-probability."""
 
     def __call__(self, sequences: Sequence[int], part: GradientPart) -> Tensor:
-        """Return the norms `[n]` in float64 of some sequences of the batch, by index.
+        """Return the norms `[n]` in float64 of the sequences of the batch with the indices
+        `sequences`.
 
-        The log-probability is summed over the sampled tokens, under the current policy. It takes a
-        forward and a backward pass per sequence; `head` needs no backward pass through the layers.
+        The log-probability is summed over the sampled tokens, under the current policy. Each norm
+        needs a forward and a backward pass; `head` needs no backward pass through the layers.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Figures of a batch from which shapers compute advantages. Tensors are `[T]`, no gradient.
+    """Values of a batch from which shapers compute advantages. Tensors are `[T]`, no gradient.
 
     A tensor is empty if no chosen technique needs it.
     """
@@ -322,7 +329,7 @@ class Signals:
     reference_logp: Tensor
     """Log-probability of each token under the policy from which the run started."""
     entropy: Tensor
-    """Entropy of the current policy where it chose each sampled token, in nats."""
+    """Entropy of the current policy's distribution at each sampled token, in nats."""
     gradient_norms: GradientNorms
     progress: float
     """Share of the run's optimizer steps that are done, 0 to 1."""
@@ -330,7 +337,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """The result of a shaper, `[T]`."""
+    """The result of a shaper for a batch's tokens, `[T]`: advantages, and a mask to train on."""
 
     advantage: Tensor
     keep: Tensor
@@ -351,7 +358,8 @@ class Ratio(Protocol):
     def log_ratio(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Tensor:
         """Return the logarithm of each token's ratio, `[T]`, from some sequences of a minibatch.
 
-        Its gradient is 1 for the token's own `logp`. It is 0 for tokens that were not sampled.
+        The result has gradient 1 for the token's own `logp`. It is 0 for tokens that were not
+        sampled.
         """
         ...
 
@@ -361,30 +369,31 @@ class Objective(Protocol):
     """A technique that replaces the loss of each token."""
 
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
-        """Return the loss of each token from the logarithm of its ratio, `[T]`.
+        """Return the loss of each token, from `log_ratio` `[T]`: the logarithm of its ratio.
 
-        `batch` has some sequences of a minibatch, `options` are those of `objective`.
+        `batch` has some sequences of a minibatch, `options` are those of the section `objective`.
         """
         ...
 
 
 @runtime_checkable
 class Diagnostic(Protocol):
-    """A technique that changes nothing, and adds metrics."""
+    """A technique that adds metrics and changes nothing else."""
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return metrics of the groups of a batch by full name. Filters act after this.
+        """Return metrics of the groups of a batch, by full name.
 
-        `groups` have the environment's rewards. `graded` are the same groups after reward terms.
+        The method is called before filters act. `groups` have the environment's rewards. `graded`
+        are the same groups with the rewards that reward techniques have changed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """Figures of one optimizer step, before the weights change."""
+    """Values that are known before an optimizer step changes the weights."""
 
     log_weight: Tensor
     """The logarithm of pi / mu for each sequence, `[n]` in float64: the sum over its sampled
@@ -393,27 +402,27 @@ class StepSeen:
     grad_norm: float
     """The norm of the gradient before it is clipped."""
     gradient_noise: float = math.nan
-    """An estimate of the gradient's total variance, from two halves of the step's groups. NaN if no
-    technique needs `halves`, and for a step with fewer than two groups.
+    """An estimate of the total variance of the gradient, from two halves of the step's groups. NaN
+    if no technique requires `halves`, and for a step with fewer than two groups.
     """
     kl: float = math.nan
     """KL(pi_old || pi) per sampled token, in nats (k3). pi_old is the policy of `old_logp`."""
     kl_of_batch: float = math.nan
-    """The same over the tokens that lag by one batch: the change by the batch before. NaN without
-    such tokens.
+    """The same KL over only the tokens that lag by one batch. It shows how far the previous batch
+    changed the policy. NaN without such tokens.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The answer of a controller."""
+    """A controller's decision about an optimizer step."""
 
     lr_factor: float = 1.0
-    """Factor of the learning rate."""
+    """Factor by which the learning rate is multiplied in this step."""
     skip: bool = False
     """True if the weights must not change in this step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures for the metrics of the batch, by full name."""
+    """Metrics of the batch, by full name."""
 
 
 @runtime_checkable
@@ -430,22 +439,23 @@ class Outcome:
     task: str
     """The identity of the task. It is the same each time the task comes again."""
     num_batches: int
-    """The number of batches that the newest weights that sampled a token were trained on.
+    """Number of batches on which the weights that sampled the group's newest tokens were trained.
 
-    It is the version number unless a resumed run has skipped some.
+    It equals the version number of these weights, unless a resumed run has skipped numbers.
     """
     lag: int
-    """The number of batches between these weights and the ones that were trained from."""
+    """Number of batches between those weights and the weights that the step started from."""
     rewards: tuple[float, ...]
     failures: int
     tokens: int
     """Number of sampled tokens of the group's finished episodes, with those of branches."""
     added: int = 0
-    """Number of the last rewards that are of episodes which an allocator added."""
+    """Number of entries at the end of `rewards` that belong to episodes which an allocator added.
+    """
     success_turns: tuple[int, ...] = ()
-    """The number of turns of each success."""
+    """The number of turns of each successful episode."""
     turn_limit: int = 0
-    """The limit of turns of the group; 0 if only `rollout.max_turns` limited them."""
+    """The limit of turns of the group's episodes; 0 if only `rollout.max_turns` limited them."""
     cut_off: int = 0
     """Number of finished episodes that a limit of turns, calls or tokens ended."""
     budget: EpisodeBudget = NO_BUDGET
@@ -463,23 +473,23 @@ class FreshGroup:
 
 @runtime_checkable
 class Source(Protocol):
-    """A technique that adds groups to the fresh ones of a batch. It never replaces fresh ones."""
+    """A technique that adds stored groups to the fresh groups of a batch. It replaces none."""
 
     max_age: int
     """Largest age in versions of an added token. The training loop asserts it."""
 
     def take(self, fresh: Sequence[FreshGroup], *, seed: int) -> Sequence[Batch]:
-        """Return batches that join the fresh groups. Their sampled tokens have the provenance
-        REPLAYED, and `stored` has their old log-probabilities.
+        """Return batches of stored groups that join the fresh groups.
 
-        The result depends on the state, the fresh groups and `seed` alone.
+        Their sampled tokens have the provenance REPLAYED, and `stored` has their old
+        log-probabilities. The result depends only on the state, the fresh groups and `seed`.
         """
         ...
 
     def offer(self, fresh: Sequence[FreshGroup], batch: Batch, lag: Tensor) -> None:
         """Receive a batch that will be trained on, and prepare what `observe` stores of it.
 
-        It is called in the trainer's thread, because to copy parts of a batch takes long.
+        The method is called in the trainer's thread, because copying parts of a batch takes long.
         `batch.stored` has the old log-probabilities of all tokens. `lag` `[T]` is the age of each
         sampled token, in versions. Replayed sequences are in the batch, too.
         """
@@ -488,10 +498,10 @@ class Source(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """A technique with state."""
+    """A technique with state that changes during a run and is saved in checkpoints."""
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn from the groups of a batch that was trained on."""
+        """Update the state from the results of the groups of a batch that was trained on."""
         ...
 
     def state(self) -> Mapping[str, Any]: ...
@@ -500,14 +510,14 @@ class Observer(Protocol):
 
 
 class Techniques:
-    """The chosen techniques of a run, in the order written."""
+    """The chosen techniques of a run, in the order of the option `techniques`."""
 
     def __init__(
         self, parts: Mapping[str, object] | None = None, *, needs: frozenset[Need] = frozenset()
     ) -> None:
         self.parts = dict(parts or {})
         self.needs = needs
-        """The conditions of the techniques in `parts`, such as the entropy of every token."""
+        """What the techniques in `parts` require, such as the entropy of every token."""
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
         self.limiter = next((each for each in values if isinstance(each, TurnLimiter)), None)
@@ -526,7 +536,7 @@ class Techniques:
         self.controllers = [each for each in values if isinstance(each, StepController)]
         self.sources = [each for each in values if isinstance(each, Source)]
         self._fresh: Sequence[FreshGroup] = ()
-        """The fresh groups of the batch that is trained on, for the sources."""
+        """The fresh groups of the batch in training, which sources receive."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Techniques:
@@ -564,8 +574,8 @@ class Techniques:
     ) -> None:
         """Pass hidden states of a batch's finished episodes to the techniques that use them.
 
-        `compute` returns those of a batch's sequences. With `replay_experts` the passes replay the
-        recorded experts.
+        `compute` returns the hidden states of the sequences of a batch. With `replay_experts` its
+        forward passes use the experts that the engine recorded.
         """
         finished = [each.led() for group in groups for each in group.finished]
         scored = [ScoredTrajectory(each, (0.0,)) for each in finished]
@@ -586,9 +596,9 @@ class Techniques:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
 
         Reward terms act first, then diagnostics, filters, the estimator, recredits, and filters by
-        advantage. `estimate` is the configured estimator, which an estimator technique replaces.
-        Where filters leave nothing of a whole batch, all its trajectories get advantage 0.
-        `whole` is False for a part of a batch.
+        advantage. `estimate` is the configured estimator, which an estimator technique replaces. If
+        filters leave no trajectory of the batch, all its trajectories are returned with advantage
+        0. `whole` is False for a part of a batch.
         """
         context = CreditContext(progress, version, identify, whole=whole)
         selected = groups
@@ -615,7 +625,10 @@ class Techniques:
         return scored, context.metrics
 
     def plan(self, seen: StepSeen) -> StepPlan:
-        """Combine the controllers: factors multiply, and one skip is enough."""
+        """Return the combined decision of all controllers about an optimizer step.
+
+        Their factors are multiplied. The step is skipped if at least one controller skips it.
+        """
         factor, skip = 1.0, False
         metrics: dict[str, float] = {}
         for controller in self.controllers:
@@ -633,15 +646,18 @@ class Techniques:
     def replayed(
         self, groups: Sequence[Group], seed: int, *, identify: Callable[[Task], str]
     ) -> Sequence[Batch]:
-        """Return batches of stored groups that join the fresh `groups` of a batch."""
+        """Return batches of stored groups that join the fresh `groups` of a batch. `seed` sets the
+        choice.
+        """
         self._fresh = [FreshGroup(group, identify(group.task)) for group in groups]
         return [batch for source in self.sources for batch in source.take(self._fresh, seed=seed)]
 
     def prepared(self, batch: Batch, lag: Tensor) -> None:
-        """Receive a batch before it is trained on, with all old log-probabilities in `stored`.
+        """Pass a batch to the sources before it is trained on, with all old log-probabilities in
+        `stored`.
 
-        Its fresh groups are those for which `replayed` was called last. `lag` `[T]` is the age of
-        each sampled token, in versions.
+        Its fresh groups are those of the last call of `replayed`. `lag` `[T]` is the age of each
+        sampled token, in versions.
         """
         for source in self.sources:
             source.offer(self._fresh, batch, lag)
@@ -654,10 +670,10 @@ class Techniques:
         lag: Callable[[Tensor], Tensor],
         identify: Callable[[Task], str],
     ) -> None:
-        """Pass the results of a batch to the techniques with state.
+        """Pass the results of a batch that was trained on to the techniques with state.
 
-        `num_batches` is the number of batches before. `lag` returns the age of versions in batches.
-        `identify` returns a task's identity.
+        `num_batches` is the number of batches that were trained on before this one. `lag` converts
+        a tensor of versions into their ages in batches. `identify` returns a task's identity.
         """
         self._fresh = ()
         observers = self.stateful.values()
@@ -669,9 +685,10 @@ class Techniques:
 
 
 def _describe_selection(before: Sequence[Group], after: Sequence[Group]) -> dict[str, float]:
-    """Return the share of finished episodes that is trained on, also by success.
+    """Return the metrics of filters: shares of the finished episodes that are trained on.
 
-    A share of no episodes is NaN.
+    There is one share for all episodes, one for successes and one for failures. A share of no
+    episodes is NaN.
     """
     finished = [each.success for group in before for each in group.trajectories]
     trained = [each.success for group in after for each in group.trajectories]
@@ -685,7 +702,7 @@ def _describe_selection(before: Sequence[Group], after: Sequence[Group]) -> dict
 def _of_trajectories(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> list[ScoredTrajectory]:
-    """Return those of the scored trajectories that the groups train on, with their branches."""
+    """Return the scored trajectories that are in `Group.trajectories` or are branches of these."""
     kept = {
         conversation.episode
         for group in groups

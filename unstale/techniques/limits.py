@@ -1,16 +1,18 @@
 """`limits`: a limit of turns at a quantile of the turns of past successes.
 
 The limit is the `quantile` of the turns of the latest `window` successes, with linear interpolation
-and rounded up, at most `rollout.max_turns`. There is none before `successes` successes. Only groups
-without a limit count, or else each limit would shorten the successes that decide the next one. So
-every `free_every`-th group has no limit. With `scope = task`, each task has a limit of its own, and
-`quantile` 1 is then the limit of DART: the longest past success of the task.
+and rounded up, at most `rollout.max_turns`. No limit is set before `successes` successes. Only
+successes of groups without a limit count, or else each limit would shorten the successes that
+decide the next one. So every `free_every`-th group has no limit. With `scope = task`, each task has
+a limit of its own, and `quantile` 1 is then the limit of DART: the longest past success of the
+task.
 
-The last answers of the environment end with a reminder of the replies left. With `extend`, an
-episode that reaches the limit gets as many more turns: if its last reply contains `request`, or,
-without `request`, if the environment has paid a reward for a turn since the last limit. The number
-of extensions is at most `extensions`. From work on the control of turns (a fixed limit at the 0.75
-quantile with reminders, and extensions on demand), of which we know the abstract.
+The environment's last answers before the limit end with a reminder of the number of replies left.
+With `extend`, an episode that reaches the limit gets `extend` more turns: if its last reply
+contains `request`, or, without `request`, if the environment has paid a reward for a turn since the
+last limit. The number of extensions is at most `extensions`. From work on the control of turns (a
+fixed limit at the 0.75 quantile with reminders, and extensions on demand), of which we know the
+abstract.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class LimitsConfig(Section):
     """A limit of turns at a quantile of the turns of past successes."""
 
     quantile: Annotated[float, Range(0.01, 1)] = 0.75
-    """Share of successes that the limit would have let end."""
+    """Share of the past successes that had at most as many turns as the limit."""
     scope: Literal["run", "task"] = "run"
-    """One limit for all tasks, or one for each task of the pool, from its own successes."""
+    """One limit for all tasks, or one for each task of the pool from the successes of this task."""
     successes: PositiveInt = 64
     """Number of successes before a limit is set. With `scope = task`, take a small number."""
     window: PositiveInt = 256
@@ -50,10 +52,10 @@ class LimitsConfig(Section):
     extend: Count = 0
     """Turns that an episode at its limit can get in addition; 0 gives none."""
     extensions: PositiveInt = 1
-    """Only with `extend`: how often an episode can get them."""
+    """Only with `extend`: largest number of times that an episode gets additional turns."""
     request: str = "MORE TURNS"
-    """Only with `extend`: text in a reply that asks for more turns. Empty gives them for a reward
-    of a turn.
+    """Only with `extend`: text in a reply that asks for more turns. If empty, an episode gets them
+    if the environment has rewarded a turn since the last limit.
     """
 
     def check_combination(self) -> None:
@@ -68,13 +70,13 @@ class LimitsConfig(Section):
 
 
 class Limits:
-    """A limiter of turns that learns from the turns of successes."""
+    """A technique that limits turns by the number of turns of past successes."""
 
     def __init__(self, options: LimitsConfig) -> None:
         self._options = options
         self._turns: dict[str, list[int]] = {}
-        """Turns of the latest successes without a limit, oldest first. The key is the task, or
-        empty for all.
+        """Turns of the latest successes without a limit, oldest first. The key is the task's
+        identity, or empty for one limit for all tasks.
         """
 
     def turn_limit(self, number: int, task: str) -> TurnLimit | None:
@@ -108,12 +110,12 @@ class Limits:
 
 
 def limit_of(turns: Sequence[int], share: float) -> int:
-    """Return the limit: the quantile of the turns of some successes, rounded up."""
+    """Return the limit of turns: the quantile `share` of the `turns` of successes, rounded up."""
     return max(1, ceil(round(quantile(turns, share), 9)))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile with linear interpolation between the two nearest values.
+    """Return the quantile `share` (0 to 1), interpolated linearly between the two nearest values.
 
     >>> quantile([2, 3, 4, 5, 8, 9, 10, 20], 0.75)
     9.25

@@ -1,13 +1,13 @@
 """`replay`: train on groups of earlier steps again, beside the fresh ones.
 
-A batch has its G fresh groups always. Stored groups join them: with `fresh_share` s at most
-G (1 - s) / s. The store is a queue of `capacity` groups, which drops the oldest first. It keeps the
-newest group of a task, and none with a token older than `max_age`. The rule `uniform` draws stored
-groups whose task is not in the batch, each with the same probability. It is from DOTS-RR (arXiv
-2506.05316). The rule `failed` adds the stored group of a task whose fresh groups have no success,
-the newest if there are too many. It is from DART (arXiv 2509.23866), whose store has single
-successes: set `episodes` to `successes`. To compute advantages within the stored group, and not
-together with the fresh failures, is our own reading of both.
+A batch always has its G fresh groups. At most G (1 - s) / s stored groups join them, where s is
+`fresh_share`. The store is a queue of `capacity` groups, which drops the oldest first. It keeps the
+newest group of a task, and no group with a token older than `max_age`. The rule `uniform` draws
+stored groups whose task is not in the batch, each with the same probability. It is from DOTS-RR
+(arXiv 2506.05316). The rule `failed` adds the stored group of a task whose fresh groups have no
+success, the newest if there are too many. It is from DART (arXiv 2509.23866), whose store has
+single successes: set `episodes` to `successes`. To compute advantages within the stored group, and
+not together with the fresh failures, is our own reading of both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplayConfig(Section):
     """Train on groups of earlier steps again, beside the fresh ones (DOTS-RR, DART)."""
 
     fresh_share: Annotated[float, Range(0.01, 1)] = 0.5
-    """Smallest share of fresh groups in a batch. Stored groups are added up to the rest."""
+    """Smallest share of fresh groups in a batch. Stored groups are at most the remaining share."""
     capacity: PositiveInt = 512
     """Largest number of stored groups. They are in main memory and in checkpoints."""
     max_age: PositiveInt = 8
@@ -46,23 +46,23 @@ class ReplayConfig(Section):
     """Which episodes of a stored group are trained on again."""
 
     def count(self, fresh: int) -> int:
-        """Return the largest number of stored groups that join `fresh` ones."""
+        """Return the largest number of stored groups that join a batch of `fresh` fresh groups."""
         return int(fresh * (1 - self.fresh_share) / self.fresh_share + 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group that was trained on. `batch` has its sequences, with old log-probabilities."""
+    """A group that was trained on. `batch` has its sequences and their old log-probabilities."""
 
     number: int
     task: str
     age: int
-    """The age of its oldest sampled token in the next batch, in versions."""
+    """The age that the group's oldest sampled token will have in the next batch, in versions."""
     batch: Batch
 
 
 class Replay:
-    """A source of groups that earlier steps were trained on."""
+    """A technique that adds groups to a batch on which earlier steps were trained."""
 
     def __init__(self, options: ReplayConfig) -> None:
         self._options = options
@@ -156,7 +156,7 @@ class Replay:
 _COLUMNS = [each.name for each in fields(Batch) if each.type == "Tensor"]
 _LOGPS = ("old_logp", "exact")
 _SMALL = {"tokens": "int32", "version": "int32", "turn": "int32", "provenance": "int8"}
-"""Types in which columns are stored. They take a third of the memory of a batch."""
+"""Types in which columns of a batch are stored. They take a third of its memory."""
 
 
 def _compact(batch: Batch) -> Batch:

@@ -2,10 +2,10 @@
 
 At most `max_concurrent_episodes` episodes run at the same time. An episode runs until it has
 `tokens` sampled tokens or `calls` tool calls since its segment began, also within a reply. Then, if
-another episode waits, it gives its slot to the oldest waiting one, also to one younger than itself.
-It continues when a slot is free and no older episode waits. It keeps its environment and its
-tokens. Later tokens may have a newer version, and each token keeps its own `behavior_logp`. The
-staleness bound holds, because the ticket of a group counts from its admission.
+other episodes wait, the oldest of them gets its slot, even if that episode is younger. It continues
+when a slot is free and no older episode waits. It keeps its environment and its tokens. Later
+tokens may have a newer version, and each token keeps its own `behavior_logp`. The staleness bound
+holds, because a group's staleness is counted from its admission.
 
 So a long episode does not hold its slot until its end. This costs time in strict order, where a
 batch needs the oldest groups: their episodes also wait while younger ones run. The wait is worth
@@ -17,8 +17,9 @@ episode that reaches one of the three is cut off. Groups begin with the limits o
 When more than `cut_share` of `window` episodes with the present limits were cut off, later groups
 have those of the next step. By default, a segment has a quarter of the tokens and the tool calls of
 the run's longest episode, and the steps allow 2, 3 and 4 segments. These are the shares of
-AgentMath. With `engine.max_context` 96000 and `rollout.max_turns` 97, the numbers are its own, too:
-`48000:48:2 72000:72:3 96000:96:4`. Its bonus for tool calls is `tool_bonus`.
+AgentMath. With `engine.max_context` 96000 and `rollout.max_turns` 97, the numbers are also those of
+AgentMath: `48000:48:2 72000:72:3 96000:96:4`. AgentMath's bonus for tool calls is the technique
+`tool_bonus`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MOST_SEGMENTS = 4
 
 
 class Step(NamedTuple):
-    """The limits of an episode: a row of the table."""
+    """The limits of an episode in one step of the table: context tokens, tool calls, segments."""
 
     context: int
     calls: int
@@ -50,7 +51,7 @@ class Step(NamedTuple):
 
 
 def parse_table(text: str) -> tuple[Step, ...]:
-    """Return the steps of a table. Raises `ConfigError` if it is none.
+    """Return the steps of a table of limits. Raises `ConfigError` if the text is not such a table.
 
     >>> parse_table("100:4:2 200:8:2")
     (Step(context=100, calls=4, segments=2), Step(context=200, calls=8, segments=2))
@@ -90,19 +91,19 @@ class SegmentsConfig(Section):
     `rollout.max_turns`, in as many segments.
     """
     cut_share: Share = 0.1
-    """Share of episodes cut off above which the next step of the table begins."""
+    """Share of episodes cut off. If more are, the next step of the table begins."""
     window: PositiveInt = 256
-    """Number of episodes of which the share is taken."""
+    """Number of episodes over which the share of episodes cut off is measured."""
 
     def check_combination(self) -> None:
         if self.table:
             parse_table(self.table)
 
     def within(self, *, context: int, calls: int, episodes: int) -> SegmentsConfig:
-        """Return the options without 0 and empty, for a run with these largest numbers.
+        """Return the options, with computed values for those that are 0 or empty.
 
-        `context` and `calls` are the tokens and tool calls of an episode. `episodes` is the
-        number of those in flight.
+        `context` and `calls` are the largest numbers of tokens and tool calls of an episode in the
+        run. `episodes` is the largest number of episodes in flight.
 
         >>> SegmentsConfig().within(context=1024, calls=9, episodes=96).table
         '512:4:2 768:6:3 1024:9:4'
@@ -123,10 +124,14 @@ class SegmentsConfig(Section):
 
 
 class Segments:
-    """A limiter that runs episodes in segments, and raises their limits."""
+    """A technique that runs episodes in segments, and raises their limits if too
+    many are cut off.
+    """
 
     def __init__(self, options: SegmentsConfig) -> None:
-        """Make the limiter. No option may be 0 or empty (`SegmentsConfig.within`)."""
+        """Create the technique. No option may be 0 or empty: `SegmentsConfig.within`
+        fills them in.
+        """
         self._options = options
         self._table = parse_table(options.table)
         self.max_concurrent_episodes = options.max_concurrent_episodes
@@ -146,7 +151,9 @@ class Segments:
         )
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Count the episodes that were cut off. Begin the next step if they are too many."""
+        """Count the episodes that were cut off. Begin the next step of the table if they are too
+        many.
+        """
         options = self._options
         for outcome in outcomes:
             budget = outcome.budget
@@ -190,7 +197,7 @@ def _describe(options: SegmentsConfig) -> str:
 
 
 def complete(options: SegmentsConfig, config: RunConfig) -> SegmentsConfig:
-    """Return the options with the defaults of a run."""
+    """Return the options, with values from the run's configuration for those left at 0 or empty."""
     schedule = config.schedule
     in_flight = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
     return options.within(

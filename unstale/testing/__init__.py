@@ -1,4 +1,4 @@
-"""Public fakes, and tests that every engine, environment or old-logit route must pass."""
+"""Public fakes, and tests that every engine, environment or route (`OldLogps`) must pass."""
 
 from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env

@@ -15,10 +15,12 @@ from unstale.model.loading import load_tokenizer, no_progress_bars
 MASSIVE_DIMENSION = 5
 """The dimension of the hidden states that `plant` scales."""
 MASSIVE = 1000.0
-"""Factor by which `plant` scales it. Trained networks have 100 to 10,000 (arXiv 2402.17762)."""
+"""Factor by which `plant` scales that dimension. In trained networks it is 100 to 10,000 (arXiv
+2402.17762).
+"""
 _SINK_WEIGHTS = {False: 0.6, True: 3.0}
-"""Weight of the massive dimension in queries and keys: the first token's score is then higher by 8
-to 10 nats. With `True` queries and keys are normalised, so it needs more weight.
+"""Weight of the massive dimension in queries and keys, which raises the first token's score by 8 to
+10 nats. The key is True for models that normalise queries and keys, which need more weight.
 """
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 1024,
@@ -41,11 +43,13 @@ class Architecture:
     """An architecture of transformers, with the sizes of its small model."""
 
     model_type: str
-    """Its name in `config.json`."""
+    """The name of the architecture in `config.json`."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes that differ from those of all small models, or are missing there."""
+    """Sizes that differ from the common sizes of the small models, or are missing there."""
     refused: str = ""
-    """A part of the message with which a run refuses it. Empty if it is trained."""
+    """Part of the message with which a run refuses the architecture. Empty if a
+    run can train it.
+    """
 
     def make(self, *, seed: int = 0) -> PreTrainedModel:
         """Return the small model with random weights, in float32."""
@@ -145,13 +149,13 @@ def save_architecture(architecture: Architecture, folder: Path, *, planted: bool
 
 @torch.no_grad()
 def plant(model: PreTrainedModel, *, sink: int) -> None:
-    """Give a random model what trained ones have: a massive dimension, and an attention sink.
+    """Give a random model a massive dimension and an attention sink, as trained models have.
 
     One dimension of the embeddings is `MASSIVE` times as large as the others, and has the other
-    sign in the token `sink`, with which a sequence must begin. The residual stream carries it
-    through all layers. Norms get weights with which the other dimensions still count, and
-    queries and keys such that all tokens attend to the sink. Raises ValueError for a model without
-    norms or projections of queries and keys.
+    sign in the token `sink`, with which a sequence must begin. The residual stream carries this
+    dimension through all layers. Norms get weights with which the other dimensions still count.
+    Queries and keys get weights with which all tokens attend to the sink. Raises ValueError for a
+    model without norms or projections of queries and keys.
     """
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     embedding[:, MASSIVE_DIMENSION] = MASSIVE * embedding.std()
@@ -179,7 +183,8 @@ def _projects(module: nn.Module) -> bool:
 def _attend_to_sink(module: Any, config: Any) -> None:
     """Let the last component of queries and keys read the massive dimension.
 
-    With rotary embeddings it has the lowest frequency, so the distance to the sink hardly matters.
+    With rotary embeddings this component has the lowest frequency, so the distance to the sink
+    hardly matters.
     """
     width = module.head_dim
     if hasattr(module, "qkv_proj"):

@@ -20,9 +20,9 @@ def check_engine(
 ) -> None:
     """Test an engine. Raise AssertionError with the likely mistake if it breaks its contract.
 
-    `make` returns a new engine, and `update` is a full set of weights for it. After the context
-    `prompt`, a thousand more tokens must fit. A reply of two tokens must end before one of a
-    thousand that started at the same time.
+    `make` returns a new engine, and `update` is a full set of weights for it. The engine's context
+    must have room for a thousand tokens after `prompt`. A reply of two tokens must end before one
+    of a thousand that started at the same time.
     """
     virtual_clock.run(_check_engine(make(), update, list(prompt)))
 

@@ -22,7 +22,8 @@ NOISE = (
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
-    """Test a task set. Raise AssertionError if it or its environments break their contract.
+    """Test a task set. Raise AssertionError if the task set or its environments break their
+    contract.
 
     Up to `episodes` tasks are played twice with fixed replies. The environment must give the same
     answers both times.

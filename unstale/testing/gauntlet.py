@@ -52,8 +52,8 @@ STEPS = 3
 """Number of training steps, each on replies that the engine samples with the newest weights."""
 MAX_CONTEXT = 256
 MAX_ERROR = 4.0
-"""Largest error of a log-probability that is no failure, in units of plain transformers' error.
-Both are random. The largest in the table of docs/models.md is 2.15.
+"""Largest permitted error of log-probabilities, in units of plain transformers' error. Both errors
+are random. The largest ratio in the table of docs/models.md is 2.15.
 """
 _REPLY_TOKENS = 12
 _BEGIN = "<!-- the gauntlet's table: python -m unstale.testing.gauntlet --write docs/models.md -->"
@@ -67,20 +67,22 @@ _ANSWERS = ("It is Paris.", "The last of the seven days is Sunday.", "I do not k
 
 @dataclass(slots=True)
 class Trial:
-    """The results of one model in one precision. A step that was not reached has none."""
+    """The results of one model in one precision. Values that a failed trial did not reach keep
+    their defaults.
+    """
 
     engine: str = ""
-    """The program by which the embedded engine runs it."""
+    """The program by which the embedded engine runs the model."""
     scored: float = float("nan")
     """Error of packed log-probabilities, in units of plain transformers' error."""
     sampled: float = float("nan")
     """Error of `behavior_logp`, before and after the training steps, in the same units."""
     steps: int = 0
-    """Number of training steps after which all weights are finite. Without one that changed some
-    weight it is 0. In float16, steps are skipped until the scale of the loss is found.
+    """Number of training steps after which all weights are finite; 0 if no step changed a weight.
+    In float16, steps are skipped until the scale of the loss is found.
     """
     refused: str = ""
-    """The message with which the run refuses the model. Empty if it does not."""
+    """The message with which the run refuses the model. Empty if the run accepts it."""
     crash: str = ""
     """An error of the program, which no model should cause."""
 
@@ -96,7 +98,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The trials of one model by precision: plain, and with planted activations and sink."""
+    """The trials of one model, by precision: of the plain model, and of one with planted
+    activations.
+    """
 
     name: str
     expected_refusal: str = ""
@@ -136,7 +140,7 @@ def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
 def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
     """Load, pack, score, sample and train the model in a folder, in one precision.
 
-    Errors on the way end the trial, which then has their message.
+    An error ends the trial, which then has the error's message.
     """
     trial = Trial()
     try:
@@ -219,7 +223,7 @@ class _Reference:
     def error(self, sequences: Sequence[Sequence[int]], found: Sequence[Tensor]) -> float:
         """Return the error of log-probabilities, in units of plain transformers' error.
 
-        `found` are those of the last tokens of each sequence.
+        `found` are the log-probabilities of the last tokens of each sequence.
         """
         ours, plain = [], []
         for tokens, logps in zip(sequences, found, strict=True):
@@ -231,8 +235,8 @@ class _Reference:
         return self._size(torch.cat(ours)) / size
 
     def _size(self, errors: Tensor) -> float:
-        """Return the root mean square. With experts it is that of the middle, because rounding may
-        change the choice of an expert, and with it the value of some tokens.
+        """Return the root mean square of errors. With experts the median replaces the mean, because
+        rounding may change the choice of an expert, and with it the value of some tokens.
         """
         squares = errors.square()
         return float((squares.median() if self._has_experts else squares.mean()).sqrt())
@@ -268,7 +272,9 @@ def _conversations(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 def _sample(
     batcher: Batcher, prompts: Sequence[Sequence[int]], *, seed: int
 ) -> dict[int, FinishedReply]:
-    """Return four replies to each prompt. Those with the same remainder have the same prompt."""
+    """Return four replies to each prompt, by number. Reply i is to prompt i modulo the number of
+    prompts.
+    """
     for number in range(4 * len(prompts)):
         prompt = tuple(prompts[number % len(prompts)])
         batcher.submit(
@@ -349,9 +355,10 @@ def table_in(page: str) -> list[str]:
 
 
 def with_table(page: str, lines: Sequence[str]) -> str:
-    """Return a page with the rows of a new table. Rows of models that it lacks stay.
+    """Return a page with the rows of a new table. Old rows stay for models that the new table
+    lacks.
 
-    The head changes only with the precisions. Then no row stays.
+    If the head of the table differs, because of other precisions, no old row stays.
     """
     old = table_in(page)
     if old[:2] == list(lines[:2]):

@@ -34,8 +34,9 @@ def tiny_policy(
 ) -> Policy:
     """Return a small random Qwen3 model with 64 words, on the CPU.
 
-    Its distribution over words is not uniform. With `experts` it is a Qwen3-MoE with as many
-    experts in each layer, two of them for a token. No value then depends on what it is packed with.
+    The model's distribution over words is not uniform. With `experts` it is a Qwen3-MoE with as
+    many experts in each layer, two of them for a token. The values of a sequence then do not depend
+    on the sequences that it is packed with.
     """
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -76,7 +77,7 @@ def tiny_policy(
 def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:
     """Return the log-probability in nats of each token of one sequence, `[T]`.
 
-    They are computed by a plain forward pass. The first is 0.
+    They are computed by a plain forward pass. The value of the first token is 0.
     """
     row = torch.tensor([tokens], device=policy.device)
     with torch.no_grad():
@@ -97,7 +98,7 @@ def episode(
 
     In the plan, `n` is n context tokens. `(n, version)` and `(n, version, clean)` are n tokens
     sampled by a version; `clean` (default True) means without a KV cache of older weights. Tokens
-    and `behavior_logp` depend on `number` alone.
+    and `behavior_logp` depend only on `number`.
     """
     noise = torch.Generator().manual_seed(number)
     pieces: list[Piece] = []

@@ -1,6 +1,6 @@
-"""Tests that every old-logit route must pass.
+"""Tests that every route (`OldLogps`) must pass.
 
-A route computes log-probabilities under the weights that sampled the tokens.
+A route computes or estimates log-probabilities under the weights that sampled the tokens.
 """
 
 import math
@@ -73,7 +73,8 @@ class _Versions:
 def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, versions: _Versions) -> bool:
     """Test a route without a crash.
 
-    Return True if it is exact for all tokens that were sampled without a cache of older weights.
+    Return True if the route is exact for all tokens that were sampled without a cache of older
+    weights.
     """
     assert isinstance(route.needs, Needs), "needs must be a Needs"
     for version in range(3):

@@ -99,9 +99,9 @@ class Trainer(Protocol):
 
 
 def train_on(trainer: Trainer, batch: Batch) -> None:
-    """Take the optimizer steps of one batch, without engines that wait for the new weights.
+    """Take the optimizer steps of one batch, without publishing the new weights to engines.
 
-    The training loop makes the same calls, and publishes between them.
+    The training loop makes the same calls, and publishes weights between them.
     """
     for minibatch in trainer.prepare(batch):
         trainer.backward(minibatch)

@@ -1,7 +1,7 @@
 """The audit: measure the error of a route's old log-probabilities during training.
 
-The auditor scores a share of every batch again, with full copies of the weights that sampled it. It
-keeps its own copies, so that errors in the route's copies are found.
+The auditor scores a share of every batch again, with full copies of the weights that sampled the
+tokens. It keeps its own copies, so that errors in the route's copies are found.
 """
 
 import time
@@ -71,7 +71,7 @@ class Truth:
         """Compare a route's old log-probabilities `prox` `[T]` with the true ones.
 
         Tokens without a true value (`has_clean_behavior`) are left out. If a ratio is aggregated
-        over several tokens, both decisions use the route's values for tokens without a true value.
+        over several tokens, the route's values stand in for missing true values.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
         both = (prox, torch.where(where, self.old_logp, prox))
@@ -114,7 +114,7 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 
 
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Return an estimate and its standard error as two metrics."""
+    """Return an estimate as the metric `name` and its standard error as the metric `{name}_se`."""
     return {
         name: estimate.value if estimate else None,
         f"{name}_se": estimate.se if estimate else None,
@@ -152,8 +152,8 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
 def spread(count: int, wanted: int, *, shift: float) -> list[int]:
     """Return `wanted` evenly spaced indices below `count`, or all of them if there are fewer.
 
-    `shift` (0 to 1) shifts them by this part of the distance between two, so that audits in a row
-    do not choose the same ones.
+    `shift` (0 to 1) moves all indices by this share of their distance, so that consecutive audits
+    do not choose the same indices.
 
     >>> spread(10, 3, shift=0.0), spread(10, 3, shift=0.9), spread(2, 5, shift=0.5)
     ([0, 3, 6], [3, 6, 9], [0, 1])
@@ -165,7 +165,8 @@ def spread(count: int, wanted: int, *, shift: float) -> list[int]:
 class Auditor:
     """Measures the error of the route's old log-probabilities on a share of each batch's sequences.
 
-    If `recording` is set, it also writes every version and batch to disk for `unstale audit`.
+    If `recording` is set, the auditor also writes every version and batch to disk for `unstale
+    audit`.
     """
 
     def __init__(
@@ -179,8 +180,9 @@ class Auditor:
     ) -> None:
         """Make the auditor of the route `old`.
 
-        `scorer` must not be the scorer that the route uses. With `is_bitwise`, `look` raises
-        NotBitwise unless the true log-probabilities are the engine's.
+        `scorer` must not be the scorer that the route uses. `share` is the share of a batch's
+        sequences that are audited. With `is_bitwise`, `look` raises NotBitwise unless the true
+        log-probabilities are the engine's.
         """
         if share:
             scorer.keep_versions(Copies)
@@ -279,7 +281,7 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Read versions from disk that sampled tokens need and the checkpoint lacks."""
+        """Read from disk the past weights that unused tokens need and that the checkpoint lacks."""
         if self._share:
             self._scorer.recover(past, weights)
 
@@ -305,9 +307,9 @@ class Auditor:
 
 
 class Copies:
-    """Full copies of past versions.
+    """Full copies of the weights of past versions.
 
-    The copies do not use the version store, so that the audit finds errors of that store.
+    The auditor uses them instead of the version store, so that it finds errors of that store.
     """
 
     encode_s = 0.0

@@ -10,7 +10,9 @@ from unstale.algorithms.corrections import has_behavior
 from unstale.records import Batch
 
 COMPARED = "trainer/bitwise_tokens"
-"""Metric: the number of tokens of the batch that were compared. A token may count twice."""
+"""Metric: the number of comparisons of a token's log-probabilities in a batch. A token may be
+compared twice.
+"""
 
 
 class NotBitwise(ValueError):
@@ -32,11 +34,12 @@ class NotBitwise(ValueError):
 
 
 def require_equal(batch: Batch, name: str, logp: Tensor, where: Tensor) -> int:
-    """Return the number of tokens that were compared. Raise NotBitwise at the first that differs.
+    """Compare log-probabilities of the trainer with the engine's. Return the number of tokens.
 
-    `logp` `[T]`, called `name` in the message, has the trainer's log-probabilities of the tokens in
-    `where`, under the weights that sampled them. Tokens that the engine did not sample in this
-    context are left out. So are replayed tokens, which may come from a run without this mode.
+    Raises NotBitwise at the first token that differs. `logp` `[T]`, called `name` in the message,
+    has the trainer's log-probabilities of the tokens in `where`, under the weights that sampled
+    them. Tokens that the engine did not sample in this context are left out. So are replayed
+    tokens, which may come from a run without `engine.bitwise`.
     """
     where = where & batch.fresh & has_behavior(batch.provenance)
     bad = (where & (logp != batch.behavior_logp)).nonzero()

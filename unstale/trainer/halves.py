@@ -38,9 +38,10 @@ class GradientNoiseScale:
     def noise(self, weights: Mapping[str, Tensor]) -> float:
         """Return an estimate of the total variance of the weights' gradient.
 
-        It is m k |a / m - b / k|^2, where a and b are the gradients of halves with m and k groups.
-        It is unbiased if the groups are drawn independently: then the gradient is a sum of m + k
-        independent terms of one variance. NaN with fewer than two groups. The copies are freed.
+        The estimate is m k |a / m - b / k|^2, where a and b are the gradients of halves with m and
+        k groups. It has no bias if the groups are drawn independently: then the gradient is a sum
+        of m + k independent terms of one variance. NaN with fewer than two groups. The copy of the
+        first half's gradient is freed.
         """
         (m, k), first = self._sizes, self._first
         self._sizes, self._first = (0, 0), {}

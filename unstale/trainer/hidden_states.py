@@ -7,9 +7,10 @@ from unstale.records import Batch
 
 
 def last_tokens(batch: Batch, count: int) -> Tensor:
-    """Return the last `count` tokens of each prompt and of each reply, `[T, 2]` bool.
+    """Return a mask of the last `count` tokens of each prompt and of each reply, `[T, 2]` bool.
 
-    A prompt is what comes before the first reply of a sequence.
+    Column 0 marks tokens of prompts, column 1 tokens of replies. A prompt is the text before the
+    first reply of a sequence.
     """
     size = len(batch.tokens)
     owner = torch.stack([batch.sequence, batch.turn], 1)
@@ -25,9 +26,9 @@ def last_tokens(batch: Batch, count: int) -> Tensor:
 
 
 def statistics(entropy: Tensor, batch: Batch) -> Tensor:
-    """Return mean, standard deviation and maximum of the entropies of sampled tokens, `[n, 3]`.
+    """Return mean, standard deviation and maximum of each sequence's entropies, `[n, 3]`.
 
-    They are NaN for a sequence without a sampled token.
+    Only sampled tokens count. A sequence without them has NaN.
     """
     rows = []
     for start, end in batch.spans():

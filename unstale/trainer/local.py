@@ -50,8 +50,7 @@ from unstale.trainer.token_log import TokenLog
 
 
 class LocalTrainer:
-    """The trainer whose model, optimizer and float32 weights, or one rank's shard of them, are in
-    this process.
+    """A trainer in this process. It has the whole model and optimizer, or one rank's shard of them.
 
     A float32 policy is optimized directly. For a bfloat16 or float16 policy, the optimizer changes
     float32 weights, which are rounded into the policy after every step (`trainer.rounding`).
@@ -98,9 +97,13 @@ class LocalTrainer:
         self._metrics = StepMetrics()
         self._added = AddedParts()
         self.divisor = 0
-        """The divisor of the loss of the sequences so far. Used with `trainer.stream` alone."""
+        """The divisor of the loss, over the sequences counted so far. Used only with
+        `trainer.stream`.
+        """
         self._whole_minibatch: Minibatch | None = None
-        """The minibatch of all parts of the batch, if some were added before it was complete."""
+        """The minibatch of the whole batch, if parts of the batch were added before it was
+        complete.
+        """
         self._groups_per_batch = config.schedule.groups_per_step
         self._cpu_s = time.process_time()
 
@@ -127,9 +130,9 @@ class LocalTrainer:
         return self.scoring.hidden_states(batch, query)
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Compute old log-probabilities and corrections of a batch. Divide it into steps.
+        """Compute old log-probabilities and corrections of a batch. Divide it into optimizer steps.
 
-        Sequences that cannot have a gradient count in the loss's divisor but are not run. Those
+        Sequences that cannot have a gradient count in the loss's divisor but are not run. Sequences
         whose gradient was added by `add` are left out. Raises ValueError if the batch has no
         sampled token, and if an added part is not a part of the batch.
         """
@@ -162,8 +165,9 @@ class LocalTrainer:
         return minibatches
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of a minibatch's loss. The gradient does not depend on the size of
-        microbatches.
+        """Add the gradient of a minibatch's loss.
+
+        The gradient does not depend on the size of microbatches.
         """
         self._metrics.num_steps += 1
         self._run(minibatch)
@@ -173,7 +177,7 @@ class LocalTrainer:
 
         The weights do not change before `step`, which applies the divisor of the loss. A part
         without a gradient is left to `prepare`. Raises FloatingPointError if the loss is not
-        finite. It needs `trainer.stream`.
+        finite. The method needs `trainer.stream`.
         """
         began = time.perf_counter()
         if not self._added:
@@ -200,7 +204,7 @@ class LocalTrainer:
         self.scoring.num_compared = 0
 
     def _count(self, batch: Batch) -> list[int]:
-        """Count the tokens of some sequences of the batch. Return those with a gradient."""
+        """Count the tokens of some sequences of the batch. Return the sequences with a gradient."""
         self._metrics.tokens.begin(batch, route=self._route)
         self._metrics.count(batch)
         return self._with_gradient(batch, torch.ones_like(batch.advantage))
@@ -208,10 +212,10 @@ class LocalTrainer:
     def _prepare_steps(
         self, batch: Batch, members: Sequence[int], steps: list[list[int]]
     ) -> tuple[Batch, Tensor, list[Minibatch]]:
-        """Compute what the steps of some sequences need.
+        """Compute old log-probabilities, corrections and divisors for optimizer steps.
 
-        Return the sequences `members`, which alone are run, their `old_logp` `[T]`, and the
-        minibatch of each step.
+        `steps` has the sequences of each step. Only the sequences `members` get forward passes.
+        Return them, their `old_logp` `[T]`, and the minibatch of each step.
         """
         scoring, metrics = self.scoring, self._metrics
         scored, index = batch.select(members)
@@ -325,7 +329,9 @@ class LocalTrainer:
         self._metrics.update_s += time.perf_counter() - began
 
     def _update(self, *, is_skipped: bool) -> None:
-        """Let the optimizer change the weights, and round them. Weights of a skipped step stay."""
+        """Let the optimizer change the weights, and round them. A skipped step
+        changes no weights.
+        """
         if is_skipped:
             self._metrics.skipped_steps += 1
             self.optimizer.zero_grad(set_to_none=True)
@@ -338,7 +344,9 @@ class LocalTrainer:
             self._metrics.add_moved(self._peers.sum(self._masters.moved()))
 
     def _keep_whole(self) -> None:
-        """Keep the data of all parts: each may be the cause of a gradient that is not finite."""
+        """Keep the data of all parts, because each may be the cause of a gradient that is not
+        finite.
+        """
         assert self.failed_batch
         minibatch = self._whole_minibatch or self.failed_batch.minibatch
         self.scoring.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
@@ -414,7 +422,7 @@ class LocalTrainer:
         copy.
 
         Raises ConfigError if the checkpoint's adapters were trained on another base model, and
-        ValueError if it is of another optimizer.
+        ValueError if the checkpoint is of another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
         # torch loads the state of another optimizer without an error, and fails at the next step
@@ -457,8 +465,8 @@ class LocalTrainer:
         """Return the weight of each token in the loss, `[T]`: 1 / the divisor of the loss.
 
         `steps` are the sequences of each optimizer step. Each step has its own divisor, such as its
-        number of trained tokens. With `trainer.stream` it is added up instead, and applied in
-        `step`.
+        number of trained tokens. With `trainer.stream` divisors are added up instead, and `step`
+        applies the sum.
         """
         indices = []
         norms = []
@@ -486,9 +494,10 @@ class LocalTrainer:
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step. Siblings get different steps if possible.
+    """Return the sequences of each optimizer step, by index.
 
-    Only sequences with a sampled token are returned.
+    Only sequences with a sampled token are returned. Sequences of one group are divided among the
+    steps.
     """
     sequences = batch.sequences_with(batch.sampled)
     return [sequences[k::num_steps] for k in range(num_steps) if sequences[k::num_steps]]

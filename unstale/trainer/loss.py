@@ -4,9 +4,11 @@
                               + kl_coef * norm * (pi / mu) * KL(pi || reference)
                               - entropy_coef * norm * entropy
 
-`factor` is the correction of D, `norm` one over the divisor of the loss. The surrogate of one token
-is the function of `unstale.algorithms.objectives` with the name of `objective.loss_type`, called by
-`ObjectiveConfig.surrogate`. `unstale.trainer.rules` adds the cap.
+`factor` is the weight from the correction of D = pi_old / mu, `norm` one over the divisor of the
+loss. S is pi / pi_old. The surrogate of one token is the function of
+`unstale.algorithms.objectives` with the name of `objective.loss_type`, called by
+`ObjectiveConfig.surrogate`. `unstale.trainer.rules` adds the limit on pi / mu
+(`objective.ratio_cap`).
 """
 
 from torch import Tensor
@@ -41,8 +43,8 @@ class Loss:
     ) -> Tensor:
         """Return the loss of the sequences of a microbatch, a scalar with a gradient.
 
-        `index` has the positions of their tokens in the minibatch. `passes` gets the metrics.
-        Raises NonFinite if a log-probability is NaN or infinite.
+        `index` has the positions of the microbatch's tokens in the minibatch. Metrics are added to
+        `passes`. Raises NonFinite if a log-probability is NaN or infinite.
         """
         objective = self._rules.objective
         norm = minibatch.norm[index]
@@ -89,8 +91,8 @@ class Loss:
     def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor]:
         """Return the log-probability and the entropy of each token, `[T]` on the CPU.
 
-        With an entropy bonus, the entropy is of all sampled tokens and has a gradient. Otherwise it
-        is of some tokens, only for the metric.
+        With an entropy bonus, the entropy is computed for all sampled tokens and has a gradient.
+        Otherwise it is computed for some tokens, only for the metric.
         """
         run = self._policy.prefix_tree(batch)
         passes.forward_tokens += run.num_tokens

@@ -11,15 +11,15 @@ import torch
 
 FIRST, LARGEST = 2.0**16, 2.0**24
 LEAST = 1.0
-"""Smallest factor. A gradient that is not finite without a factor is an error of the run."""
+"""Smallest factor. With it, a gradient that is not finite is an error of the run."""
 GROWTH_STEPS = 200
-"""Optimizer steps without an overflow after which the factor is doubled. torch has 2000 for runs
-of many thousand steps.
+"""Number of optimizer steps without an overflow after which the factor is doubled. torch's default
+of 2000 is for runs of many thousand steps.
 """
 
 
 class LossScale:
-    """The factor on the loss. It is always 1 unless passes are in float16."""
+    """The factor on the loss. It is always 1 unless forward passes are in float16."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._is_used = dtype == torch.float16

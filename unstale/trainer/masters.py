@@ -16,17 +16,17 @@ one weight of every tensor.
 """
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
-"""Number of bits after the binary point of a number between 1 and 2."""
+"""Number of bits after the binary point of a number between 1 and 2, by dtype."""
 LEAST_EXPONENT = {torch.bfloat16: -133, torch.float16: -24}
-"""The binary logarithm of the smallest positive number."""
+"""The binary logarithm of the smallest positive number, by dtype."""
 
 
 class Masters:
-    """The weights of an optimizer.
+    """The weights that an optimizer changes, and how they are rounded for forward passes.
 
     A float32 parameter is optimized directly. For a parameter of a narrower dtype there is a
-    float32 weight, which is rounded into the parameter after every step. Where the checkpoint has
-    more precision than the parameter, the float32 weights begin with its values.
+    float32 weight, which is rounded into the parameter after every step. If the checkpoint has more
+    precision than the parameter, the float32 weights start with the checkpoint's values.
     """
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
@@ -134,13 +134,14 @@ class Masters:
 
     @torch.no_grad()
     def moved(self) -> Tensor:
-        """Return three sums over the sample since `watch`, as a float64 tensor on the CPU.
+        """Return three sums over the sample since `watch`, as a float64 tensor `[3]` on the CPU.
 
-        They are the number of rounded weights that changed, the number that should have, and the
-        size of the sample. The first two count only weights with an update of less than half the
-        distance between two neighbours: larger ones are not lost. Of the weights with an update of
-        a share x of that distance, a share x should change: so it is if float32 weights are
-        anywhere between neighbours. The sums are 0 without rounded weights.
+        They are the number of rounded weights that changed, the number that is expected to change,
+        and the size of the sample. The first two count only weights whose update is less than half
+        the distance between two representable numbers, because larger updates are not lost. An
+        update of a share x of that distance is expected to change the rounded weight with
+        probability x, which holds if float32 weights lie anywhere between two such numbers. The
+        sums are 0 if no weights are rounded.
         """
         found = [torch.zeros(3, dtype=torch.float64)]
         for name, (weight, rounded) in self._before.items():
@@ -170,7 +171,9 @@ class Masters:
 
 
 def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
-    """Return a float32 weight: that of the checkpoint, if the parameter is its rounded value."""
+    """Return the float32 weight of a parameter: the checkpoint's value `own`, if it rounds to the
+    parameter, otherwise the parameter's value.
+    """
     if own is not None and own.shape == parameter.shape:
         precise = own.to(device=parameter.device, dtype=torch.float32)
         if torch.equal(precise.to(parameter.dtype), parameter):
@@ -179,6 +182,6 @@ def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _spacing(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance of the neighbours between which a number of this size lies."""
+    """Return the distance between the two numbers of `dtype` that enclose each size."""
     exponent = torch.frexp(sizes).exponent - 1 - MANTISSA[dtype]
     return torch.ldexp(torch.ones_like(sizes), exponent.clamp(min=max(LEAST_EXPONENT[dtype], -126)))

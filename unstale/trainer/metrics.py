@@ -44,11 +44,11 @@ class StepMetrics:
         replays: bool = False,
         tokens: TokenLog | None = None,
     ) -> None:
-        """Start a batch.
+        """Start the metrics of a batch.
 
-        Three numbers of sampled tokens are counted: in all sequences, in sequences with a gradient,
-        and replayed tokens among these. `replays` is True if the run replays groups. `tokens`
-        collects values for the journal.
+        The first three arguments are numbers of sampled tokens: of all sequences, of sequences with
+        a gradient, and of replayed ones with a gradient. `replays` is True if the run replays
+        groups. `tokens` collects values for the journal.
         """
         self.tokens = tokens or TokenLog()
         self.extra: dict[str, float] = {}
@@ -74,15 +74,19 @@ class StepMetrics:
         self.losses: list[float] = []
         """The loss of each forward pass of the batch so far."""
         self.imbalance = 1.0
-        """Tokens run by the busiest rank over their mean, in the last optimizer step."""
+        """Tokens that the busiest rank ran, divided by the mean over ranks, in the last optimizer
+        step.
+        """
         self.grad_norms: list[float] = []
         """The gradient norm of each optimizer step, NaN for a float16 gradient that overflowed."""
         self.skipped_steps = 0
         """Number of steps that changed no weight, because of an overflow or of a technique."""
         self._moved = torch.zeros(3, dtype=torch.float64)
-        """Sums of `Masters.moved`: weights that moved, weights due, and the size of the sample."""
+        """Sums of `Masters.moved`: weights that changed, weights expected to change, size of the
+        sample.
+        """
         self._log_weights: list[float] = []
-        """The logarithm of pi / mu of each sequence of the present optimizer step."""
+        """The logarithm of pi / mu of each sequence of the current optimizer step."""
         self._taken = 0
         """Number of tensors of `_values["log_s"]` that `take_kl` has read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -123,21 +127,26 @@ class StepMetrics:
         )
 
     def add_log_weights(self, batch: Batch, logp: Tensor) -> None:
-        """Record the logarithm of pi / mu of each sequence, summed over its sampled tokens."""
+        """Record log pi - log mu of each sequence, summed over its sampled tokens. mu is the
+        engine's policy.
+        """
         log_ratio = logp.double() - batch.behavior_logp.double()
         log_ratio = torch.where(has_behavior(batch.provenance), log_ratio, 0.0)
         total = log_ratio.new_zeros(batch.num_sequences).index_add(0, batch.sequence, log_ratio)
         self._log_weights += total.tolist()
 
     def take_log_weights(self) -> list[float]:
-        """Return the logarithms of pi / mu of the sequences since the last call."""
+        """Return log pi - log mu of the sequences recorded since the last call. mu is the engine's
+        policy.
+        """
         taken, self._log_weights = self._log_weights, []
         return taken
 
     def take_kl(self) -> tuple[float, float]:
-        """Return KL(pi_old || pi) per token since the last call, in nats (k3).
+        """Return two estimates of KL(pi_old || pi) per token, in nats (k3).
 
-        The second value is over the tokens that lag by one batch. A mean of no token is NaN.
+        The first is over all tokens recorded since the last call, the second over those that lag by
+        one batch. A mean of no token is NaN.
         """
         log_s = torch.cat([torch.empty(0), *self._values["log_s"][self._taken :]])
         lag = torch.cat([torch.empty(0), *self._values["lag"][self._taken :]])
@@ -159,15 +168,17 @@ class StepMetrics:
         self.expected_tokens = self.tokens_with_gradient
 
     def expect(self, times: float) -> None:
-        """Expect `times` the tokens with a gradient counted so far in the whole batch."""
+        """Set the expected number of tokens with a gradient in the batch: `times` those counted so
+        far.
+        """
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
     def add_moved(self, sums: Tensor) -> None:
-        """Add the sums `Masters.moved` of an optimizer step."""
+        """Add the sums that `Masters.moved` returned after an optimizer step."""
         self._moved += sums
 
     def _of_rounding(self) -> dict[str, float]:
-        """Return the metrics of rounded weights, of which there are none in float32."""
+        """Return the metrics of rounded weights. Empty if the forward pass uses float32 weights."""
         moved, due, sample = self._moved.tolist()
         if not sample:
             return {}
@@ -177,13 +188,16 @@ class StepMetrics:
         }
 
     def add_entropy(self, entropy: Tensor, *, every: int = 1) -> None:
-        """Record the entropies of some sampled tokens, in nats. Every n-th token was chosen."""
+        """Record the entropies, in nats, of every `every`-th sampled token."""
         self._values["entropy"].append(entropy)
         self._values["entropy_every"].append(torch.full_like(entropy, every))
 
     @property
     def entropy_every(self) -> int:
-        """The entropy is computed for every n-th token, of at most `ENTROPY_SAMPLE` in a batch."""
+        """The entropy is computed for every n-th token, where n is this number.
+
+        It is chosen so that at most `ENTROPY_SAMPLE` tokens of a batch are chosen.
+        """
         return max(1, math.ceil(self.expected_tokens / ENTROPY_SAMPLE))
 
     def entropy_sample(self, sampled: Tensor) -> Tensor:
@@ -199,9 +213,9 @@ class StepMetrics:
         return chosen
 
     def of_passes(self) -> "StepMetrics":
-        """Return an empty object for the passes of one optimizer step.
+        """Return an empty object that collects the metrics of forward passes in one optimizer step.
 
-        `add_passes` adds it later.
+        `add_passes` adds it to this object later.
         """
         tokens = self.tokens.of_passes(max(0, self.num_steps - 1))
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
@@ -228,7 +242,9 @@ class StepMetrics:
 
     @property
     def kept_share(self) -> float:
-        """The share of scored tokens that the correction kept. 1 before a token is scored."""
+        """The share of tokens with an old log-probability that the correction kept. 1 without such
+        tokens.
+        """
         keep = self._column("keep")
         return _mean(keep) if len(keep) else 1.0
 
@@ -329,7 +345,9 @@ class StepMetrics:
 
 
 def rows_of(columns: Mapping[str, Tensor], chosen: Tensor) -> list[dict[str, float]]:
-    """Return the values of some tokens, by their indices, with the names of the columns."""
+    """Return one dict for each token index in `chosen`: the token's value in each column,
+    by name.
+    """
     values = [column[chosen].tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
@@ -363,7 +381,7 @@ def _mean(values: Tensor) -> float:
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> float:
-    """Return the mean of values `[n]`, each of which stands for `weights` tokens."""
+    """Return the mean of values `[n]`, each of which represents `weights` tokens."""
     if not len(values) or (weights == weights[0]).all():
         return _mean(values)
     return ((weights * values).sum() / weights.sum()).item()

@@ -75,8 +75,8 @@ def _supports_fused(kind: Any, parameter: Tensor) -> bool:
 def lr_factor(step: int, config: TrainerConfig, *, num_steps: int) -> float:
     """Return the factor on the learning rate at an optimizer step, counted from 0.
 
-    The factor rises linearly to 1 at the last step of the warm-up. Then it falls towards 0 at
-    `num_steps`, as the schedule says.
+    The factor rises linearly to 1 at the last step of the warm-up. Then it stays 1 or falls towards
+    0 at step `num_steps`, as set by `lr_schedule`.
 
     >>> config = TrainerConfig(lr_schedule="linear", warmup_steps=2)
     >>> [lr_factor(step, config, num_steps=6) for step in range(6)]

@@ -12,16 +12,17 @@ moments.
 """
 _COPIES = 3
 """Copies of the weights in the precision of passes that a run may still allocate: the gradient of a
-pass, the model of an old-logit route and the weights to publish.
+pass, the second model of the route `old_logit_model` and the weights to publish.
 """
 
 
 def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
-    """Return the largest number of tokens in a forward pass: of the options, or what fits if 0.
+    """Return the largest number of tokens in a forward pass: the value of the option, or the number
+    that fits into memory if the option is 0.
 
-    `trains` is True for a pass with gradient. All ranks of the policy must call this, and get the
-    same number. An engine of this run on the same GPU leaves `ACTIVATIONS_SHARE` of it to
-    activations.
+    `trains` is True for a pass with gradient. All ranks of the policy must call this function, and
+    receive the same number. If an engine of this run is on the same GPU, it leaves
+    `ACTIVATIONS_SHARE` of the GPU's memory to activations.
     """
     options = config.trainer
     scoring = options.scoring_tokens(on_gpu=policy.device.type == "cuda")

@@ -11,7 +11,7 @@ from unstale.trainer.bitwise import NotBitwise
 
 NOT_FINITE = (FloatingPointError, NonFinite, NotBitwise)
 """Errors raised before an optimizer step if a loss, gradient or log-probability is not finite, or
-if it is not the engine's in a bitwise run.
+if a log-probability differs from the engine's with `engine.bitwise`.
 """
 
 
@@ -51,6 +51,7 @@ class FailedBatch:
     """
     minibatch: Minibatch
     divisor: int = 1
-    """The divisor of the loss. With `trainer.stream`, the minibatch's `norm` does not contain it.
-    The minibatch has all parts of the batch if `step` failed, and the failed part if a loss did.
+    """The divisor of the loss with `trainer.stream`, which `norm` of the minibatch does not
+    contain; else 1. With `trainer.stream`, the minibatch has all parts of the batch if the gradient
+    was not finite, and only the failed part if a loss was not.
     """

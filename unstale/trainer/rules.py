@@ -1,7 +1,7 @@
 """The correction and the objective of a run, as functions of log-probabilities.
 
-The trainer calls them in every step, and the dashboard on recorded tokens with other options. So
-this module needs no model.
+The trainer calls these functions in every step. The dashboard calls them on recorded tokens with
+other options, so this module needs no model.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,9 @@ class LossSpec:
         return config.surrogate(log_s, batch.advantage)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the weights of the tokens' losses, limited so that pi / mu <= `ratio_cap`."""
+        """Return the weights `factor` of the tokens' losses, reduced where pi / mu is above
+        `ratio_cap`.
+        """
         high = self.objective.ratio_cap
         if not high:
             return factor
@@ -95,7 +97,7 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return the contribution of some sequences to the loss's divisor.
+        """Return what some sequences add to the loss's divisor.
 
         `norm` times this number does not depend on the other sequences of the batch.
         """

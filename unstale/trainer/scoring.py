@@ -1,6 +1,6 @@
 """Old log-probabilities and corrections of a batch: everything that no gradient flows through.
 
-    Scoring.old_logps(batch)   values of the old-logit route, checked, and the correction of D
+    Scoring.old_logps(batch)   checked values of the route (`old_logp`), and the correction of D
     Scoring.shape(batch)       advantages and weights as techniques change them
     Scoring.reference(batch)   log-probabilities of the reference policy
 
@@ -36,7 +36,7 @@ route computes its values in every training pass.
 
 @dataclass(frozen=True, slots=True)
 class OldScores:
-    """The old log-probabilities of a batch, where they are exact, and the correction, each `[T]`.
+    """The old log-probabilities of a batch, a mask of exact ones, and the correction, each `[T]`.
 
     `old_logp` and `exact` are empty, and the correction changes nothing, for a route that computes
     its values in every training pass (`needs.inline`).
@@ -53,8 +53,8 @@ class Scoring:
     """Computes the inputs of a batch's loss: old log-probabilities, corrections, advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
-        """`old` is the old-logit route. A copy of `policy` is kept if the loss or a technique
-        compares with the policy before training.
+        """`old` is the route, which computes `old_logp`. A copy of `policy` is kept if the loss or
+        a technique compares with the policy before training.
         """
         self._policy = policy
         self._old = old
@@ -87,7 +87,7 @@ class Scoring:
         return self.correct(batch, logp, lag, metrics)
 
     def correct(self, batch: Batch, logp: Tensor, lag: Tensor, metrics: StepMetrics) -> OldScores:
-        """Ask the route for old log-probabilities, and correct the discrepancy to the engine.
+        """Compute old log-probabilities by the route, and correct the discrepancy to the engine.
 
         `logp` are the current log-probabilities, empty if the route does not need them. Raises
         NonFinite if a log-probability is NaN or infinite.
@@ -203,7 +203,8 @@ class Scoring:
     def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
         """Return the old log-probabilities of a batch, and where they are exact.
 
-        The route computes those of fresh sequences. Those of replayed tokens are stored.
+        The route computes the values of fresh sequences. The values of replayed tokens are stored
+        in the batch.
         """
         if batch.stored is None:
             return self._old.logps(batch, logp)

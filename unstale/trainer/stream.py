@@ -1,9 +1,9 @@
 """The parts of a batch whose gradients are added while the rest is still being generated.
 
 The gradient of a step is a sum over tokens, divided by the number of tokens or sequences of the
-whole batch (`objectives.loss_divisor`). So parts of a batch can be differentiated in any order,
-without the divisor, which is applied before the gradient is clipped. From Periodic Asynchrony,
-whose weights do not change meanwhile.
+whole batch (`objectives.loss_divisor`). So the gradients of a batch's parts can be added in any
+order, without the divisor, which is applied before the gradient is clipped. The method is from the
+paper Periodic Asynchrony. There, too, the weights do not change before the batch is complete.
 """
 
 from collections.abc import Sequence
@@ -57,15 +57,18 @@ class AddedParts:
     def join(self, batch: Batch, scored: Batch, old_logp: Tensor) -> tuple[Batch, Tensor]:
         """Return all sequences of the batch that were run, and their `old_logp` `[T]`.
 
-        `scored` are the sequences that are in no part, with `old_logp`. The result is in the order
-        of the batch. `old_logp` is empty if the route computes it in every training pass.
+        `scored` and `old_logp` are the sequences that are in no part, and their values. The result
+        is in the order of the batch. `old_logp` is empty if the route computes it in every training
+        pass.
         """
         found = [*self._scored, (scored, old_logp)]
         whole, order = _assemble(batch, [part for part, _ in found])
         return whole, _arrange([values for _, values in found], order)
 
     def whole_minibatch(self, batch: Batch, last: Minibatch) -> Minibatch:
-        """Return the minibatch of all parts, in the order of the batch. `last` is in no part."""
+        """Return the minibatch of all parts, in the order of the batch. `last` has the sequences
+        that are in no part.
+        """
         found = [*self._minibatches, last]
         whole, order = _assemble(batch, [each.batch for each in found])
         return Minibatch(
@@ -81,7 +84,8 @@ class AddedParts:
 def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
     """Return the sequences of the parts in the order of the batch, with the parts' advantages.
 
-    The second value `[T]` puts values of the parts, end to end, into that order.
+    The second value, `[T]`, is an index that puts the values of the parts, end to end, into that
+    order.
     """
     index = torch.cat([_positions(batch, part) for part in parts])
     advantage = batch.advantage.clone()
@@ -93,7 +97,7 @@ def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
 
 
 def _arrange(columns: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Join the values of the parts and put them in order. Without any, the result is empty."""
+    """Join the values of the parts and put them in order. Without values, the result is empty."""
     values = torch.cat(list(columns))
     return values[order] if len(values) else values
 

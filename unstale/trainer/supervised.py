@@ -1,7 +1,7 @@
 """Objectives of supervised training, which learns from reference replies (`unstale sft`).
 
-No policy of a run sampled the replies. So there is no discrepancy and no staleness, and the
-log-ratio that an objective receives is log pi itself: the batch has 0 as `behavior_logp`.
+No policy of a run sampled the replies, so there is no discrepancy and no staleness. The batch has 0
+as `behavior_logp`, so the log-ratio that an objective receives is log pi itself.
 """
 
 from collections.abc import Sequence
@@ -75,9 +75,9 @@ class Otr(CrossEntropy):
 
     At each position of a reference reply, the policy draws `samples` tokens a_j. The reward R_j is
     1 for the reference token y and `beta` for any other, and the loss is -(1 / samples) sum_j R_j
-    log pi(a_j). With `samples` 0 it is its expectation, whose gradient is that of
+    log pi(a_j). With `samples` 0 the loss is the expectation of this sum, whose gradient is that of
     -(1 - beta) sg(pi(y)) log pi(y). With `samples` > 0, the draws that miss y are replaced by their
-    expectation given that they miss, because their gradient needs all logits: the number of hits is
+    conditional expectation, because their gradient needs all logits: the number of hits is
     binomial, and the mean of the gradient is the same.
     """
 

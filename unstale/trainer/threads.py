@@ -55,15 +55,16 @@ class LocalThread:
 
 
 class FreedMemory:
-    """Return freed memory to the system, when this is worth the time.
+    """Returns freed memory of this process to the system, when this is worth the time.
 
-    The C library of Linux keeps freed memory in blocks that later allocations often do not fit: 4
-    bytes a weight, and more with each step. A call takes milliseconds, but the next pass must
-    allocate its memory again, which takes a tenth of a step in the demo. So freed memory is kept
-    until the process has grown by `GROWTH` since the last call.
+    The C library of Linux keeps freed memory in blocks that later allocations often do not fit
+    into: 4 bytes per weight of the model, and more with each step. Returning it takes milliseconds,
+    but the next pass must allocate its memory again, which takes a tenth of a step in the demo. So
+    freed memory is kept until the process has grown by the factor `GROWTH` since memory was last
+    returned.
 
-    Errors of environments and clients are reference cycles with the frames that they passed, and
-    so with messages and replies. Python would collect those that have become old almost never.
+    Errors of environments and clients are reference cycles with the frames that they passed, and so
+    with messages and replies. Python would almost never collect such cycles once they are old.
     """
 
     GROWTH = 1.25
@@ -99,9 +100,9 @@ def trainer_threads(
 ) -> int:
     """Return the number of CPU threads of the trainer, or of each trainer rank.
 
-    All processes of a run share the cores, `num_cores` or those of this process. If together they
-    have more threads than cores, every process becomes many times slower. `with_engine_cores` adds
-    the cores of the engines.
+    All processes of a run share `num_cores` cores; None means the cores of this process. If
+    together they have more threads than cores, every process becomes many times slower.
+    `with_engine_cores` adds the cores of the engines to the trainer's.
     """
     if config.trainer.threads:
         return config.trainer.threads
@@ -143,8 +144,8 @@ class SharedCores:
     def take(self) -> None:
         """Set the number of torch threads of the calling thread.
 
-        Threads that start later get 1. A thread that starts while this function runs may get the
-        other number.
+        Threads that start later get 1. A thread that starts while this method runs may get the
+        number of the calling thread.
         """
         count = self._while_idle if self._are_engines_idle() else self._while_sampling
         if count == self._count:

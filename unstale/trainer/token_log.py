@@ -36,13 +36,15 @@ class _Part:
 class TokenLog:
     """The values of the sampled tokens of some groups of one batch.
 
-    Forward passes add theirs to an object of their own (`of_passes`), which `add_passes` adds.
+    The values of an optimizer step's forward passes are collected in another object, which
+    `of_passes` returns and `add_passes` adds to this one.
     """
 
     def __init__(self, *, share: float = 0.0, minibatch: int | None = None) -> None:
         """Create an empty log. `share` is the share of groups whose values are kept.
 
-        `minibatch` is the optimizer step of the passes, None before the first one.
+        `minibatch` is the number of the optimizer step within the batch, None before the first
+        step.
         """
         self.share = share
         self._minibatch = minibatch
@@ -123,7 +125,9 @@ class TokenLog:
         self._add(batch, entropy=torch.where(where, entropy, torch.nan))
 
     def of_passes(self, minibatch: int) -> "TokenLog":
-        """Return an empty object for the passes of one optimizer step, counted from 0."""
+        """Return an empty object for the passes of optimizer step `minibatch` of
+        the batch, from 0.
+        """
         return TokenLog(share=self.share, minibatch=minibatch)
 
     def add_passes(self, passes: "TokenLog") -> None:
@@ -150,7 +154,7 @@ class TokenLog:
         ]
 
     def _kept(self, batch: Batch) -> list[int]:
-        """Return the sequences whose values are kept."""
+        """Return the sequences whose values are kept, by index."""
         if not self.share:
             return []
         return [i for i, number in enumerate(batch.group) if keeps_tokens(number, self.share)]
@@ -176,7 +180,9 @@ class TokenLog:
 
 
 def _merge(name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the values of tokens of which two parts have some."""
+    """Return merged values of the same tokens. Flags are combined; otherwise `after` wins unless
+    NaN.
+    """
     if name == "flags":
         return before | after
     return np.where(np.isnan(after), before, after)

@@ -15,9 +15,9 @@ class Average:
 
         w_k = beta * w_{k-1} + 1 ;   ewma_k = ewma_{k-1} + (theta_k - ewma_{k-1}) / w_k
 
-    It is kept in float32 or float64, because bfloat16 would round most updates to nothing. `weight`
-    is w_k. `age` is the mean age, in updates, of the averaged weights. It tends to beta / (1 -
-    beta).
+    The average is kept in float32 or float64, because bfloat16 would round most updates to nothing.
+    `weight` is w_k. `age` is the mean age, in updates, of the averaged weights, and tends to beta /
+    (1 - beta).
 
     With `in_main_memory` the averaged weights are in main memory. An update copies one tensor at a
     time to the device of the weights, and back.

@@ -18,7 +18,7 @@ from unstale.routed_experts import no_rows
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> dict[PieceKey, Tensor]:
-    """Score pieces (runs of sampled tokens) with the weights of `version`. Return logps by piece.
+    """Return log-probabilities by piece (run of sampled tokens), under the weights of `version`.
 
     `version` None means the trainer's current weights. All pieces are of one version. All pieces of
     an episode are scored in one sequence: the longest text among them, since it contains the
@@ -47,14 +47,21 @@ def score_pieces(
 
 
 def answer(scorer: Scorer, pieces: Pieces) -> Reply:
-    """Score pieces with the current weights. Return the reply of a second model."""
+    """Score pieces (runs of sampled tokens) with the scorer's current weights.
+
+    Return the message with the scores that a second model sends to the trainer.
+    """
     logps = score_pieces(scorer, pieces)
     rows = [[key, logp.tolist()] for key, logp in logps.items()]
     return {"op": "answers", "answers": rows, "forward_tokens": scorer.take_forward_tokens()}
 
 
 def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
-    """Return the rows `[T, layers, k]` of all texts end to end, None if no text has any."""
+    """Return the recorded experts of all texts end to end: `[T, layers, k]`, a row for each token.
+
+    None if no text has recorded experts. If only some have, the rows of the others are marked as
+    not recorded.
+    """
     example = next((text.routed_experts for text in texts if text.routed_experts), None)
     if example is None:
         return None
@@ -77,12 +84,12 @@ class LogpCache:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """In the order in which they were added."""
+        """Log-probabilities by piece, in the order in which pieces were added."""
 
     def add_rows(self, rows: Iterable[Any]) -> None:
-        """Add log-probabilities from another process.
+        """Add log-probabilities that another process computed.
 
-        A row is (key of the piece, list of values).
+        A row is (key of a piece, list of its log-probabilities).
         """
         dtype = self._scorer.dtype
         for key, values in rows:
@@ -132,13 +139,15 @@ class LogpCache:
         return torch.where(known, values, 0.0), known
 
     def _add(self, key: PieceKey, logp: Tensor) -> None:
-        """Add the scores of a piece. Tokens of it that have one keep it."""
+        """Add the scores of a piece. Tokens of the piece that already have a score keep it."""
         had = self._logps.get(key, logp[:0])
         if len(logp) > len(had):
             self._logps[key] = torch.cat([had, logp[len(had) :]])
 
     def _add_runs(self, batch: Batch, values: Tensor, where: Tensor) -> None:
-        """Add the scores of the tokens `where` of a batch, which are of the current version."""
+        """Add the scores `values` of the tokens `where` of a batch. They are of the current
+        version.
+        """
         for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
             edges = torch.nn.functional.pad(where[begin:end], (1, 1)).int().diff()
             starts, stops = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))

@@ -26,13 +26,13 @@ from unstale.weights.store import VersionStore
 
 
 def delta_store(scorer: Scorer | None) -> VersionStore | None:
-    """Return the version store of a route, if it has one in this process."""
+    """Return the scorer's store of past weights. None if it has no such store in this process."""
     store = scorer.store if scorer else None
     return store if isinstance(store, VersionStore) else None
 
 
 class LocalScorer:
-    """A scorer for a model in this process.
+    """A scorer for a model in this process: it computes log-probabilities of given tokens.
 
     A second model loads past versions of the weights, and a third loads moving averages. They exist
     only if a route or the audit asks for them.
@@ -290,9 +290,9 @@ class LocalAverage(Average):
 
 
 class HostAverage(LocalAverage):
-    """A moving average in main memory, with which the trained model scores.
+    """A moving average of weights in main memory, which the trained model loads to score tokens.
 
-    Meanwhile the trained weights are in main memory, which is pinned if they come from a GPU.
+    During scoring the trained weights are in main memory, which is pinned if they come from a GPU.
     """
 
     def __init__(self, scorer: LocalScorer) -> None:

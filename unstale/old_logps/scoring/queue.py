@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a piece (a run of sampled tokens): version, episode and start offset in it."""
+    """The key of a piece (a run of sampled tokens): its version, its episode and the position of
+    its first token in the episode.
+    """
 
     version: int
     episode: int
@@ -22,7 +24,7 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 
 
 class PieceText(NamedTuple):
-    """The episode's tokens up to the end of a piece."""
+    """The tokens of an episode up to the end of a piece (a run of sampled tokens)."""
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
@@ -54,10 +56,10 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = text
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove and return the pieces of one forward pass, longest waiting episodes first.
+        """Remove and return the pieces for one forward pass, from the longest waiting episodes.
 
-        The pieces of an episode are taken together, so a single episode may have more than
-        `max_tokens`.
+        All pieces of an episode are taken together. So the pieces of a single episode may have more
+        than `max_tokens` tokens.
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
@@ -80,9 +82,11 @@ class ScoreQueue:
 
 
 class ScoringOrder:
-    """The work of a second model in order: all pieces of a version, then the next version.
+    """The work of a second model in order: score all pieces of a version, then load the next
+    version.
 
-    `max_tokens` is the size of one forward pass.
+    Pieces are runs of sampled tokens. `max_tokens` is the largest number of tokens in a forward
+    pass.
     """
 
     def __init__(self, max_tokens: int) -> None:

@@ -1,9 +1,9 @@
 """The contract of scorers: they compute log-probabilities at the weights of a given version.
 
-Routes and the audit use a `Scorer` and never a model. So it does not matter where the weights are.
+Routes and the audit use a `Scorer` and never a model, so the weights may be anywhere.
 `local_scorer.LocalScorer` is for a model of this process, with old weights from a `VersionStore`
-(`unstale/weights/store.py`). Each trainer rank has one, too, for its
-part of the model (`cluster/ranks_worker.py`).
+(`unstale/weights/store.py`). Each trainer rank has a `LocalScorer`, too, for its part of the model
+(`cluster/ranks_worker.py`).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -110,8 +110,8 @@ class WeightAverage(Protocol):
 class Scorer(Protocol):
     """Computes log-probabilities with the current weights, past versions of them, or averages.
 
-    The weights may be in this process, on several devices or in another process. A scorer has one
-    user: versions that one route keeps are not available to another. Not thread-safe.
+    The weights may be in this process, on several devices or in another process. Only one route
+    uses a scorer, because it has one set of kept versions. Not thread-safe.
     """
 
     forward_tokens: int
@@ -156,7 +156,9 @@ class Scorer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: batches between its `version` and the current version."""
+        """Return the lag of each token: the number of batches between its `version` and the current
+        one.
+        """
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
@@ -181,8 +183,8 @@ class Scorer(Protocol):
     ) -> None:
         """Keep the weights of past versions from now on. Must not be called twice.
 
-        They are kept in a `VersionStore`, or in the store that `make_store` returns. Scoring uses a
-        second model, or with the placement `own` the trained model.
+        The weights are kept in a `VersionStore`, or in the store that `make_store` returns. Scoring
+        uses a second model, or with the placement `own` the trained model.
         """
         ...
 
@@ -199,7 +201,9 @@ class Scorer(Protocol):
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Return a context in which versions that were not kept are read from disk for scoring."""
+        """Return a context in which scoring reads the weights of past versions from disk by
+        `weights`.
+        """
         ...
 
     def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
@@ -230,7 +234,9 @@ class Scorer(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of kept versions: seconds since the last call, bytes held now."""
+        """Return metrics of kept versions: seconds since the last call, and
+        bytes held in memory.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:

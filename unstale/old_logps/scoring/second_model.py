@@ -39,16 +39,19 @@ class Link(Protocol):
 
 
 class SecondModel:
-    """The versions and pieces that were sent to a second model, and what it has answered.
+    """The versions and pieces that were sent to a second model, and the replies received from it.
 
-    With `lockstep` no result depends on the speed of the model: pieces are sent in a fixed order
-    when the next version is published or a batch needs them, and the caller waits for all scores.
+    Pieces are runs of sampled tokens. With `lockstep` no result depends on the speed of the model:
+    pieces are sent in a fixed order when the next version is published or a batch needs them, and
+    the caller waits for all scores.
     """
 
     def __init__(
         self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
     ) -> None:
-        """`add_scores` receives the rows of an answer, and the number of tokens in its passes."""
+        """Create the exchange. `add_scores` receives the rows of scores in a reply, and the number
+        of tokens in the forward passes that computed them.
+        """
         self.loaded = -1
         """The version of the weights that the model has loaded. -1 before the first."""
         self.sent = -1
@@ -67,7 +70,7 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send a piece, or keep it for later with `lockstep`. Does not block."""
+        """Send a piece to be scored, or hold it back with `lockstep`. Does not block."""
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
         else:
@@ -96,7 +99,7 @@ class SecondModel:
     def wait_until_loaded(self) -> float:
         """Wait until the model has loaded the version sent last. Return the seconds waited.
 
-        It has then scored all pieces of earlier versions, because it scores them before it loads
+        The model has then scored all pieces of earlier versions, because it does so before it loads
         new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)

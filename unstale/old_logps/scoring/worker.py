@@ -1,8 +1,8 @@
-"""The child process of the route `old_logit_model`. It scores tokens and loads new versions.
+"""The child process of the route `old_logit_model`, which scores tokens and loads new versions.
 
-It scores all tokens of a version before it loads the next one. It keeps its replies in memory until
-the trainer reads them, so it never waits for the socket. It ends when the trainer closes the
-connection.
+The process scores all tokens of a version before it loads the next version. It keeps its replies in
+memory until the trainer reads them, so the process never waits for the socket. It ends when the
+trainer closes the connection.
 """
 
 import json

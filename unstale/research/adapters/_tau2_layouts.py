@@ -97,7 +97,9 @@ def simulated_user(world: Any, task: Any, model: str, arguments: Mapping[str, An
 
 
 def check_limits(orchestrator: Any) -> None:
-    """End a conversation that has too many messages or failed calls, unless a call is open."""
+    """End a conversation that has too many messages or failed calls, unless a call waits for its
+    result.
+    """
     if not OLD:
         orchestrator._check_termination()
     elif orchestrator.to_role != "env":
@@ -110,7 +112,7 @@ def check_limits(orchestrator: Any) -> None:
 
 
 def how_to_get_data() -> str:
-    """Return what a user does when the library has no data, for messages."""
+    """Return the end of an error message: what the user can do if tau2 has no data."""
     if OLD:
         return f"install it again: {install('tau2')}"
     return "set TAU2_DATA_DIR to its data folder"

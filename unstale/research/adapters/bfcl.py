@@ -1,9 +1,9 @@
 """The tasks of the Berkeley Function Calling Leaderboard (BFCL v4): `--task.env bfcl:multiple`.
 
-Questions, schemas and verdicts are those of the package `bfcl-eval`. Its dependencies are not
-needed: only modules that import none of them are used. Single-turn replies are judged by its
-`ast_checker`, which compares parsed calls and runs none. Multi-turn calls run on its API classes in
-the sandbox, where its `multi_turn_checker` also compares states and results.
+Questions, schemas and verdicts are from the package `bfcl-eval`. Its dependencies are not needed:
+only modules that import none of them are used. Single-turn replies are judged by its `ast_checker`,
+which compares parsed calls and runs none. Multi-turn calls run on its API classes in the sandbox,
+where its `multi_turn_checker` also compares states and results.
 """
 
 import importlib.util
@@ -34,11 +34,13 @@ MULTI_TURN = (
     "multi_turn_long_context",
 )
 REFUSED = ("web_search", "memory", "format_sensitivity")
-"""Beginnings of the names of categories that cannot be used."""
+"""Prefixes of the names of categories that cannot be used."""
 MAX_STEPS = 20
-"""Largest number of replies in one turn, as in `bfcl_eval`. The task is then failed."""
+"""Largest number of replies in one turn, as in `bfcl_eval`. A reply beyond it fails the task."""
 MAX_CALL_CHARACTERS = 10_000
-"""Largest size of a reply's calls as JSON. Longer ones are wrong, so no check takes long."""
+"""Largest size of a reply's calls as JSON. Longer calls count as wrong, so that no check takes
+long.
+"""
 LIMITS = sandbox.Limits(seconds=10.0, memory_mb=1024, file_mb=1)
 
 _SIGNAL = 128
@@ -71,11 +73,11 @@ sys.stdout.write("\\0" + json.dumps(answer))
 
 @cache
 def bfcl() -> SimpleNamespace:
-    """Import what is used of `bfcl_eval`, without the leaderboard's models and their clients.
+    """Return the used parts of `bfcl_eval`, imported without the leaderboard's models and clients.
 
     Of the table of models `ast_checker` needs only whether a model replaces dots in the names of
-    functions. Here the table has the one entry of a policy, which does not. Raises `ConfigError` if
-    the package is not installed.
+    functions. Here the table has one entry, for a policy that does not. Raises `ConfigError` if the
+    package is not installed.
     """
     before = os.environ.get("BFCL_PROJECT_ROOT")
     os.environ["BFCL_PROJECT_ROOT"] = _FOLDER.name
@@ -120,7 +122,7 @@ def bfcl() -> SimpleNamespace:
 
 
 class BfclTasks(ListedTasks):
-    """The tasks of one category. A hash of a task's id selects the held-out ones."""
+    """The tasks of one category. A hash of each task's id decides whether the task is held out."""
 
     def __init__(self, category: str, *, held_out_share: float = 0.25) -> None:
         """Load a category. Raises `ConfigError` if it is unknown or cannot be used."""
@@ -184,8 +186,8 @@ class BfclTasks(ListedTasks):
 def load_entries(category: str) -> list[Mapping[str, Any]]:
     """Return the entries of a category, each with its `tools` and the right `answer`.
 
-    The `function`s are those that the checker expects. `tools` are what the policy is shown: in
-    Java and JavaScript all arguments are text, as in the leaderboard.
+    `function` of an entry is what the checker expects. `tools` are shown to the policy: in Java and
+    JavaScript all arguments are text, as in the leaderboard.
     """
     package = bfcl()
     shown = package.load(category)
@@ -315,7 +317,7 @@ class BfclTurns:
         return (Message("user", bfcl().new_tools.format(functions=json.dumps(added))),)
 
     def _problem(self, call: ToolCall) -> str:
-        """Return why a call cannot be run. Empty if it can.
+        """Return an error message if a call cannot be run. Empty if it can.
 
         Only names of functions and keywords become code, and both are checked here.
         """
@@ -364,7 +366,7 @@ def reference_calls(entry: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def first_values(arguments: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """Return the first possible value of each argument, with `optional` also of those left out.
+    """Return the first possible value of each required argument, with `optional` of all arguments.
 
     The values of an object, and of objects in a list, are again lists of possible values.
     """

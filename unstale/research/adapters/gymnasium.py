@@ -1,8 +1,9 @@
 """Environments of Gymnasium that can be played in text: `--task.env gymnasium:FrozenLake-v1`.
 
-An action is a text (`Text`) or a choice (`Discrete`, the last integer of a reply). After an invalid
-reply, the policy is asked again. The policy reads the observation if it is text, else the output of
-`render`, else the numbers of the observation. Steps run on the event loop and should be fast.
+An action is the text of a reply (action space `Text`) or the last integer in it (`Discrete`). After
+an invalid reply, the policy is asked again. The policy reads the observation if it is text, else
+the output of `render`, else the numbers of the observation. Steps run on the event loop and should
+be fast.
 """
 
 import re

@@ -31,7 +31,7 @@ class OpenEnvTasks(NumberedTasks):
 
     The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` and
     the seed are passed to every `reset`. Training and held-out tasks have different seeds.
-    `timeout_s` limits each answer of the server.
+    `timeout_s` is the longest time in seconds for an answer of the server.
     """
 
     def __init__(
@@ -219,7 +219,9 @@ def connection_class() -> Any:
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """A connection that is not opened again after a loss: its environment is lost, too."""
+        """A connection that is not opened again after a loss, because its
+        environment is lost, too.
+        """
 
         _begun = False
 

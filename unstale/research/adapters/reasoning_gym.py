@@ -1,8 +1,8 @@
 """The puzzles of reasoning-gym: `--task.env reasoning-gym:countdown`.
 
 An episode has one reply, or with `--task.tool calculator` several, of which the last is scored.
-Some scorers evaluate the answer as Python or sympy code. These run in the sandbox with a time
-limit. They receive only answers of numbers, words, lists and formulas.
+Some scorers evaluate the answer as Python or sympy code. These scorers run in the sandbox with a
+time limit. They receive only answers of numbers, words, lists and formulas.
 """
 
 import inspect
@@ -37,7 +37,9 @@ PROBED = 8
 """Number of puzzles on which constant answers are tried."""
 CONSTANTS = ("", "?", "0", "1", "True", "False", "yes", "no", "A")
 GIVEAWAY = 0.75
-"""Mean score of a constant answer from which on a data set pays it. A coin gives 0.5."""
+"""Smallest mean score of a constant answer with which a data set counts as rewarding the answer. A
+coin gives 0.5.
+"""
 
 CALCULATOR_PROMPT = "Work it out with the tool, then give the result alone."
 
@@ -107,9 +109,10 @@ class ReasoningGymTasks(NumberedTasks):
         return Puzzle(name, seed, self._create(name, seed), self.evaluates[name], self.config)
 
     def giveaways(self) -> str:
-        """Return which data sets pay an empty or a constant answer, on a few of their puzzles.
+        """Return a text that names the data sets which reward an empty or a constant answer.
 
-        Scorers that evaluate answers as code are left out: they take a sandbox for each answer.
+        Empty if there are none. Constant answers are tried on `PROBED` puzzles. Scorers that
+        evaluate answers as code are left out, because they take a sandbox for each answer.
         """
         found = []
         for place, name in enumerate(self.datasets):
@@ -135,7 +138,8 @@ class ReasoningGymTasks(NumberedTasks):
     def demonstration(self, task: Task) -> tuple[Message, ...]:
         """Return a conversation that solves a puzzle with the calculator.
 
-        Raises `ConfigError` without the tool, or for a data set whose puzzles name no expression.
+        Raises `ConfigError` without the tool, or for a data set whose puzzles do not contain an
+        expression.
         """
         puzzle = self.puzzle(task)
         if self.tool == "none":

@@ -42,7 +42,7 @@ GC_THRESHOLDS = (100_000, 20, 50)
 default thresholds half of its time is garbage collection.
 """
 USER_ARGS = {"temperature": 0.0, "timeout": USER_TIMEOUT_S}
-"""Sampling options for a model that plays the user."""
+"""Arguments of litellm for a model that plays the user."""
 
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 
@@ -99,7 +99,10 @@ class Tau2Tasks(ListedTasks):
         return tau2.registry.get_env_constructor(self.domain)()
 
     def giveaways(self) -> str:
-        """Return how many tasks pay an agent that only talks, because nothing is to be changed."""
+        """Return a sentence with the number of tasks that reward an agent which only talks.
+
+        In these tasks nothing is to be changed. Empty if there are none.
+        """
         tools = self.environment().tools
         count = sum(self.pays_talk(task, tools) for task in self.data["train"])
         if not count:
@@ -112,7 +115,8 @@ class Tau2Tasks(ListedTasks):
     def pays_talk(self, task: Any, tools: Any) -> bool:
         """Return True if an agent that changes nothing gets the reward of a task of tau2.
 
-        Without assertions the reward compares the state, so a solution that only reads is enough.
+        Without assertions the reward compares the final state, so a solution that only reads is
+        enough.
         """
         criteria = task.evaluation_criteria
         if criteria.env_assertions:
@@ -269,8 +273,9 @@ class ScriptedUser(tau2.User):
 
 
 def tau2_tasks(domain: str, **options: Any) -> Taskset:
-    """Return the tasks of a domain, or of all domains in turn (`all`, or `all@MODEL`).
+    """Return the tasks of a domain, or of all domains in turn (`all`).
 
+    `@MODEL` after the name of the domain names the model that plays the user, unless `user` does.
     `options` are those of `Tau2Tasks`.
     """
     name, at, model = domain.partition("@")

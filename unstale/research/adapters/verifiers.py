@@ -1,8 +1,8 @@
 """Task sets of the library verifiers (`verifiers.v1`, version 0.4).
 
 Select one by `--task.env verifiers:my-taskset`. verifiers runs the episode: its task set, its
-harness (an agent program) and its runtime. The model that these call is the recording endpoint, so
-the agents are trained like any `ExternalAgent`.
+harness (an agent program) and its runtime. These call the recording endpoint as their model, so the
+agents are trained like any `ExternalAgent`.
 """
 
 import itertools
@@ -27,9 +27,9 @@ because verifiers hides such variables from the programs that it starts.
 class VerifiersTasks(ExternalAgent):
     """The tasks of an installed verifiers task set.
 
-    `env` is verifiers' section of that name: agents, harness, runtime. Of the first `limit` tasks,
-    the first `held_out` are held out, by default a fifth. Agents run without a container by
-    default. A harness that runs code is then refused.
+    `env` is the section `env` of verifiers' configuration: agents, harness, runtime. Of the first
+    `limit` tasks, the first `held_out` are held out, by default a fifth. Agents run without a
+    container by default. A harness that runs code is then refused.
     """
 
     def __init__(

@@ -81,9 +81,9 @@ vita_environment.traceback = SimpleNamespace(print_exc=lambda: None)
 
 
 class VitaTasks(ListedTasks):
-    """The tasks of a domain of VitaBench. Every second one is held out.
+    """The tasks of a domain of VitaBench. Every second task is held out.
 
-    VitaBench divides its tasks in no way.
+    VitaBench itself has no training and test tasks.
     """
 
     def __init__(self, domain: str, *, options: VitaConfig, judge: Any) -> None:
@@ -116,7 +116,7 @@ class VitaTasks(ListedTasks):
         return kind(self, self.data_of(task))
 
     async def met(self, task: Any, messages: Sequence[Any]) -> list[bool]:
-        """Return for each requirement of a task if a conversation has met it.
+        """Return for each requirement of a task True if the conversation has met it.
 
         The judge sees the conversation in windows. It decides about each requirement again in each
         window, and receives its earlier decision.
@@ -157,7 +157,9 @@ class VitaTasks(ListedTasks):
 
 
 def rubrics(task: Any) -> list[str]:
-    """Return the requirements of a task, each once: those of its states, then the general ones."""
+    """Return the requirements of a task, without repetitions: those of its states, then the general
+    ones.
+    """
     criteria = task.evaluation_criteria
     if criteria is None:
         return []
@@ -192,7 +194,7 @@ class VitaEnv(Conversation):
         self._tasks = tasks
 
     def close(self) -> None:
-        """Forget the records of the thread and end it."""
+        """Delete the records that VitaBench keeps for the thread, and end the thread."""
         self._thread.submit(_forget_records)
         self._thread.shutdown(wait=False)
 
@@ -280,7 +282,7 @@ class ScriptedUser(BaseUser):
 
 
 class ModelUser(UserSimulator):
-    """VitaBench's simulated user, with the model of another endpoint than VitaBench's."""
+    """VitaBench's simulated user, played by the model of the endpoint `--task.user`."""
 
     def __init__(self, task: Any, options: VitaConfig) -> None:
         super().__init__(
@@ -301,7 +303,9 @@ class ModelUser(UserSimulator):
         return answer, state
 
     def _ask(self, messages: Sequence[dict[str, str]]) -> str:
-        """Return the endpoint's text after its thoughts. Raises `EnvError` without one."""
+        """Return the text that follows the model's reasoning in its answer. Raises `EnvError`
+        without such a text.
+        """
         body = {
             "model": self._options.user_model,
             "messages": messages,

@@ -1,1 +1,3 @@
-"""Commands of the annex: each module has a function `add`, as `unstale.cli.verbs.command` makes."""
+"""Commands for experiments. Each module has a function `add`, made by
+`unstale.cli.verbs.command`.
+"""

@@ -116,7 +116,7 @@ FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One flight. Those to the same city stand in for each other."""
+    """One flight. A booking can be moved to another flight to the same city."""
 
     id: str
     city: str
@@ -311,10 +311,11 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
+    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
 
-    `passenger`, `payment` and `flight` take the first of a list instead of the one that is meant,
-    and `seat` the present seat. The others ignore a mark or state.
+    If it ignores `passenger`, `payment` or `flight`, the expert takes the first of a list instead
+    of the one that the customer means, and with `seat` the present seat. With the other rules it
+    ignores a mark or the state of the booking.
     """
     booking = scenario.desk[Booking][request.case]
     if booking.status == "flown" and not ignores("status"):

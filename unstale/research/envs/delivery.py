@@ -132,7 +132,7 @@ FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A time at which a courier can come."""
+    """A time at which a courier can come. `taken` is True if it cannot be chosen any more."""
 
     id: str
     time: str
@@ -365,11 +365,11 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
+    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
 
-    `dish`, `payment`, `address` and `slot` take the first of a list instead of the one that is
-    meant, and `locker` the present place. `cancel` refuses to cancel. The others ignore a mark or
-    state.
+    If it ignores `dish`, `payment`, `address` or `slot`, the expert takes the first of a list
+    instead of the one that the customer means, and with `locker` the present place. With `cancel`
+    it refuses to cancel. With the other rules it ignores a mark or the state of the order.
     """
     desk, wish, wants = scenario.desk, request.wish, request.wants
     order = desk[Order][request.case]

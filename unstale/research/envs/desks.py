@@ -18,7 +18,7 @@ class DesksConfig(DeskConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the desks."""
+        """The names of the chosen desks."""
         given = [name.strip() for name in self.desks.split(",")]
         return tuple(dict.fromkeys(given)) if self.desks.strip() else desk_names()
 

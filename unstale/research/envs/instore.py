@@ -134,7 +134,7 @@ class Purchase:
     worn: bool
     final: bool
     days: int
-    """Days since it was bought."""
+    """Days since the piece was bought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Card:
     returned: tuple[tuple[str, str], ...] = ()
     """Returned pieces, as pairs `(piece, cash or points)`."""
     receipt: str = ""
-    """Number of the receipt that was credited."""
+    """Number of the receipt whose points were credited. Empty if there is none."""
 
 
 def purchase_of(card: Card, piece_id: str) -> Purchase:
@@ -336,10 +336,11 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
+    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
 
-    `bought`, `size` and `reserved` take the first of a list instead of the one that is meant.
-    `payout` takes cash, and `receipt` the number of the card. The others ignore a mark or state.
+    If it ignores `bought`, `size` or `reserved`, the expert takes the first of a list instead of
+    the one that the customer means. With `payout` it takes cash, and with `receipt` the number of
+    the card. With the other rules it ignores a mark or the state of the card.
     """
     wish, wants = request.wish, request.wants
     card = scenario.desk[Card][request.case]
@@ -370,7 +371,9 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
 
 
 def _find_size(scenario: Scenario, request: Request, number: str, ignores: Ignores) -> list[Step]:
-    """Return the steps from a product to a swap of a piece, or to a reservation if it is empty."""
+    """Return the steps that find a size and then swap the bought piece `number`. If `number` is
+    empty, the piece found is reserved.
+    """
     desk = scenario.desk
     wanted = desk[Piece][request.wants["new_piece"]]
     name = desk[Piece][number].name if number else wanted.name

@@ -20,7 +20,9 @@ from unstale.envs import Message, Turn
 KEY = "OPENAI_API_KEY"
 """The environment variable with the API key of the endpoints."""
 USER_TIMEOUT_S = 50.0
-"""Seconds in which the model of the user must answer. `rollout.timeout_s` is 60 by default."""
+"""Longest time in seconds for an answer of the model that plays the user. It is below the default
+of `rollout.timeout_s`, 60.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +67,17 @@ def check_url(name: str, url: str) -> None:
 
 
 def api_key() -> str:
-    """Return the API key of the endpoints, or a word in its place for those that need none."""
+    """Return the API key of the endpoints. Without a key it is the word `none`, for endpoints that
+    need no key.
+    """
     return os.environ.get(KEY) or "none"
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTypes:
-    """The classes of a library's messages, and a function that says which the policy sees."""
+    """The classes of a library's messages, and a function that is True for messages that the policy
+    sees.
+    """
 
     assistant: Any
     user: Any
@@ -80,17 +86,22 @@ class MessageTypes:
     is_for_agent: Callable[[Any], bool]
 
     def load(self, row: Mapping[str, Any]) -> Any:
-        """Return the message that a row of `Conversation.snapshot` describes."""
+        """Return the message of which `row` has the fields, as `LiveConversation.snapshot` stores
+        them.
+        """
         kinds = {"assistant": self.assistant, "user": self.user, "tool": self.tool}
         return kinds[row["role"]].model_validate(row)
 
 
 class PolicyAgent:
-    """The part of an agent that both libraries share. Its answers are the policy's replies."""
+    """The part of an agent that is the same for both libraries.
+
+    The agent answers with the policy's replies.
+    """
 
     reply: Any
     calls = 0
-    """Number of tool calls made so far."""
+    """Number of tool calls that the policy has made so far."""
 
     def get_init_state(self, message_history: Any = None) -> None: ...
 
@@ -117,7 +128,7 @@ class Conversation:
         self._system = ""
 
     def _orchestrate(self, task: Any) -> Any:
-        """Return an orchestrator for a task. Set `_system`, the policy's system prompt."""
+        """Return an orchestrator for a task. Set `_system` to the policy's system prompt."""
         raise NotImplementedError
 
     def _check_limits(self) -> None:
@@ -162,7 +173,7 @@ class Conversation:
             self._check_limits()
 
     def _exchange(self, reply: Message, text: str) -> None:
-        """Give the policy's reply to the orchestrator, and run it until the next turn."""
+        """Pass the policy's reply to the orchestrator, and run it until the policy's next turn."""
         orchestrator = self._orchestrator
         calls = [
             self.types.call(
@@ -179,7 +190,7 @@ class Conversation:
         self._run_to_policy()
 
     def _messages_since(self, start: int) -> Iterator[Message]:
-        """Yield the messages for the policy.
+        """Yield the messages for the policy, from the index `start` of the trajectory on.
 
         The user's tool calls and the agent's greeting are left out.
         """
@@ -193,12 +204,12 @@ class Conversation:
 class LiveConversation(Conversation):
     """A conversation in which a model plays the user.
 
-    It is resumed from its recorded messages, because the model could give other answers when asked
-    again.
+    After a resume, the conversation continues from its recorded messages, because the model could
+    give other answers when asked again.
     """
 
     def _with_history(self, messages: list[Any]) -> Any:
-        """Return the task with messages that were exchanged already."""
+        """Return the task with the messages that were exchanged so far."""
         raise NotImplementedError
 
     def snapshot(self) -> str:

@@ -11,7 +11,7 @@ from unstale.envs.registry import make_with_library
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGymConfig(TaskConfig):
-    """The puzzles of data sets of reasoning-gym."""
+    """The puzzles of one or several data sets of reasoning-gym."""
 
     env: str = "reasoning-gym:chain_sum"
     """`reasoning-gym:NAME`, or several data sets in turn, as in `reasoning-gym:chain_sum+lcm`."""

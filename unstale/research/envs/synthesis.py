@@ -1,10 +1,11 @@
 """The environment `synthesis`: puzzles that are made from templates, and checked before use.
 
 A template draws a hidden solution and true clues about it. The draft is kept if an independent
-search finds exactly one answer and it is the template's own, and if no other task has the same
-text. After `eval` has measured how often a policy solves each task, `pass_rates` keeps those of
-middle difficulty. From the phases of SHARP (instantiate by topic and difficulty, solve
-independently, keep what agrees), with programs in place of a language model that writes and solves.
+search finds exactly one answer, if this is the template's own answer, and if no other task has the
+same text. After `unstale eval` has measured how often a policy solves each task, the option
+`pass_rates` keeps the tasks of middle difficulty. This follows the phases of SHARP (instantiate by
+topic and difficulty, solve independently, keep what agrees), with programs in place of a language
+model that writes and solves.
 """
 
 import json
@@ -31,7 +32,9 @@ DRAFTS_PER_TASK = 200
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A puzzle with the answer of its maker, and the answers that a search finds."""
+    """A puzzle with the answer of its template, and the answers that an
+    independent search finds.
+    """
 
     text: str
     answer: str
@@ -123,7 +126,7 @@ class SynthesisConfig(DraftEditConfig):
     topics: str = " ".join(TEMPLATES)
     """Templates to use, separated by spaces: `numbers`, `prices`, `order`."""
     easiest: Annotated[int, Range(1, MAX_DIFFICULTY)] = 1
-    """Least difficulty of a task."""
+    """Smallest difficulty of a task."""
     hardest: Annotated[int, Range(1, MAX_DIFFICULTY)] = 3
     """Largest difficulty of a task."""
     size: PositiveInt = 600
@@ -133,15 +136,17 @@ class SynthesisConfig(DraftEditConfig):
     tasks_seed: Count = 0
     """Seed of the tasks. Unlike `seed`, it changes their texts."""
     measure: bool = False
-    """Exchange training and held-out tasks, so that `unstale eval --save` measures the former."""
+    """Exchange training and held-out tasks, so that `unstale eval --save` measures the training
+    tasks.
+    """
     pass_rates: str = ""
     """File of `unstale eval --save` with attempts at the training tasks. Tasks with a pass rate
     outside `lowest_rate` and `highest_rate`, or without an attempt, are removed.
     """
     lowest_rate: Share = 0.01
-    """Least pass rate of a training task, if they are measured."""
+    """Smallest pass rate of a training task. Read only with `pass_rates`."""
     highest_rate: Share = 0.99
-    """Largest pass rate of a training task, if they are measured."""
+    """Largest pass rate of a training task. Read only with `pass_rates`."""
 
     @property
     def largest_reward(self) -> float:
@@ -173,24 +178,26 @@ _TEXT_OPTIONS = ("topics", "easiest", "hardest", "held_out", "tasks_seed")
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """A task that was kept."""
+    """A puzzle that has passed the checks."""
 
     text: str
     answer: str
     topic: str
     difficulty: int
     lineage: str
-    """The template, its difficulty, the seed and the number of the draft."""
+    """The template, its difficulty, the seed and the number of the draft, joined by `/`."""
 
 
 class SynthesisTasks(ListedTasks):
-    """Puzzles with one answer each. The reward is 1 if it is the last word of the reply."""
+    """Puzzles with one answer each. The reward is 1 if the last word of the reply is the answer."""
 
     name = "synthesis"
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def __init__(self, options: SynthesisConfig) -> None:
-        """Make the tasks. Raises `ConfigError` if there are too few, or none is left."""
+        """Create the tasks. Raises `ConfigError` if the templates give too few, or if `pass_rates`
+        leaves none.
+        """
         self.refused = Counter[str]()
         """Number of drafts that were not kept, by the reason: `several answers`, `another answer`
         or `duplicate`.
@@ -249,7 +256,7 @@ class SynthesisTasks(ListedTasks):
         return [Task(self.name, split, place) for place in range(len(self.data[split]))][:count]
 
     def identity(self, task: Task) -> str:
-        """Return the lineage of a task, which is equal each time the list repeats."""
+        """Return the identity of a task, which is the same each time the list of tasks repeats."""
         puzzle: Puzzle = self.data_of(task)
         return f"{self.name}/{puzzle.lineage}"
 
@@ -263,9 +270,10 @@ class SynthesisTasks(ListedTasks):
 
 
 def refusal(draft: Draft, seen: Collection[str]) -> str:
-    """Return the reason why a draft is not kept, or an empty text. `seen` are the texts of tasks.
+    """Return the reason why a draft is not kept. Empty if it is kept.
 
-    A draft is kept if the search finds one answer, and it is that of its maker.
+    A draft is kept if the search finds one answer, if this is the answer of its template, and if
+    its text is not in `seen`, the texts of earlier tasks.
     """
     if len(draft.found) > 1:
         return "several answers"
@@ -293,9 +301,9 @@ class PuzzleEnv:
 def read_pass_rates(path: Path, prefix: str, shared: Mapping[str, Any]) -> dict[int, float]:
     """Return the share of successful attempts at each task of a file of `unstale eval --save`.
 
-    Tasks are given by the number after `prefix` in their key. `shared` are options by name that the
-    evaluation must have had, too. Raises `ConfigError` if the file cannot be read, is of other
-    options, or has no such task.
+    A key of the result is the number after `prefix` in the task's key. `shared` are options by name
+    that the evaluation must have had, too. Raises `ConfigError` if the file cannot be read, is of
+    other options, or has no such task.
     """
     attempts: dict[int, list[bool]] = {}
     stored: dict[str, Any] = {}

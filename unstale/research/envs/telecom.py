@@ -157,9 +157,9 @@ class Line:
     target: str
     """The number to which calls are forwarded."""
     visits: int = 0
-    """Number of visits that were booked before."""
+    """Number of visits that were booked before the episode."""
     visit: str = ""
-    """Number of the visit that is booked now."""
+    """Number of the visit that was booked in this episode. Empty if there is none."""
 
 
 def other_plans(desk: Desk, line: Line) -> list[Plan]:
@@ -314,10 +314,11 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
+    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
 
-    `device`, `plan` and `visit` take the first of a list instead of the one that is meant, and
-    `target` the present number. `leave` lets a visit be booked. The others ignore a mark or state.
+    If it ignores `device`, `plan` or `visit`, the expert takes the first of a list instead of the
+    one that the customer means, and with `target` the present number. With `leave` it books a
+    visit. With the other rules it ignores a mark or the state of the line.
     """
     desk, wish = scenario.desk, request.wish
     line = desk[Line][request.case]

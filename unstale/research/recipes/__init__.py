@@ -1,1 +1,1 @@
-"""Recipes with environments or techniques of this annex."""
+"""Recipes with environments or techniques of the package `unstale.research`."""

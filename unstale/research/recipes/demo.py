@@ -21,7 +21,7 @@ def demo(**changes: Any) -> RunConfig:
 
     A supervised start on 48 of 64 demonstrations shows the form of a call, with sums only. Training
     is on sums and products, with tokens up to 2 versions old. It needs the extra `reasoning-gym`.
-    `make demo` runs it. docs/first-run.md has what it reaches.
+    `make demo` runs it. Its results are in docs/first-run.md.
     """
     config = RunConfig(
         recipe="demo",

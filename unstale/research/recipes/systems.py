@@ -21,11 +21,15 @@ DECOUPLED: Mapping[str, Any] = {
     "correction.low": 0.0,
     "correction.high": 5.0,
 }
-"""The weight pi_prox / mu of each token. A token with a weight over 5 has no gradient."""
+"""Options that weight each token by pi_prox / mu. A token with a weight over 5 has no gradient."""
 
 
 def areal(name: str, about: str, route: str, values: Mapping[str, Any]) -> Callable[..., RunConfig]:
-    """Return a recipe with one of AReaL's losses: a route, and further options by name."""
+    """Return a recipe with one of AReaL's losses.
+
+    `route` is the route to old log-probabilities, and `values` has further options by name. `about`
+    is its description.
+    """
 
     def recipe(**changes: Any) -> RunConfig:
         config = retail(

@@ -27,8 +27,8 @@ def steady(**changes: Any) -> RunConfig:
 def small_group(**changes: Any) -> RunConfig:
     """Groups of 4 episodes: a baseline that remembers a task, and tasks of middle difficulty.
 
-    For episodes that are costly. The techniques are beta_sampler, baseline (shrink) and novelty,
-    with 256 tasks that come again. The desk and the model are those of `retail`. The techniques
+    The recipe is for costly episodes. The techniques are beta_sampler, baseline (shrink) and
+    novelty, with a pool of 256 tasks. The desk and the model are those of `retail`. The techniques
     have not been measured together, so no result is promised.
     """
     config = retail(
@@ -65,9 +65,9 @@ def hard_tasks(**changes: Any) -> RunConfig:
 
     The techniques are allocate (DARS-HW) and replay (only where every new episode failed, DART).
     The 64 tasks come again every 4 steps, so that stored groups are not too old. Hints and repeated
-    attempts would belong to it and are missing. The desk and the model are those of `retail`, whose
-    tasks are easy: replace them. The techniques have not been measured together, so no result is
-    promised.
+    attempts, which would help on such tasks, are missing. The desk and the model are those of
+    `retail`, whose tasks are easy: replace them. The techniques have not been measured together, so
+    no result is promised.
     """
     config = retail(
         recipe="hard_tasks",

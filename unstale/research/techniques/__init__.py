@@ -1,1 +1,1 @@
-"""Published techniques, one file each. `unstale.techniques` says what a technique is."""
+"""Published techniques, one file each. `unstale.techniques.hooks` explains what a technique is."""

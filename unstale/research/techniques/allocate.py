@@ -4,16 +4,13 @@ N is the number of episodes of a group's first stage, p the success rate of its 
 
 `dars_et`: the sum of |A| over a group, N S with S = 2 p (1 - p), rises to that of p = 1/2. p is the
 share of successes in the first stage, or 0.5 / N without any. Groups with p >= 1/2 get no more.
-DARS.
-`dars_hw`: it rises to 2 (1 - p) times that of p = 1/2. DARS.
-`interval`: one more episode is worth h(n) - h(n + 1), where h = t s / sqrt(n) is half the width of
-Student's confidence interval of the mean reward, and s the standard deviation of the first stage.
-XRPO.
-`v0`: n episodes are worth n (1 - p) (1 - (1 - p)^(n - 1)). p is from earlier groups. V0.
-`sqrt_law`: n episodes are worth -p (1 - p) / n, which makes n proportional to sqrt(p (1 - p)). p is
-from earlier groups. Rollout-GDRO.
-`v05_risk`: each added episode lowers the error of the baseline of V0.5 by more than `cost`. The
-baseline mixes the mean reward with p of earlier groups. V0.5.
+DARS. `dars_hw`: the sum rises to 2 (1 - p) times that of p = 1/2. DARS. `interval`: one more
+episode is worth h(n) - h(n + 1), where h = t s / sqrt(n) is half the width of Student's confidence
+interval of the mean reward, and s the standard deviation of the first stage. XRPO. `v0`: n episodes
+are worth n (1 - p) (1 - (1 - p)^(n - 1)). p is from earlier groups. V0. `sqrt_law`: n episodes are
+worth -p (1 - p) / n, which makes n proportional to sqrt(p (1 - p)). p is from earlier groups.
+Rollout-GDRO. `v05_risk`: each added episode lowers the error of the baseline of V0.5 by more than
+`cost`. The baseline mixes the mean reward with p of earlier groups. V0.5.
 """
 
 from __future__ import annotations
@@ -80,13 +77,15 @@ class AllocateConfig(Section, RateOptions, SuccessShare):
     min: PositiveInt = 2
     """Only for `v0` and `sqrt_law`: smallest number of episodes of a group."""
     mean: Positive = 8.0
-    """Only for `interval`, `v0` and `sqrt_law`: mean number of episodes per group that the last
-    groups would have had by the rule, or slightly fewer.
+    """Only for `interval`, `v0` and `sqrt_law`: mean number of episodes per group. With the rule's
+    present price, the last groups would have had this mean, or slightly less.
     """
     window: PositiveInt = 64
     """Only for `interval`, `v0` and `sqrt_law`: number of groups over which the mean is taken."""
     std: bool = False
-    """Only for DARS: S = 2 sqrt(p (1 - p)), for advantages that are divided by the deviation."""
+    """Only for `dars_et` and `dars_hw`: S = 2 sqrt(p (1 - p)), for advantages that are divided by
+    the deviation.
+    """
     level: Annotated[float, Range(above=0, high=0.9999)] = 0.95
     """Only for `interval`: probability that the interval contains the mean."""
     explore: NonNegative = 0.0
@@ -105,11 +104,11 @@ class AllocateConfig(Section, RateOptions, SuccessShare):
 
 
 class Allocate:
-    """An allocator with one of six rules.
+    """A technique that chooses the number of episodes of a group by one of six rules.
 
-    With `interval`, `v0` and `sqrt_law`, episodes have a price: that at which the last groups would
-    have had the mean number of episodes. Each group is allocated when it starts, or when its first
-    stage has ended, and does not wait for others.
+    With `interval`, `v0` and `sqrt_law`, an episode has a price, at which the last groups would
+    have had the mean number of episodes. The size of each group is chosen when the group starts, or
+    when its first stage has ended, without waiting for other groups.
     """
 
     def __init__(self, options: AllocateConfig) -> None:
@@ -119,7 +118,7 @@ class Allocate:
         )
         self._recent: deque[Outcome] = deque(maxlen=options.window)
         self._price: float | None = None
-        """None before the first batch."""
+        """The price of an episode, in units of utility. None before the first batch."""
 
     def first(self, task: str) -> int:
         options = self._options
@@ -150,13 +149,15 @@ class Allocate:
         return min(left, further)
 
     def _worth_before(self, task: str) -> list[Segment]:
-        """Return the value of episodes beyond `min`, for a task."""
+        """Return the utility of episodes beyond `min` for a task, as segments of equal slope."""
         options, p = self._options, self._tracker.mean(task)
         utility = v0_utility if options.gain == "v0" else mean_utility
         return segments([utility(n, p) for n in range(options.min, options.max + 1)])
 
     def _worth_after(self, rewards: Sequence[float], left: int) -> list[Segment]:
-        """Return the value of up to `left` episodes after a first stage with these rewards."""
+        """Return the utility of up to `left` episodes after a first stage with these rewards, as
+        segments.
+        """
         options, size = self._options, len(rewards)
         if size < 2:
             return []
@@ -165,7 +166,9 @@ class Allocate:
         return interval_segments(size, left, stdev(rewards), level=options.level, bonus=bonus)
 
     def _num_worth_their_cost(self, group: GroupSoFar) -> int:
-        """Return the number of episodes of which each lowers error plus cost."""
+        """Return the number of further episodes, each of which lowers the baseline's error by more
+        than `cost`.
+        """
         successes = self._tracker.successes(group.rewards)
         mean = 2 * sum(successes) / len(successes) - 1
         forecast = 2 * self._tracker.mean(group.task) - 1
@@ -234,7 +237,9 @@ def _check(options: AllocateConfig, config: RunConfig) -> None:
 
 
 def _require_same_forecast(options: AllocateConfig, baseline: BaselineConfig) -> None:
-    """Raise `ConfigError` if the baseline of V0.5 has another V than the rule `v05_risk`."""
+    """Raise `ConfigError` if the baseline of V0.5 forecasts another reward V than the rule
+    `v05_risk`.
+    """
     if baseline.centre != "shrink":
         return
     pairs = [

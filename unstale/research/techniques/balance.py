@@ -1,11 +1,11 @@
 """`balance`: how much of the policy's probability the episodes of a group have tried.
 
 A group is read as a softmax bandit. Its arms are the different first replies of its N episodes,
-with probabilities p_j, and all others. A gradient step of size eta changes the logits by dz_j =
-(eta / N) (c_j - S p_j), where c_j is the sum of the rewards of arm j, and S that of all. Then the
-probability of right arms changes by dQ = sum_{j right} p_j (dz_j - sum_l p_l dz_l). From BroRL
-(arXiv 2510.01180), which divides dQ into the parts of sampled and unsampled arms: the part of
-unsampled ones, which can be negative, vanishes as N grows.
+with probabilities p_j, and all other replies. A gradient step of size eta changes the logits by
+dz_j = (eta / N) (c_j - S p_j), where c_j is the sum of the rewards of arm j, and S the sum over all
+arms. Then the probability of right arms changes by dQ = sum_{j right} p_j (dz_j - sum_l p_l dz_l).
+From BroRL (arXiv 2510.01180), which divides dQ into the parts of sampled and unsampled arms: the
+part of unsampled ones, which can be negative, vanishes as N grows.
 
 For the metrics, eta is 1, rewards are reduced by the mean of their group, and an arm is right if
 the mean reward of its episodes is above that of the group. With such rewards S is 0, so unsampled
@@ -41,7 +41,10 @@ class MassBalance:
 
 
 def logit_changes(p: Sequence[float], c: Sequence[float], *, rate: float) -> list[float]:
-    """Return the change of each arm's logit. `rate` is the step size divided by N."""
+    """Return the change of each arm's logit by one gradient step.
+
+    `p` has the arms' probabilities, `c` their summed rewards. `rate` is the step size divided by N.
+    """
     total = math.fsum(c)
     return [rate * (ci - total * pi) for pi, ci in zip(p, c, strict=True)]
 
@@ -74,14 +77,16 @@ class BalanceConfig(Section):
 
 
 class Balance:
-    """A diagnostic of the groups of a batch."""
+    """A technique that measures how much probability the first replies of a group have."""
 
     def __init__(self, options: BalanceConfig) -> None: ...
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the means over the groups in which an episode has a reply. Without any, NaN."""
+        """Return means over the groups in which an episode has a reply, as metrics. NaN without
+        such groups.
+        """
         answered = ([each for each in group.trajectories if each.sampled] for group in graded)
         rows = [_of_group(episodes) for episodes in answered if episodes]
         names = ("sampled_mass", "sampled_change", "unsampled_loss_max")

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Centre = Literal["mean", "loo", "median", "prior", "shrink", "probe"]
 _PRIOR = ("prior", "shrink")
 _LEARNED = (*_PRIOR, "probe")
-"""The baselines with which a group of equal rewards has advantages."""
+"""The baselines with which a group of equal rewards can have advantages other than 0."""
 _READ_BY = {
     "pivot": ("median",),
     "leave_out": ("shrink",),
@@ -78,17 +78,19 @@ class BaselineConfig(Section, VisitOptions):
     centre: Centre = "shrink"
     """The baseline: what is subtracted from a reward."""
     scale: Literal["none", "std", "mad", "batch"] = "none"
-    """What the difference is divided by. With `batch` the mean of the batch is subtracted first,
+    """The divisor of reward minus baseline. With `batch` the mean of the batch is subtracted first,
     but for `median` an advantage of 0 stays 0.
     """
     mad_floor: NonNegative = 0.1
-    """Smallest median of the distances to the median. It is 0 in most groups with two values."""
+    """Only for `scale` = mad: lower limit of the median distance to the median. In most groups
+    whose rewards have two values this distance is 0.
+    """
     pivot: bool = True
-    """Only for `median`: multiply the advantages by the share of episodes that differ from the
-    median, inverted.
+    """Only for `median`: multiply the advantages by n / (number of episodes whose reward is not the
+    median), where n is the size of the group.
     """
     leave_out: bool = False
-    """Only for `shrink`: leave the episode's own reward out of m and n."""
+    """Only for `shrink`: leave the episode's own reward out of the group's mean m and size n."""
     reward_min: float = 0.0
     """Only for `prior` and `shrink`: the smallest reward of an episode."""
     reward_max: float = 1.0
@@ -147,7 +149,7 @@ class Baseline:
 
 
 class PriorBaseline(Baseline):
-    """An estimator that also uses the earlier rewards of a task."""
+    """An estimator whose baseline also uses the earlier rewards of a task."""
 
     def __init__(self, options: BaselineConfig) -> None:
         super().__init__(options)
@@ -201,7 +203,10 @@ class PriorBaseline(Baseline):
         return {**self._tracker.state(), "range": span}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the expected rewards. They keep their values if the range has changed."""
+        """Restore the expected rewards, which stay the same if the range of rewards has changed.
+
+        Raises ConfigError for the checkpoint of a run with `centre` = probe.
+        """
         if "probe" in state:
             raise ConfigError(
                 f"baseline.centre cannot change from probe to {self.options.centre} in a resumed "
@@ -228,7 +233,7 @@ class ProbeBaseline(Baseline):
         self._probe = Probe(ridge=options.ridge, size=options.examples)
         self._batch: ProbedBatch | None = None
         self._examples: tuple[HiddenStates, Tensor] | None = None
-        """The features and targets that `observe` adds."""
+        """The features and targets that `observe` adds to the regression."""
 
     def read_states(self, groups: Sequence[Group], states: HiddenStates) -> None:
         rows: dict[int, int] = {}
@@ -297,14 +302,17 @@ class ProbeBaseline(Baseline):
 
 
 def make_baseline(options: BaselineConfig) -> Baseline:
-    """Return the estimator. It has state only if its baseline uses earlier rewards."""
+    """Return the estimator of a configuration. It has state only if its baseline uses earlier
+    batches.
+    """
     if options.centre == "probe":
         return ProbeBaseline(options)
     return PriorBaseline(options) if options.centre in _PRIOR else Baseline(options)
 
 
 def advantages(rewards: Tensor, options: BaselineConfig, *, value: Tensor | float = 0.0) -> Tensor:
-    """Return the advantages `[..., n]` of groups of n episodes. `scale` = batch is left out.
+    """Return the advantages `[..., n]` of groups of n episodes. With `scale` = batch they are not
+    divided.
 
     `value` is V of each group, `[...]`, or for `probe` the baseline of each episode, `[..., n]`.
     """
@@ -355,7 +363,9 @@ def _variance(options: BaselineConfig, size: int) -> float:
 
 
 def shrink(mean: Tensor, value: Tensor, variance: float) -> Tensor:
-    """Return w mean + (1 - w) value, w = D / (D + variance), D = max(0, (mean - value)^2 -
+    """Return a mean of rewards that is moved towards an expected reward `value`.
+
+    The result is w mean + (1 - w) value, w = D / (D + variance), D = max(0, (mean - value)^2 -
     variance).
     """
     distance = ((mean - value).square() - variance).clamp(min=0)

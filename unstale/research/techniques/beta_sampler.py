@@ -29,13 +29,15 @@ class BetaSamplerConfig(Section, VisitOptions, SuccessShare):
     failed: NonNegative = 2.0
     """Exponent of 1 - p in the score. A larger one favours harder tasks."""
     read: Literal["thompson", "mean"] = "thompson"
-    """The rate p of a task is drawn from its Beta distribution, or is the mean of it."""
+    """The success rate p of a task in the score: drawn from the task's Beta distribution, or its
+    mean.
+    """
     pick: Literal["best", "proportional"] = "best"
     """Take the candidate with the largest score, or draw one with the scores as weights."""
 
 
 class BetaSampler:
-    """A sampler with a Beta distribution of the success rate of every task."""
+    """A technique that draws tasks by a Beta distribution of the success rate of every task."""
 
     def __init__(self, options: BetaSamplerConfig) -> None:
         self._options = options

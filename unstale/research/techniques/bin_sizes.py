@@ -2,13 +2,13 @@
 
 Tasks are in bins by the share of their last groups that had a success. c_b is the number of groups
 of bin b among the last ones, and v_b the moving average of the variance of their rewards. The sizes
-n_b have sum c_b n_b = `mean` sum c_b exactly, or the largest sum below that sizes can have. Dynamic
-programming finds them.
+n_b have sum c_b n_b = `mean` sum c_b exactly, or the largest possible sum below. Dynamic
+programming finds the sizes.
 
-`sqrt`: they have the smallest sum c_b v_b / n_b. So n_b is proportional to sqrt(v_b).
-`weights`: each size n of a bin has a weight, which each batch multiplies by exp(-rate (v / n +
-mu n)), v the variance of the bin in the batch. The sizes have the largest product of weights. Then
-mu grows by `mu_rate` times the batch's mean size minus `mean`. From Rollout-GDRO.
+`sqrt`: the sizes have the smallest sum c_b v_b / n_b. So n_b is proportional to sqrt(v_b).
+`weights`: each size n of a bin has a weight, which each batch multiplies by exp(-rate (v / n + mu
+n)), v the variance of the bin in the batch. The sizes have the largest product of weights. Then mu
+grows by `mu_rate` times the batch's mean size minus `mean`. From Rollout-GDRO.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class BinSizesConfig(Section, BinOptions):
     max: PositiveInt = 16
     """Largest number of episodes of a group."""
     mean: Positive = 8.0
-    """Mean number of episodes of the groups in `window`. Tasks that are new have as many."""
+    """Mean number of episodes of the groups in `window`. New tasks have this number."""
     window: PositiveInt = 64
     """Number of past groups that are counted."""
     beta: Share = 0.1
-    """Only for `sqrt`: share of a batch's variance in the moving average of its bin."""
+    """Only for `sqrt`: weight of a batch in the moving average of the variance
+    of a bin's rewards.
+    """
     rate: NonNegative = 1.0
-    """Only for `weights`: rate at which the weights of sizes change."""
+    """Only for `weights`: rate at which the weights of sizes change from batch to batch."""
     mu_rate: NonNegative = 0.001
     """Only for `weights`: rate at which the price mu of an episode changes."""
 
@@ -65,7 +67,7 @@ class BinSizesConfig(Section, BinOptions):
 
 
 class BinSizes:
-    """An allocator that gives all tasks of a bin the same number of episodes."""
+    """A technique that gives all tasks of a bin the same number of episodes."""
 
     def __init__(self, options: BinSizesConfig) -> None:
         self._options = options
@@ -147,7 +149,8 @@ def exact_sizes(
     """Return the size of each bin with the largest total utility, by dynamic programming.
 
     The sum of counts times sizes is `budget`, or the largest sum below it that is possible.
-    `utility[b][k]` is that of the size `least + k`. Raises ValueError if even `least` is too much.
+    `counts[b]` is the number of groups of bin b, and `utility[b][k]` the utility of the size `least
+    + k` for it. Raises ValueError if groups of `least` episodes already exceed the budget.
     """
     left = budget - least * sum(counts)
     if left < 0:

@@ -1,9 +1,10 @@
 """Sizes of groups that use a mean number of episodes best, for techniques that allocate episodes.
 
-The utility of a group is a number for each size that it may have. Under a price, a group gets the
-size with the largest utility minus price times size. Sizes under one price have the largest total
-utility of all sizes with the same total or a smaller one (Everett, Operations Research 11, 1963).
-This holds for every utility, also where one more episode is worth more than the one before.
+The utility of a group is a number for each size that it may have. At a given price of an episode, a
+group gets the size with the largest utility minus price times size. Sizes at one price have the
+largest total utility of all sizes with the same total or a smaller one (Everett, Operations
+Research 11, 1963). This holds for every utility, also where one more episode is worth more than the
+one before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A number of further episodes of a group, and the utility of each of them."""
+    """A number of further episodes of a group (`width`), each of which adds the utility `slope`."""
 
     slope: float
     width: int
@@ -46,12 +47,15 @@ def segments(utility: Sequence[float]) -> list[Segment]:
 
 
 def num_further(hull: Sequence[Segment], price: float) -> int:
-    """Return the number of further episodes that are worth more than the price."""
+    """Return the number of further episodes of a group that are worth more than `price`."""
     return sum(each.width for each in hull if each.slope > price)
 
 
 def find_price(hulls: Sequence[Sequence[Segment]], budget: float) -> float:
-    """Return the lowest price at which groups get at most `budget` further episodes in total."""
+    """Return the lowest price at which groups get at most `budget` further episodes in total.
+
+    0 if all further episodes fit into the budget.
+    """
     left = budget
     for each in sorted((one for hull in hulls for one in hull), key=lambda one: -one.slope):
         left -= each.width
@@ -61,10 +65,11 @@ def find_price(hulls: Sequence[Sequence[Segment]], budget: float) -> float:
 
 
 def dars_further(size: int, p: float, *, by_hardness: bool = False, std: bool = False) -> int:
-    """Return the number of episodes that DARS adds to `size` ones of which the share p succeeded.
+    """Return the number of episodes that DARS adds to `size` episodes with success rate p.
 
-    The sum of |A| is size * S, S = 2 p (1 - p), or 2 sqrt(p (1 - p)) if `std` divides the
-    advantage. It rises to that of p = 1/2; `by_hardness` multiplies this aim by 2 (1 - p).
+    The sum of |A| over n episodes is n S, where S = 2 p (1 - p), or 2 sqrt(p (1 - p)) if `std`
+    divides the advantage. Episodes are added until the sum reaches that of `size` episodes with p =
+    1/2, or with `by_hardness` this times 2 (1 - p). No episodes are added for p >= 1/2.
     """
     if p >= 0.5:
         return 0
@@ -88,7 +93,10 @@ def mean_utility(size: int, p: float) -> float:
 
 
 def half_width(size: int, deviation: float, level: float) -> float:
-    """Return half the width of Student's confidence interval of the mean of `size` rewards."""
+    """Return half the width of Student's confidence interval of the mean of `size` rewards.
+
+    `deviation` is the standard deviation of the rewards, and `level` the confidence, below 1.
+    """
     return _quantile(size - 1, level) * deviation / sqrt(size)
 
 
@@ -96,9 +104,10 @@ def half_width(size: int, deviation: float, level: float) -> float:
 def interval_segments(
     size: int, further: int, deviation: float, *, level: float, bonus: float
 ) -> list[Segment]:
-    """Return the value of up to `further` episodes beside `size` ones in XRPO.
+    """Return the segments of the utility of up to `further` episodes beside `size` ones in XRPO.
 
-    The n-th episode narrows the interval. Its value also has the term bonus / sqrt(n - 1).
+    The utility of the n-th episode is the amount by which it narrows the confidence interval, plus
+    bonus / sqrt(n - 1).
     """
     utility = [0.0]
     for n in range(size, size + further):
@@ -115,10 +124,11 @@ def _quantile(degrees: int, level: float) -> float:
 
 
 def mixed_error(size: int, mean: float, forecast: float) -> float:
-    """Return the squared error of V0.5's baseline, estimated from the rewards' mean and forecast.
+    """Return the estimated squared error of V0.5's baseline, which mixes a mean and a forecast.
 
-    All are between -1 and 1. The baseline is w mean + (1 - w) forecast, w = D / (D + 1 / size),
-    D = max(0, (mean - forecast)^2 - 1 / size).
+    `mean` is over `size` rewards. All rewards and the forecast are between -1 and 1. The baseline
+    is w mean + (1 - w) forecast, w = D / (D + 1 / size), D = max(0, (mean - forecast)^2 - 1 /
+    size).
     """
     noise = 1 / size
     distance = max(0.0, (mean - forecast) ** 2 - noise)

@@ -15,7 +15,7 @@ State = Literal["works", "transfer", "not yet"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table."""
+    """A published technique, which is a row of the table that `unstale techniques` prints."""
 
     number: int
     paper: str
@@ -26,7 +26,7 @@ class Row:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The techniques of this row, as the option `techniques` names them."""
+        """The techniques of this package that implement this row, by name."""
         return tuple(name for name, each in techniques().items() if self.number in each.rows)
 
 

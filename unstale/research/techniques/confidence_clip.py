@@ -31,7 +31,7 @@ class ConfidenceClipConfig(Section):
     """A clip and an advantage that depend on the confidence of a sequence (ECHO)."""
 
     narrowest: NonNegative = 0.5
-    """Least factor of the clip's limits."""
+    """Smallest factor of the clip's limits."""
     widest: NonNegative = 1.5
     """Largest factor of the clip's limits. At confidence 1, the factor is the mean of both."""
     kappa: NonNegative = 5.0
@@ -40,11 +40,11 @@ class ConfidenceClipConfig(Section):
     """Number of sampled tokens at the end of a sequence whose mean probability is its confidence.
     """
     a: NonNegative = 0.2
-    """Coefficient of S in the factor of an advantage."""
+    """Coefficient of S in the factor 1 + a S of an advantage, where S = alpha H + beta (1 - C)."""
     alpha: Share = 0.5
-    """Weight of the entropy, in nats, in S."""
+    """Weight in S of the mean entropy H of a sequence, in nats."""
     beta: Share = 0.5
-    """Weight of 1 - confidence in S."""
+    """Weight in S of 1 - C, where C is the confidence of a sequence."""
 
     def check_combination(self) -> None:
         if self.narrowest > self.widest:
@@ -55,7 +55,7 @@ class ConfidenceClipConfig(Section):
 
 
 class ConfidenceClip:
-    """An objective with a clip per sequence, which is also a shaper."""
+    """A technique that sets the clip of each sequence, and also changes its advantages."""
 
     def __init__(self, options: ConfidenceClipConfig) -> None:
         self._options = options
@@ -88,7 +88,7 @@ class ConfidenceClip:
 def confidence(batch: Batch, tail: int) -> Tensor:
     """Return the mean probability of the last `tail` sampled tokens of each sequence, `[n]`.
 
-    It is the probability that the engine gave them. It is 0 for a sequence without such tokens.
+    The probability is the engine's. The result is 0 for a sequence without sampled tokens.
     """
     import torch
 

@@ -24,7 +24,7 @@ class ConfidentErrorPenaltyConfig(Section):
     """A stronger correction of errors of which the policy has become more confident (ACE)."""
 
     alpha: Positive = 1.0
-    """Coefficient of the softplus."""
+    """Coefficient alpha of the factor 1 + alpha * softplus(c) of a negative advantage."""
     over: Literal["sum", "mean"] = "sum"
     """The confidence shift c of a sequence: the sum over its sampled tokens, as in the paper, or
     their mean.
@@ -36,7 +36,7 @@ class ConfidentErrorPenaltyConfig(Section):
 
 
 class ConfidentErrorPenalty:
-    """A shaper that multiplies negative advantages."""
+    """A technique that makes negative advantages larger where confidence has grown."""
 
     def __init__(self, options: ConfidentErrorPenaltyConfig) -> None:
         self._options = options

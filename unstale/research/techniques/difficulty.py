@@ -25,14 +25,16 @@ class BinOptions(SuccessThreshold):
     visits: PositiveInt = 10
     """Number of last groups of a task from which its difficulty is computed."""
     margin: Share = 0.02
-    """A task changes its bin only if it is farther than this beyond the border of its bin."""
+    """A task changes its bin only if its share of solved groups is farther than this beyond the
+    border of the bin.
+    """
 
 
 @dataclass(slots=True)
 class _Task:
     bin: int
     solved: list[int] = field(default_factory=list)
-    """1 for each of the last groups that had a success, 0 for each other."""
+    """One number for each of the last groups: 1 if it had a success, otherwise 0."""
 
 
 class Bins:
@@ -52,7 +54,7 @@ class Bins:
         return None if found is None else found.bin
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Add the groups of a batch. Groups without a finished episode change nothing."""
+        """Add the groups of a batch. Groups without a finished episode are ignored."""
         for outcome in outcomes:
             if not outcome.rewards:
                 continue

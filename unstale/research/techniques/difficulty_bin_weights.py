@@ -28,9 +28,9 @@ class DifficultyBinWeightsConfig(Section, BinOptions):
     """Larger advantages in the bins of tasks with the highest loss (Prompt-GDRO)."""
 
     eta: NonNegative = 1.0
-    """Coefficient of the loss in the exponent of the weight."""
+    """Coefficient of the average loss in the exponent of a bin's weight."""
     beta: Share = 0.1
-    """Share of a batch's loss in the moving average of its bin."""
+    """Weight of a batch in the moving average of a bin's loss."""
     limit: Positive = 2.0
     """Largest absolute value of the average loss in the exponent."""
     max_weight: Positive = 4.0
@@ -42,7 +42,7 @@ class DifficultyBinWeightsConfig(Section, BinOptions):
 
 
 class DifficultyBinWeights:
-    """A recredit that multiplies the advantages of each task by the weight of its bin."""
+    """A technique that multiplies the advantages of each task by the weight of its bin."""
 
     def __init__(self, options: DifficultyBinWeightsConfig) -> None:
         self._options = options
@@ -50,7 +50,7 @@ class DifficultyBinWeights:
         self._losses: dict[int, float] = {}
 
     def weight(self, task: str) -> float:
-        """Return the factor of a task's advantages."""
+        """Return the factor of a task's advantages. It is 1 for a task without a bin."""
         options, number = self._options, self._bins.find(task)
         if number is None:
             return 1.0

@@ -32,7 +32,7 @@ class EntropyAdvantageReweightingConfig(Section):
 
 
 class EntropyAdvantageReweighting:
-    """A shaper that multiplies the advantages of a sequence."""
+    """A technique that multiplies the advantages of a sequence by a factor of its entropy."""
 
     def __init__(self, options: EntropyAdvantageReweightingConfig) -> None:
         self._options = options
@@ -45,9 +45,10 @@ class EntropyAdvantageReweighting:
 
 
 def relative_factor(entropy: Tensor, group: Tensor, *, limit: float) -> Tensor:
-    """Return 1 + (mean - entropy) / mean for each sequence, `[n]`, with the mean of its group.
+    """Return 1 + (mean - entropy) / mean for each sequence, `[n]`. The mean is over its group.
 
-    The change from 1 is limited to +-`limit`. It is 0 in a group of entropy 0.
+    `group` `[n]` has the group's number. The difference from 1 is limited to +-`limit`, and is 0 in
+    a group of entropy 0.
     """
     import torch
 

@@ -1,20 +1,21 @@
 """`episode_filter`: training on some episodes of a larger group only.
 
-`schedule.group_size` episodes of each task are sampled, and n of them are trained on. n goes
-linearly from `n` at the start of the run to `last` at its end. Smaller groups stay whole.
+`schedule.group_size` episodes of each task are sampled, and n of them are trained on. This number n
+changes linearly from `n` at the start of the run to `last` at its end. Smaller groups stay whole.
 
 `variance`: the episodes with the largest variance of advantages, n times the number of groups from
 the whole batch. These are the k lowest and some of the highest advantages, for the best k. They
-keep the advantages that they have beside the others. Of an episode with several, the mean counts.
-From D3S, which also chooses tokens (`top_tokens`).
-`clean_success`: successes and failures in their proportion, at least 2 of each if there are. Of the
-failures the first ones, of the successes those with the lowest penalty: tool errors per tool call,
-0.5 without a call. From GRPO-RoC of rStar2-Agent (arXiv 2508.20722, section 3.2).
-`contrast`: n / 2 episodes with the highest and n / 2 with the lowest reward. From Sol-RL.
-`balanced`: some of the highest and the rest of the lowest rewards, for a mean nearest to `target`.
-From ARRoL, which does so with the predicted success of replies that have not ended.
+keep the advantages that were computed over all episodes. An episode with several advantages counts
+with their mean. From D3S, which also chooses tokens (`top_tokens`). `clean_success`: successes and
+failures in their proportion, but at least 2 of each if the group has them. Of the failures the
+first ones, of the successes those with the lowest penalty: tool errors per tool call, 0.5 without a
+call. From GRPO-RoC of rStar2-Agent (arXiv 2508.20722, section 3.2). `contrast`: n / 2 episodes with
+the highest and n / 2 with the lowest reward. From Sol-RL. `balanced`: some of the highest and the
+rest of the lowest rewards, for a mean nearest to `target`. From ARRoL, which does so with the
+predicted success of replies that have not ended.
 
-The last three act before the advantage, so the others do not count in a group's baseline.
+The last three rules act before advantages are computed, so the other episodes do not count in a
+group's baseline.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 LEAST_OF_EACH = 2
 """Number of successes and of failures that `clean_success` keeps at least, as in rStar2-Agent."""
 SMALLEST_PENALTY = 0.01
-"""Penalty from which on smaller ones no longer raise the probability of a success, with `order =
-sample`. Its inverse is a weight, which must be finite.
+"""With `order = sample`, smaller penalties count as this one. A success is chosen with a weight of
+1 / penalty, which must be finite.
 """
 _READ_BY = {
     "target": ("balanced",),
@@ -64,7 +65,9 @@ class EpisodeFilterConfig(Section):
     than `schedule.group_size`.
     """
     last: Annotated[int, Range(0)] = 0
-    """The same number at the end of the run, at least 2; 0 keeps `n`."""
+    """Number of episodes of a task that are trained on at the end of the run, at least 2; 0 keeps
+    `n`.
+    """
     target: Share = 0.5
     """Only for `balanced`: the wanted mean of the rewards, which should be from 0 to 1."""
     order: Literal["sort", "sample"] = "sort"
@@ -74,8 +77,8 @@ class EpisodeFilterConfig(Section):
     errors: str = "tool_errors"
     """Only for `clean_success`: name of the environment's fact with the number of tool errors."""
     calls: str = "tool_calls"
-    """Only for `clean_success`: name of the fact with the number of tool calls. Where the
-    environment has none, turns count instead.
+    """Only for `clean_success`: name of the fact with the number of tool calls. If the environment
+    does not report the fact, turns count instead.
     """
     extra: str = ""
     """Only for `clean_success`: name of a fact from 0 to 1 that is added to the penalty, such as
@@ -98,12 +101,14 @@ class EpisodeFilterConfig(Section):
             )
 
     def size(self, progress: float) -> int:
-        """Return n after a share `progress` of the run."""
+        """Return the number of episodes of a task to train on, after a share
+        `progress` of the run.
+        """
         return round(self.n + ((self.last or self.n) - self.n) * progress)
 
 
 class EpisodeFilter:
-    """A filter by reward or tool errors, within each group."""
+    """A filter that chooses episodes within each group by reward or tool errors."""
 
     def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
@@ -155,7 +160,7 @@ class EpisodeFilter:
 
 
 class EpisodeFilterByAdvantage:
-    """A filter by advantage, over the whole batch."""
+    """A filter that chooses episodes over the whole batch by advantage."""
 
     def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
@@ -216,7 +221,7 @@ def largest_variance(values: Sequence[float], size: int) -> frozenset[int]:
 def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
     """Return the indices of the `size` most extreme rewards: half of them low, half of them high.
 
-    If `size` is odd, there is one more high reward.
+    If `size` is odd, there is one more high reward than low ones.
     """
     order = sorted(range(len(rewards)), key=lambda place: rewards[place])
     low = size // 2
@@ -224,7 +229,8 @@ def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
 
 
 def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset[int]:
-    """Return the indices of `size` rewards from both ends whose mean is nearest to `target`.
+    """Return the indices of `size` rewards, lowest and highest ones, with a mean nearest to
+    `target`.
 
     >>> sorted(balanced([0.9, 0.8, 0.2, 0.1], 2, target=0.5))
     [0, 3]
@@ -243,7 +249,9 @@ def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset
 
 
 def split(num_successes: int, num_failures: int, size: int) -> int:
-    """Return how many successes `clean_success` keeps among `size` of more episodes.
+    """Return the number of successes among the `size` episodes that `clean_success` keeps.
+
+    The group has more than `size` episodes.
 
     >>> split(5, 3, 4), split(15, 1, 8), split(1, 15, 8), split(8, 0, 4)
     (2, 7, 1, 4)
@@ -255,7 +263,7 @@ def split(num_successes: int, num_failures: int, size: int) -> int:
 
 
 def make(options: EpisodeFilterConfig) -> EpisodeFilter | EpisodeFilterByAdvantage:
-    """Return the filter of a rule."""
+    """Return the filter of the configured rule."""
     return (
         EpisodeFilterByAdvantage(options) if options.rule == "variance" else EpisodeFilter(options)
     )

@@ -21,7 +21,9 @@ class EssLrConfig(Section):
     """A lower learning rate while few sequences carry the importance weights (VCPO)."""
 
     base: Positive = 1.0
-    """Share of effective sequences from which on the learning rate is not lowered."""
+    """The learning rate is lowered only while ESS / n, the share of effective sequences, is below
+    this.
+    """
     law: Literal["sqrt", "linear"] = "sqrt"
     """The learning rate is multiplied by the share of effective sequences, or by its square root.
     """

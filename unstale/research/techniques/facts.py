@@ -1,4 +1,4 @@
-"""Figures of the environment that techniques need."""
+"""Facts that the environment reports about episodes, for techniques that need them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ if TYPE_CHECKING:
     from unstale.techniques.hooks import CreditContext
 
 CONTINUED_BATCHES = 8
-"""Batches for which a process that continues a run assumes that an earlier one had a property."""
+"""Number of batches after a resume for which it is assumed that an earlier
+batch had the property.
+"""
 
 
 class Seen:
-    """A memory of whether a batch of the run has had some property.
+    """A record of whether a batch of the run has had some property.
 
-    It is not part of a checkpoint. So a process that continues a run assumes for
-    `CONTINUED_BATCHES` batches that an earlier one had the property.
+    The record is not part of a checkpoint. So a process that resumes a run assumes for
+    `CONTINUED_BATCHES` batches that an earlier batch had the property.
     """
 
     def __init__(self) -> None:
         self._seen = False
         self._num_assumed: int | None = None
-        """Number of batches for which it may still be assumed. None before the first batch."""
+        """Number of further batches for which the property is assumed. None
+        before the first batch.
+        """
 
     def update(self, now: bool, *, counts: bool, progress: float) -> bool:
-        """Return True if this batch has the property, or an earlier one has or may have had it.
+        """Return True if this batch (`now`) has the property, or if an earlier one had or may have
+        had it.
 
         `counts` is False for a batch that cannot have the property. `progress` is the share of the
         run's steps that are done, as in `CreditContext`.
@@ -43,10 +48,10 @@ class Seen:
 
 
 class RequiredFact:
-    """A fact that the environment must report of successes."""
+    """A check that the environment reports a certain fact about successful episodes."""
 
     def __init__(self, name: str, *, option: str) -> None:
-        """Create the check of a run. `option` is the option that holds the name of the fact."""
+        """Create the check of a run. `name` is the fact, and `option` the option that sets it."""
         self._name = name
         self._option = option
         self._seen = Seen()
@@ -54,7 +59,7 @@ class RequiredFact:
     def require(self, groups: Sequence[Group], context: CreditContext) -> None:
         """Raise `ConfigError` if a whole batch has successes, and no success so far had the fact.
 
-        Later batches may lack it.
+        After a success with the fact, later batches may lack the fact.
         """
         successes = [item for group in groups for item in group.trajectories if item.success]
         has_fact = any(self._name in item.facts for item in successes)

@@ -1,11 +1,11 @@
 """`flawed_success_penalty`: a lower reward for successes in which a judge has found an error.
 
 A success whose fact `fact` is at least 0.5 gets `penalty` less. The environment reports the fact;
-`unstale.rewards.judge.find_flaw` asks a language model for it, about successes only. While failures
-are common, a flawed success is still better than the mean of its group, and is learned. When most
-episodes are clean successes, it is worse than the mean. From FAPO (arXiv 2510.22543), where a
-success has reward 1, a failure -1 and a flawed success 0. With rewards of 0 and 1, the penalty 0.5
-gives the same advantages, if they are divided by the standard deviation.
+`unstale.rewards.judge.find_flaw` asks a language model for the fact, about successes only. While
+failures are common, the reward of a flawed success is still above the mean of its group, so it is
+learned. When most episodes are clean successes, its reward is below the mean. From FAPO (arXiv
+2510.22543), where a success has reward 1, a failure -1 and a flawed success 0. With rewards of 0
+and 1, the penalty 0.5 gives the same advantages, if they are divided by the standard deviation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from unstale.research.techniques.rewards import add_reward
 from unstale.techniques.hooks import CreditContext
 
 FLAWED = 0.5
-"""Value of the fact from which on a success counts as flawed. A judge may report a probability."""
+"""Smallest value of the fact at which a success counts as flawed. A judge may
+report a probability.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,8 @@ class FlawedSuccessPenaltyConfig(Section):
     """A lower reward for successes in which a judge has found an error (FAPO)."""
 
     penalty: Positive = 0.5
-    """What a flawed success gets less: half the difference of the rewards of success and failure.
+    """Amount subtracted from the reward of a flawed success: half the difference between the
+    rewards of success and failure.
     """
     fact: str = "flaw"
     """Name of the environment's fact: 1 for a success with an error, 0 for one without."""
@@ -42,7 +45,7 @@ class FlawedSuccessPenaltyConfig(Section):
 
 
 class FlawedSuccessPenalty:
-    """A reward term for flawed successes."""
+    """A technique that lowers the reward of flawed successes."""
 
     def __init__(self, options: FlawedSuccessPenaltyConfig) -> None:
         self._options = options

@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 DIMENSIONS = 512
 """Length of the vector of a text."""
 TEMPERATURES = (0.01, 10.0)
-"""Range of the temperature of a calibration, as in DOTS."""
+"""Smallest and largest temperature of a calibration, as in DOTS."""
 MAX_SHIFT = 1.0
 """Largest absolute shift of a calibration, as in DOTS."""
 
@@ -24,8 +24,8 @@ MAX_SHIFT = 1.0
 def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
     """Return a vector of length 1 for each text, `[n, dimensions]`, from its words.
 
-    A word counts by the logarithm of 1 + n / (number of texts that have it). The place of a word is
-    a hash of it, so two words may share one. A text without words has the vector 0.
+    A word has the weight log(1 + n / number of texts that have it). Its index in the vector is a
+    hash, so two words may have the same. A text without words has the vector 0.
     """
     words = [Counter(re.findall(r"\w+|[^\w\s]", text.lower())) for text in texts]
     shared = Counter(word for each in words for word in each)
@@ -41,10 +41,10 @@ def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
 def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float) -> Array:
     """Return the success rate of each of n tasks, `[n]`, from h groups with known results.
 
-    `weights` `[n, h]` are those of each episode of a group, `solved` `[h]` are successes, `sizes`
-    `[h]` episodes. `prior` episodes with the mean success of all groups are added. A task whose
-    weights are all 0 gets that mean. With equal sizes, weights exp(cosine / width) and without a
-    prior, this is attention.
+    `weights[i, j]` is the weight for task i of each episode of group j. `solved` `[h]` is the
+    number of successes of each group, `sizes` `[h]` the number of its episodes. `prior` episodes
+    with the mean success of all groups are added. A task whose weights are all 0 gets that mean.
+    With equal sizes, weights exp(cosine / width) and without a prior, this is attention.
     """
     mean = solved.sum() / sizes.sum()
     total = weights @ sizes + prior
@@ -53,10 +53,11 @@ def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float)
 
 
 def fit_calibration(rates: Array, solved: Array, sizes: Array) -> tuple[float, float]:
-    """Return the temperature T and shift b with the most likely results (Platt).
+    """Return the temperature T and shift b under which the results are most likely (Platt scaling).
 
-    The success rate is sigmoid(logit(rate) / T + b). A penalty of one episode keeps both near 1 and
-    0 while there are few results. Both are limited as in DOTS.
+    The success rate is sigmoid(logit(rate) / T + b). `solved` of `sizes` episodes succeeded. A
+    penalty worth one episode keeps T near 1 and b near 0 while there are few results. Both are
+    limited as in DOTS.
     """
     x = logit(rates)
     slope, shift = 1.0, 0.0
@@ -80,7 +81,7 @@ def calibrated(rates: Array, temperature: float, shift: float) -> Array:
 
 
 def logit(rates: Array) -> Array:
-    """Return log(p / (1 - p)) of rates that are kept between 0.001 and 0.999."""
+    """Return log(p / (1 - p)) of rates, which are first limited to 0.001 to 0.999."""
     p = np.clip(rates, 1e-3, 1 - 1e-3)
     return np.asarray(np.log(p) - np.log1p(-p))
 

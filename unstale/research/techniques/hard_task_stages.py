@@ -48,14 +48,14 @@ class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
     least: PositiveInt = 8
     """Smallest number of hard tasks."""
     decay: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of the counts that is left after each batch."""
+    """Share of the counts of successes and failures that is left after each batch."""
 
 
 class HardTaskStages:
-    """A sampler with two stages."""
+    """A technique that draws tasks in two stages."""
 
     def __init__(self, options: HardTaskStagesConfig) -> None:
-        """Make the sampler. `options.steps` may not be 0."""
+        """Create the technique. `options.steps` must not be 0."""
         self._options = options
         self._tracker = SuccessTracker(
             "hard_task_stages",
@@ -75,7 +75,7 @@ class HardTaskStages:
         return Draw(task, options.size)
 
     def hard_tasks(self, drawn: int) -> frozenset[str]:
-        """Return the hard tasks when the second stage has drawn some groups."""
+        """Return the hard tasks after the second stage has drawn `drawn` groups."""
         options = self._options
         seen = sorted(self._tracker.tasks(), key=lambda task: (self._tracker.mean(task), task))
         size = max(options.least, ceil(options.hard * len(seen) - ROUNDING))

@@ -1,10 +1,11 @@
 """`least_variance_baseline`: the baseline with the least variance of the gradient under stale data.
 
 The advantage A_i of a sequence becomes A_i - b, b = sum_j w_j^2 g_j^2 A_j / sum_j w_j^2 g_j^2 over
-the sequences of its group. w is pi / mu of a sequence: the product of the ratios of its sampled
-tokens. g is the norm of the gradient of its log-probability under the current policy. Where A_i is
-the reward minus the group's mean, divided by its standard deviation or not, this is the reward
-minus the paper's baseline, divided likewise. From OPOB of VCPO (arXiv 2602.17616).
+the sequences of its group. w is pi / mu of a sequence: current over engine's policy, the product of
+the ratios of its sampled tokens. g is the norm of the gradient of its log-probability under the
+current policy. Where A_i is the reward minus the group's mean, divided by its standard deviation or
+not, this is the reward minus the paper's baseline, divided in the same way. From OPOB of VCPO
+(arXiv 2602.17616).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class LeastVarianceBaselineConfig(Section):
     which costs no backward pass through the layers.
     """
     max_weight: NonNegative = 0.0
-    """Largest w that counts; 0 sets no limit, as in the paper."""
+    """Upper limit of the ratio w of a sequence; 0 sets no limit, as in the paper."""
 
 
 class LeastVarianceBaseline:
-    """A shaper that subtracts a baseline."""
+    """A technique that subtracts a baseline from the advantages of each sequence."""
 
     def __init__(self, options: LeastVarianceBaselineConfig) -> None:
         self._options = options
@@ -77,9 +78,10 @@ class LeastVarianceBaseline:
 
 
 def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
-    """Return the mean of the values of each one's scope, `[n]`, weighted by exp(`log_weight`).
+    """Return for each value the mean over its scope, `[n]`, weighted by exp(`log_weight`).
 
-    In a scope whose weights are all 0, the values have equal weights.
+    `scope` has the number of each value's group. In a scope whose weights are all 0, the values
+    have equal weights.
     """
     size = int(scope.max()) + 1
     peak = log_weight.new_full((size,), -float("inf")).scatter_reduce(0, scope, log_weight, "amax")
@@ -90,7 +92,7 @@ def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
 
 
 def _differing(values: Tensor, scope: Tensor) -> Tensor:
-    """Return True for the values whose scope has several different ones, `[n]`."""
+    """Return True for values in a scope that has several different values, `[n]`."""
     size = int(scope.max()) + 1
     high = values.new_full((size,), -float("inf")).scatter_reduce(0, scope, values, "amax")
     low = values.new_full((size,), float("inf")).scatter_reduce(0, scope, values, "amin")

@@ -61,8 +61,9 @@ class M2po:
 
 
 def under_limit(squares: Tensor, limit: float) -> Tensor:
-    """Return False for the largest values, as few as needed for the mean of the others to be at
-    most `limit`, `[n]`.
+    """Return False for the largest values, `[n]`, and True for the others.
+
+    As few values are False as needed for the mean of the others to be at most `limit`.
     """
     import torch
 

@@ -39,7 +39,7 @@ class MinproConfig(Section):
 
 
 class Minpro:
-    """A ratio with the minimum of the prefix."""
+    """A technique that multiplies the ratio of a token by the smallest ratio before it."""
 
     def __init__(self, options: MinproConfig) -> None:
         self._options = options
@@ -74,7 +74,7 @@ class Minpro:
 def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
     """Return the smallest of the earlier values of the same unit, `[n]`, and 0 where there is none.
 
-    `unit` `[n]` has increasing numbers 0, 1, ... With `inclusive`, a value is among its own.
+    `unit` `[n]` has increasing numbers 0, 1, ... With `inclusive`, the value itself counts, too.
     """
     import torch
 

@@ -36,7 +36,7 @@ class NoveltyConfig(Section, SuccessThreshold):
 
 
 class Novelty:
-    """A shaper that adds to positive advantages."""
+    """A technique that raises positive advantages of unlikely correct sequences."""
 
     def __init__(self, options: NoveltyConfig) -> None:
         self._options = options
@@ -58,6 +58,8 @@ class Novelty:
 
 def relative_likelihood(logp: Tensor, batch: Batch) -> Tensor:
     """Return eta of each sequence, `[n]` in float64, from log-probabilities `[T]`.
+
+    The logarithm of eta is the sequence's mean log-probability, minus the mean over its task.
 
     Sequences without a sampled token do not count in the mean of their task.
     """

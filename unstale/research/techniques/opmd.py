@@ -41,7 +41,8 @@ class Opmd:
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
         """Return the loss of each token, `[T]`.
 
-        Log S takes the place of log pi: they differ by a constant, and the gradient is the same.
+        `log_ratio` takes the place of log pi: the two differ by a constant, so the gradient is the
+        same.
         """
         import torch
 

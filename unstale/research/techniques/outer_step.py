@@ -3,10 +3,11 @@
 The factor of the learning rate is share / base, at least `lowest` and at most 1. share = 1 - N / S
 is the part of the squared gradient that is not noise. S averages the squared norm of a step's
 gradient g over past steps, N the estimate m k |a / m - b / k|^2 of the variance of g, where a and b
-are the gradients of two halves with m and k groups, a + b = g. Both averages fall by `decay` per
-step. A step whose KL(pi_old || pi) is over `max_kl` is left out. The view that training ends on a
-plateau if a step is too large for its noise is that of a paper on PPO with a million environments;
-the rule is our own reading, because the sources at hand give none.
+are the gradients of two halves with m and k groups, a + b = g. In both averages, the weight of a
+step falls by the factor `decay` per step. A step whose KL(pi_old || pi) is over `max_kl` is left
+out. The view that training ends on a plateau if a step is too large for its noise is that of a
+paper on PPO with a million environments; the rule is our own reading, because the sources at hand
+give none.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class OuterStepConfig(Section):
     """A lower learning rate while the gradient is mostly noise (PPO at 1M environments)."""
 
     base: Positive = 0.5
-    """Share of the squared gradient that is not noise from which on the learning rate is not
-    lowered.
+    """The learning rate is lowered only while the share of the squared gradient that is not noise
+    is below this.
     """
     lowest: Share = 0.2
     """Smallest factor of the learning rate. 1 leaves the learning rate as it is, and only measures.
     """
     decay: Share = 0.9
-    """Weight of the past steps in the averages: 0 uses the present step alone."""
+    """Weight of the past steps in the averages: 0 uses only the current step."""
     max_kl: NonNegative = 0.0
     """Largest KL(pi_old || pi) per token, in nats, at which a step is taken; 0 sets no limit."""
 
@@ -46,13 +47,15 @@ class OuterStepConfig(Section):
 
 
 class OuterStep:
-    """A controller with state: the averages of N and S."""
+    """A technique that lowers the learning rate by averages of the gradient's noise and squared
+    norm.
+    """
 
     def __init__(self, options: OuterStepConfig) -> None:
         self._options = options
         self._averages = (0.0, 0.0)
         self._next = self._averages
-        """The averages after the steps of a batch that `observe` has not reported yet."""
+        """The averages with the steps of a batch for which `observe` was not called yet."""
 
     def plan(self, seen: StepSeen) -> StepPlan:
         options = self._options

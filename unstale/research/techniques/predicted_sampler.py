@@ -13,16 +13,16 @@ results, each forecast from the others (leave-one-out). From DOTS (arXiv 2506.05
 trained encoder instead of words, and tries 256 reference tasks instead of using past groups.
 
 `model`: p is the forecast of a small attention model over the last groups. For a group of n
-episodes, with the vector y of its task and the vector x of the new one, the weight is
-n exp(s sum_d m_d x_d y_d). Here m_d is a learned weight of feature d, and s a learned scale. The
-mean success rate of all groups takes part with the weight exp(c), and c is learned. The weighted
-mean r of the success rates is calibrated by a learned slope a and shift b: z = a logit(r) + b.
-These five are trained after each batch on the last groups (leave-one-out). The loss is that of V0:
-0.75 times the cross entropy plus 0.25 times -log sigmoid(z - z') over pairs with different results,
-where z is of the better group and z' of the other. Finally p = sigmoid(g z + (1 - g) z0). z0 is the
-logit of the mean of all groups. g, from 0 to 1, is the trust in the model: fitted by maximum
-likelihood to the last groups, each forecast before the model was trained on it. From V0, which
-trains a large model in advance.
+episodes, with the vector y of its task and the vector x of the new one, the weight is n exp(s sum_d
+m_d x_d y_d). Here m_d is a learned weight of feature d, and s a learned scale. The mean success
+rate of all groups takes part with the weight exp(c), and c is learned. The weighted mean r of the
+success rates is calibrated by a learned slope a and shift b: z = a logit(r) + b. m, s, c, a and b
+are trained after each batch on the last groups (leave-one-out). The loss is that of V0: 0.75 times
+the cross entropy plus 0.25 times -log sigmoid(z - z') over pairs with different results, where z
+belongs to the better group and z' to the other. Finally p = sigmoid(g z + (1 - g) z0). z0 is the
+logit of the mean of all groups. g, from 0 to 1, is the trust in the model. It is fitted by maximum
+likelihood to the last groups, each of which was forecast before the model was trained on it. From
+V0, which trains a large model in advance.
 """
 
 from __future__ import annotations
@@ -64,12 +64,16 @@ class PredictedSamplerConfig(Section, SuccessShare):
     alpha: Share = 0.5
     """The target of the success rate."""
     tau: Positive = 0.001
-    """Temperature of the draw. A small one takes nearly always the nearest task."""
+    """Temperature of the draw. With a small value, the task nearest to the target is nearly always
+    drawn.
+    """
     forecast: Literal["words", "model"] = "words"
-    """The forecast: a mean weighted by common words, or a small model that is trained in the run.
+    """The forecast of success: a mean of past results weighted by common words, or a small model
+    that is trained in the run.
     """
     width: Positive = 0.1
-    """Decrease of the cosine of two texts by which a weight falls to 1 / e. With `model`, at first.
+    """Decrease of the cosine of two texts by which the weight of a group falls to 1 / e. With
+    `model` this is only the initial value.
     """
     prior: NonNegative = 1.0
     """Only for `words`: number of episodes with the mean success rate that are added to each
@@ -86,14 +90,16 @@ class PredictedSamplerConfig(Section, SuccessShare):
 
 
 class TextSampler(ABC):
-    """A sampler that forecasts success from the texts of tasks and the results of past groups."""
+    """A technique that draws tasks by forecasts from the texts of tasks and
+    results of past groups.
+    """
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
         self._options = options
         self._places: dict[str, int] = {}
         self._vectors = np.zeros((0, 0))
         self._groups: deque[tuple[str, float, int]] = deque(maxlen=options.history)
-        """Task, successes and episodes of the last groups."""
+        """Task, number of successes and number of episodes of each of the last groups."""
 
     def read(self, texts: Mapping[str, str]) -> None:
         self._places = {task: place for place, task in enumerate(texts)}
@@ -106,7 +112,9 @@ class TextSampler(ABC):
 
     @abstractmethod
     def forecast(self, tasks: Sequence[str]) -> Array:
-        """Return the success rate of each task, `[n]`. It is 1/2 before the first group."""
+        """Return the forecast success rate of each task, `[n]`. It is 1/2
+        before the first group.
+        """
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -123,7 +131,7 @@ class TextSampler(ABC):
 
 
 class ModelSampler(TextSampler):
-    """A sampler whose forecast is that of a model that is trained in the run."""
+    """A sampler that forecasts success by a model which is trained in the run."""
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)
@@ -165,14 +173,16 @@ class ModelSampler(TextSampler):
 
 
 class PredictedSampler(TextSampler):
-    """A sampler whose forecast is a mean of past results, weighted by common words."""
+    """A sampler that forecasts success by a mean of past results, weighted by common words."""
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)
         self._weights: dict[str, Array] = {}
-        """The weight of a group of each known task for every task of the pool, `[N]`."""
+        """For each task with results, the weight of its groups for every task
+        of the pool, `[N]`.
+        """
         self._rates: Array | None = None
-        """The forecasts of all tasks of the pool, `[N]`. None after a change."""
+        """The forecasts of all tasks of the pool, `[N]`. None if they must be computed again."""
 
     def read(self, texts: Mapping[str, str]) -> None:
         super().read(texts)
@@ -219,7 +229,7 @@ class PredictedSampler(TextSampler):
 
 
 def make_sampler(options: PredictedSamplerConfig) -> TextSampler:
-    """Return the sampler with the chosen forecast."""
+    """Return the sampler with the configured forecast."""
     return ModelSampler(options) if options.forecast == "model" else PredictedSampler(options)
 
 

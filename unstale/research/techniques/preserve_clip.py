@@ -30,7 +30,7 @@ class PreserveClipConfig(Section):
 
 
 class PreserveClip:
-    """An objective that changes PPO's clip on the upper side."""
+    """A technique that keeps a gradient of tokens above the upper limit of PPO's clip."""
 
     def __init__(self, options: PreserveClipConfig) -> None:
         pass

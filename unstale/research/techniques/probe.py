@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 LEAST_SPREAD = 1e-3
 """Smallest standard deviation by which a feature is divided, as a share of the root mean square of
-its block. Otherwise, the rounding errors of features that do not vary would count like the others.
+its block. Otherwise, the rounding errors of constant features would count as much as features that
+vary.
 """
 BLOCKS = ("prompt", "reply", "entropy")
 
@@ -23,26 +24,29 @@ class Probe:
     """A linear regression from the features of an episode to a reward.
 
     The features are those of `HiddenStates` in three blocks, each divided by the root of its size.
-    So the three blocks count alike. A feature is reduced by its mean over the examples and divided
-    by its standard deviation. The features of a missing block are 0. The weights minimise the sum
-    of squared errors plus `ridge` times their squared norm; the constant term is the mean target.
+    So the three blocks count equally. From a feature its mean over the examples is subtracted, and
+    the difference is divided by its standard deviation. The features of a missing block are 0. The
+    weights minimise the sum of squared errors plus `ridge` times their squared norm; the constant
+    term is the mean target.
     """
 
     def __init__(self, *, ridge: float, size: int) -> None:
-        """Create a probe without examples. It keeps the last `size` of them."""
+        """Create a probe without examples. The probe keeps the last `size` examples. `ridge` is the
+        penalty of squared weights.
+        """
         self._ridge = ridge
         self._size = size
         self._examples: tuple[HiddenStates, Tensor] | None = None
         """The features of n examples, and their targets `[n]` in float64."""
         self._fit: _Fit | None = None
-        """None after a change of the examples."""
+        """The fitted regression. None if the examples have changed since the last fit."""
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples[1]) if self._examples else 0
 
     def add(self, states: HiddenStates, targets: Tensor) -> None:
-        """Add n examples. `targets` is `[n]`."""
+        """Add n examples: their features, and the targets `[n]` to predict from them."""
         import torch
 
         targets = targets.double()
@@ -82,7 +86,7 @@ class Probe:
 
 
 class _Fit:
-    """The weights of the regression."""
+    """The weights of the regression, fitted to some examples."""
 
     def __init__(self, states: HiddenStates, targets: Tensor, *, ridge: float) -> None:
         import torch
@@ -116,12 +120,12 @@ def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def select(states: HiddenStates, rows: Tensor) -> HiddenStates:
-    """Return some rows of the features."""
+    """Return the hidden states of the episodes with the indices `rows`."""
     return HiddenStates(**{name: getattr(states, name)[rows] for name in BLOCKS})
 
 
 def without_replies(states: HiddenStates) -> HiddenStates:
-    """Return the features of the prompts alone. The others are NaN."""
+    """Return the features with only those of the prompts. All others are NaN."""
     import torch
 
     return HiddenStates(
@@ -133,15 +137,19 @@ def without_replies(states: HiddenStates) -> HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class ProbedBatch:
-    """The features of the finished episodes of a batch, and what the probe predicts from them."""
+    """The features of the finished episodes of a batch, and the probe's predictions from them."""
 
     rows: Mapping[int, int]
-    """The row of each episode."""
+    """The row of each episode in `states`, by the number of the episode."""
     states: HiddenStates
     predicted: Tensor | None
-    """The expected reward of the siblings of each episode, `[n]`. None before the first fit."""
+    """The mean reward of the siblings of each episode, as predicted from its features, `[n]`. None
+    before the first fit.
+    """
     alone: Tensor | None
-    """The same from the features of the prompt alone."""
+    """The same prediction from only the features of the prompt, `[n]`. None
+    before the first fit.
+    """
 
     def rows_of(self, group: Group) -> Tensor:
         import torch
@@ -149,7 +157,12 @@ class ProbedBatch:
         return torch.tensor([self.rows[each.episode] for each in group.finished])
 
     def baseline(self, group: Group, rewards: Tensor) -> Tensor:
-        """Return the baseline of each finished episode of a group with `rewards`, both `[n]`."""
+        """Return the baseline of each finished episode of a group, `[n]`.
+
+        It is the mean of the predictions from the features of its siblings. Without predictions it
+        is the mean of the siblings' `rewards` `[n]`. An episode without siblings has the prediction
+        from its prompt.
+        """
         if self.predicted is None or self.alone is None:
             return means_of_others(rewards)
         rows = self.rows_of(group)

@@ -29,8 +29,8 @@ class ProxyConfig(Section):
     """Figures of the trained reward beside a corrected score of the same episodes."""
 
     score: str = "success"
-    """The corrected score: name of a fact or reward that the environment gives. With `success`, it
-    is 1 or 0, and 0 for an episode that a limit ended.
+    """The corrected score: name of a fact or reward that the environment reports. With `success`
+    the score is 1 or 0, and 0 for an episode that a limit ended.
     """
 
     def check_combination(self) -> None:
@@ -39,7 +39,7 @@ class ProxyConfig(Section):
 
 
 class Proxy:
-    """A diagnostic of the groups of a batch."""
+    """A technique that compares the trained reward with a corrected score, as metrics."""
 
     def __init__(self, options: ProxyConfig) -> None:
         self._name = options.score
@@ -48,10 +48,11 @@ class Proxy:
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the figures of episodes with the fact or reward `proxy.score`. NaN if none has it.
+        """Return the metrics of the episodes that have the score (`proxy.score`). NaN if none has
+        it.
 
-        Raises `ConfigError` if the environment has ended episodes of a whole batch, and no episode
-        so far has it.
+        Raises `ConfigError` if the environment ended episodes of a whole batch, and no episode of
+        the run so far has the score.
         """
         ended = [
             each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT
@@ -93,7 +94,10 @@ class Proxy:
 
 
 def _orders(rows: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the difference of the scores of each pair, in the order of its rewards."""
+    """Return for each pair the score of the episode with the higher reward minus the other's score.
+
+    Pairs with equal rewards are left out.
+    """
     return [
         (ours - theirs) * (1 if reward > other else -1)
         for (reward, ours), (other, theirs) in combinations(rows, 2)

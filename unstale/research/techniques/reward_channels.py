@@ -3,11 +3,12 @@
 A channel is a named reward. Its advantage is r minus the mean of its group, divided by their
 standard deviation plus 0.0001. The advantage of an episode is the sum over the channels, times
 their weights. Then it is normalised over the batch: minus the mean, divided by the standard
-deviation plus 0.0001. With the sum of the rewards first, different combinations of rewards have
-equal advantages: in groups of two, 0 and 1 gives the same as 0 and 2. From GDPO (arXiv 2601.05242).
+deviation plus 0.0001. If the rewards were added up first, different combinations of rewards would
+have equal advantages: in groups of two, the sums 0 and 1 give the same as 0 and 2. From GDPO (arXiv
+2601.05242).
 
-The channels are the named rewards of the environment, also behind a `combine` of the task set, and
-the terms that techniques add. A reward that an episode lacks is 0, as in an episode that was cut.
+The channels are the named rewards of the environment before the task set's `combine`, and the terms
+that techniques add. A reward that an episode lacks is 0, as in an episode that was cut off.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as in the authors' code."""
 COMBINED = "reward/"
-"""Beginning of the names of the facts with the rewards that a task set combines."""
+"""Prefix of the names of facts that hold the rewards which a task set has combined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +45,12 @@ class RewardChannelsConfig(Section):
     weights of a task set's `combine` do not count.
     """
     whiten: Literal["episodes", "tokens", "none"] = "episodes"
-    """Normalise over the batch. With `tokens`, an episode counts by its number of sampled tokens.
+    """Normalise advantages over the batch. With `tokens`, the weight of an episode is its number of
+    sampled tokens.
     """
 
     def by_name(self) -> Mapping[str, float]:
-        """Return the weights. Empty if there are none."""
+        """Return the weight of each named reward. Empty if the option `weights` is empty."""
         return {} if not self.weights else json.loads(self.weights)
 
     def check_combination(self) -> None:
@@ -78,8 +80,8 @@ class RewardChannels:
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         """Return the trajectories with advantages.
 
-        Raises `ConfigError` if episodes of a whole batch that the environment ended have one
-        reward, and no earlier batch had several.
+        Raises `ConfigError` if the episodes of a whole batch have only one named reward, and no
+        earlier batch had several.
         """
         import torch
 
@@ -137,7 +139,8 @@ class RewardChannels:
 def named_rewards(item: Trajectory) -> Mapping[str, float]:
     """Return the rewards of an episode by name.
 
-    If the task set combined them, they are those before, and the terms that techniques added.
+    If the task set combined rewards, they are the rewards before that, and the terms that
+    techniques added.
     """
     parts = {
         name.removeprefix(COMBINED): value

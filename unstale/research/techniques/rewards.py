@@ -1,4 +1,4 @@
-"""Reward terms: what techniques add to the reward of an episode."""
+"""Reward terms: amounts that techniques add to the reward of an episode."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def add_reward(
     term: Callable[[Trajectory], float],
     context: CreditContext,
 ) -> Sequence[Group]:
-    """Return the groups with a further named reward of each trajectory, and record its mean.
+    """Return the groups with a further reward `name` of each trajectory. Record its mean as a
+    metric.
 
-    Branches belong to their episode. A success stays one, whatever its reward is then. Raises
-    `ConfigError` if a trajectory has a reward of that name already.
+    `term` returns the value of the reward. Branches get the reward of their episode. A successful
+    episode still counts as a success, whatever its new reward is. Raises `ConfigError` if a
+    trajectory has a reward of that name already.
     """
     if any(name in item.rewards for group in groups for item in group.trajectories):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """`rollout_figures`: figures of reliability, coverage and cost of the episodes of a batch.
 
-They are the three criteria by which the survey GFCR compares the stages of rollouts: generate,
+These are the three criteria by which the survey GFCR compares the stages of rollouts: generate,
 filter, control and replay. Reliability is the share of started episodes that the environment ended,
 rather than a limit or an error. Coverage is the share of tasks with at least one success. Cost is
 the number of sampled tokens for each success, where tokens of failed episodes count.
@@ -24,14 +24,16 @@ class RolloutFiguresConfig(Section):
 
 
 class RolloutFigures:
-    """A diagnostic of the groups of a batch."""
+    """A technique that adds metrics of the episodes of a batch and changes nothing."""
 
     def __init__(self, options: RolloutFiguresConfig) -> None: ...
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the figures. A share of nothing is NaN, and so is the cost without a success."""
+        """Return the metrics by name. A share of no episodes is NaN, and so is the cost without a
+        success.
+        """
         episodes = [each for group in groups for each in group.finished]
         failures = [each for group in groups for each in group.failures]
         started = len(episodes) + len(failures)

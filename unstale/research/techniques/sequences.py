@@ -19,7 +19,7 @@ def sum_of(values: Tensor, batch: Batch) -> Tensor:
 def mean_of(values: Tensor, batch: Batch) -> Tensor:
     """Return the mean of `values` `[T]` over the sampled tokens of each sequence, `[n]`, float64.
 
-    It is 0 for a sequence without sampled tokens.
+    The mean is 0 for a sequence without sampled tokens.
     """
     rows = batch.sequence[batch.sampled]
     return sum_of(values, batch) / rows.bincount(minlength=batch.num_sequences).clamp(min=1)

@@ -1,15 +1,16 @@
 """`step_groups`: an advantage for each turn, by comparison with siblings in the same situation.
 
 An observation is the text before a reply, an action the reply. Both are compared by their tokens,
-within one group. R is the discounted return of a turn, A_E the advantage of its episode. a_k is
-R minus the mean over all turns of the group whose last k observations are the same, divided by
-their standard deviation (that of a population) plus 1e-6. It is 0 for a turn that has no equal.
+within one group. R is the discounted return of a turn, A_E the advantage of its episode. a_k is R
+minus the mean R over all turns of the group with the same last k observations, divided by the
+standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another such
+turn.
 
-`gigpo`: A_E + weight * a_1. GiGPO (arXiv 2505.10978).
-`hgpo`: the mean of A_E and a_1, ..., a_K+1 with weights (k + 1)^alpha, where k is 0 for A_E. Terms
-that are exactly 0 are left out. K is `history`. HGPO.
-`salt`: the mean of A_E over all turns with the same observation, action and next observation. SALT.
-`two_level`: A_E + weight * a, where a compares turns with the same number. UI-S1.
+`gigpo`: A_E + weight * a_1. GiGPO (arXiv 2505.10978). `hgpo`: the mean of A_E and a_1, ..., a_K+1
+with weights (k + 1)^alpha, where k is 0 for A_E. Terms that are exactly 0 are left out. K is
+`history`. HGPO. `salt`: the mean of A_E over all turns of the group with the same observation,
+action and next observation. SALT. `two_level`: A_E + weight * a, where a compares turns with the
+same number. UI-S1.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class StepGroupsConfig(Section):
     rule: Literal["gigpo", "hgpo", "salt", "two_level"] = "gigpo"
     """The formula: which turns are compared, and how."""
     discount: Share = 0.95
-    """Not for `salt`: factor by which a reward counts less for each earlier turn."""
+    """Not for `salt`: factor by which the weight of a reward falls for each earlier turn."""
     std: bool = True
     """Not for `salt`: divide by the standard deviation of the compared returns."""
     weight: NonNegative = 1.0
-    """Only for `gigpo` and `two_level`: factor of the turn's advantage beside the episode's."""
+    """Only for `gigpo` and `two_level`: factor of the turn's own advantage, which is added to the
+    episode's.
+    """
     history: Count = 1
-    """Only for `hgpo`: number of earlier observations that compared turns can share."""
+    """Only for `hgpo`: largest number of earlier observations that compared turns must share."""
     alpha: NonNegative = 1.0
     """Only for `hgpo`: exponent of the weights, which are larger for longer shared histories."""
     episode: bool = True
@@ -64,7 +67,7 @@ class StepGroupsConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A turn with what its advantage depends on. Observations are numbered within the group."""
+    """A turn, with the values on which its advantage depends."""
 
     place: tuple[int, int]
     """Number of the episode, and number of the turn in it."""
@@ -72,17 +75,19 @@ class _Step:
     value: float
     """The discounted return."""
     observations: tuple[int, ...]
-    """All observations up to the turn."""
+    """The numbers of all observations up to the turn. Equal texts within a
+    group have one number.
+    """
     action: int
     following: int
 
     def window(self, size: int) -> Hashable:
-        """Return the last `size` observations. Before the first one they are -1."""
+        """Return the last `size` observations up to the turn. Missing ones are -1."""
         return ((-1,) * size + self.observations)[-size:]
 
 
 class StepGroups:
-    """A recredit that compares turns of siblings."""
+    """A technique that gives each turn an advantage by comparison with turns of siblings."""
 
     def __init__(self, options: StepGroupsConfig) -> None:
         self._options = options
@@ -120,7 +125,7 @@ class StepGroups:
         return steps
 
     def _key(self, step: _Step) -> Hashable:
-        """Return the widest key by which turns are compared."""
+        """Return the key by which turns are compared. For `hgpo` it is that of one observation."""
         match self._options.rule:
             case "salt":
                 return (step.observations[-1], step.action, step.following)
@@ -179,7 +184,9 @@ def _per_turn(scored: ScoredTrajectory) -> Sequence[float]:
 def _compare(
     steps: Sequence[_Step], key: Callable[[_Step], Hashable], *, std: bool
 ) -> dict[tuple[int, int], float]:
-    """Return by how much each turn's return is above the mean of those with the same key."""
+    """Return each turn's return minus the mean of those with the same key. `std` divides by their
+    deviation.
+    """
     returns = defaultdict(list)
     for step in steps:
         returns[key(step)].append(step.value)
@@ -206,7 +213,9 @@ def _count_shared(steps: Sequence[_Step], key: Callable[[_Step], Hashable]) -> i
 
 
 def _replaced(scored: ScoredTrajectory, values: dict[tuple[int, int], float]) -> ScoredTrajectory:
-    """Return a trajectory with the advantages of its turns. Branches keep their episode's."""
+    """Return a trajectory with the advantages of its turns. A branch keeps the advantage of its
+    episode.
+    """
     item = scored.trajectory
     turns = [values.get((item.episode, turn)) for turn in range(item.num_turns)]
     known = tuple(value for value in turns if value is not None)

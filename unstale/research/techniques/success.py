@@ -12,24 +12,26 @@ from unstale.techniques.hooks import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class SuccessThreshold:
-    """The option of techniques with the reward that makes an episode a success."""
+    """The option `success_at` of techniques that count successes."""
 
     __slots__ = ()
 
     success_at: float = 1.0
-    """Reward from which on an episode is a success. The default, 1, is for rewards of 0 and 1:
-    where no reward reaches it, there is no success.
+    """Smallest reward with which an episode is a success. The default, 1, is for rewards of 0 and
+    1: if no reward reaches it, there is no success.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuccessShare:
-    """The option of techniques for which a reward may be a share of success."""
+    """The option `success_at` of techniques for which a reward may be a share of success."""
 
     __slots__ = ()
 
     success_at: float | None = None
-    """Reward from which on an episode is a success. None: the reward itself, between 0 and 1."""
+    """Smallest reward with which an episode is a success. None: the reward itself, between 0 and 1,
+    is a share of success.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class RateOptions:
     __slots__ = ()
 
     prior: Positive = 1.0
-    """Successes and failures that each task has before its first visit."""
+    """Number of successes, and also of failures, that each task has before its first visit."""
     decay: Annotated[float, Range(above=0, high=1)] = 0.98
     """Share of the counts that is left after each batch. Tasks without visits return to the
     prior.
@@ -48,20 +50,21 @@ class RateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VisitOptions(RateOptions):
-    """The options of techniques whose success rates also change by visits."""
+    """The options of techniques whose counts are also reduced at each visit of a task."""
 
     __slots__ = ()
 
     keep: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of the earlier counts that is left at each visit of the task."""
     discount_prior: bool = False
-    """Let `keep` act on the prior, too. MSSR does so with keep between 0.875 and 0.96 and prior 4.
+    """Let `keep` reduce the prior, too. MSSR does so, with `keep` between 0.875 and 0.96 and
+    `prior` 4.
     """
 
 
 @dataclass(slots=True)
 class BetaCounts:
-    """A Beta distribution of a task's success rate after some batches."""
+    """A Beta distribution of a task's success rate, after a number of batches."""
 
     a: float
     b: float
@@ -75,10 +78,11 @@ class BetaCounts:
 class SuccessTracker:
     """The Beta distribution of the success rate of every task.
 
-    A group adds its successes to `a` and its failures to `b`. Before, both go back towards `prior`:
-    a = prior + decay^n (a - prior) after n batches. A group that arrives late is decayed itself,
-    so the order of arrival does not matter. With `keep` < 1, each visit also multiplies what the
-    earlier ones left by `keep`; with `discount_prior` the prior, too.
+    A group adds its successes to `a` and its failures to `b`. Between groups, both return towards
+    `prior`: a = prior + decay^n (a - prior) after n batches. The counts of a group that arrives
+    late are decayed by its own age, so the order of arrival does not matter. With `keep` < 1, each
+    visit also multiplies the counts of earlier visits by `keep`; with `discount_prior` also the
+    prior.
     """
 
     def __init__(  # noqa: PLR0913 - three of them describe the decay
@@ -91,7 +95,7 @@ class SuccessTracker:
         discount_prior: bool = False,
         success_at: float | None = None,
     ) -> None:
-        """Create a tracker of a run that has seen nothing.
+        """Create a tracker without observed groups.
 
         A reward is a success if it is at least `success_at`. Without `success_at`, the reward
         itself is the share of success. `name` is the technique, for messages.
@@ -146,7 +150,7 @@ class SuccessTracker:
         return BetaCounts(a, b, num_batches)
 
     def successes(self, rewards: Sequence[float]) -> list[float]:
-        """Return the success of each episode, 0 to 1. Raises `ConfigError` if a reward is not."""
+        """Return the success of each episode, 0 to 1. See the function `successes`."""
         return successes(self._name, rewards, self._success_at)
 
     def state(self) -> dict[str, Any]:
@@ -171,7 +175,9 @@ class SuccessTracker:
         self._counts = {task: BetaCounts(a, b, int(when)) for task, a, b, when in rows}
 
     def map_means(self, change: Callable[[float], float]) -> None:
-        """Replace the mean of every task by `change` of it, with the same weight."""
+        """Replace the mean m of every task's distribution by `change(m)`. The sum of its counts
+        stays.
+        """
         for task, counts in self._counts.items():
             weight = counts.a + counts.b
             won = weight * change(counts.mean)
@@ -179,10 +185,11 @@ class SuccessTracker:
 
 
 def successes(name: str, rewards: Sequence[float], success_at: float | None) -> list[float]:
-    """Return the success of each episode, 0 to 1: whether its reward is at least `success_at`.
+    """Return the success of each episode, from 0 to 1, by its reward.
 
-    Without `success_at`, it is the reward. Raises `ConfigError` if that is not between 0 and 1.
-    `name` is the technique.
+    It is 1 if the reward is at least `success_at`, otherwise 0. Without `success_at` it is the
+    reward itself. Raises `ConfigError` if such a reward is not between 0 and 1. `name` is the
+    technique, for the message.
     """
     if success_at is not None:
         return [float(reward >= success_at) for reward in rewards]

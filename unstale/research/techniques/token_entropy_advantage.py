@@ -26,11 +26,11 @@ class TokenEntropyAdvantageConfig(Section):
     """Larger advantages for tokens of high entropy (AEPO)."""
 
     a: NonNegative = 0.2
-    """Change of an advantage per standard deviation of the entropy, as a share of it."""
+    """Relative change of an advantage for each standard deviation of the entropy."""
 
 
 class TokenEntropyAdvantage:
-    """A shaper that multiplies the advantages of tokens."""
+    """A technique that multiplies the advantages of tokens by a factor of their entropy."""
 
     def __init__(self, options: TokenEntropyAdvantageConfig) -> None:
         self._options = options
@@ -43,7 +43,10 @@ class TokenEntropyAdvantage:
 
 
 def entropy_factor(entropy: Tensor, *, a: float) -> Tensor:
-    """Return 1 + a z for each token, `[n]`, at least 0. It is 1 if all entropies are equal."""
+    """Return 1 + a z for each token, `[n]`, at least 0, where z is its standardized entropy.
+
+    The factor is 1 if all entropies are equal.
+    """
     import torch
 
     centred = entropy.double() - entropy.double().mean()

@@ -24,7 +24,7 @@ class ToolBonusConfig(Section):
     base: NonNegative = 0.0
     """Bonus of a success without a call."""
     per_call: NonNegative = 0.05
-    """Bonus for each call."""
+    """Bonus for each tool call of a success."""
     most: Positive = 0.2
     """Largest bonus of an episode."""
     calls: str = "tool_calls"
@@ -36,7 +36,7 @@ class ToolBonusConfig(Section):
 
 
 class ToolBonus:
-    """A reward term that counts tool calls."""
+    """A technique that rewards tool calls in successful episodes."""
 
     def __init__(self, options: ToolBonusConfig) -> None:
         self._options = options

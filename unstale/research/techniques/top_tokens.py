@@ -1,8 +1,8 @@
 """`top_tokens`: a gradient for the tokens with the largest advantage times entropy only.
 
 A share of the batch's sampled tokens is trained on: those with the largest |A| H, where A is the
-advantage of the token and H the entropy of the policy at it. The share goes linearly from `first`
-at the start of the run to `last` at its end. From D3S, which also chooses episodes.
+advantage of the token and H the entropy of the policy at it. The share changes linearly from
+`first` at the start of the run to `last` at its end. From D3S, which also chooses episodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TopTokensConfig(Section):
 
 
 class TopTokens:
-    """A shaper that masks tokens and changes no advantage."""
+    """A technique that masks tokens and changes no advantage."""
 
     def __init__(self, options: TopTokensConfig) -> None:
         self._options = options

@@ -1,8 +1,8 @@
 """`top_turns`: a gradient for the turns with the largest entropy only.
 
-The entropy of a turn is the mean over its sampled tokens, of the entropy of the policy at them. Of
+The entropy of a turn is the mean, over its sampled tokens, of the policy's entropy at the token. Of
 each episode, the `share` of its turns with the largest entropy is trained on, rounded up.
-Advantages are those of all turns. From the selection of steps of DART (arXiv 2509.23866).
+Advantages are computed over all turns. From the selection of steps of DART (arXiv 2509.23866).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TopTurnsConfig(Section):
 
 
 class TopTurns:
-    """A shaper that masks turns and changes no advantage."""
+    """A technique that masks turns and changes no advantage."""
 
     def __init__(self, options: TopTurnsConfig) -> None:
         self._options = options

@@ -1,7 +1,7 @@
 """`truncated`: an episode that a limit cut off does not count as a failure.
 
-An episode is cut off if it reached the limit of turns or of tokens, or if its last reply was cut
-by the limit of a reply. An episode that is a success all the same is not.
+An episode is cut off if it reached the limit of turns or of tokens, or if its last reply was cut by
+the limit of a reply. A successful episode never counts as cut off.
 
 `mask`: cut-off episodes are not trained on, and do not count in the baseline of their group.
 `reward`: a cut-off episode gets the mean reward of the episodes of its group that ended by
@@ -37,11 +37,13 @@ class TruncatedConfig(Section):
     rule: Literal["mask", "reward"] = "mask"
     """`mask` leaves cut-off episodes out, and `reward` gives them the mean reward of the others."""
     penalty: NonNegative = 0.0
-    """Only for `reward`: what a cut-off episode gets less than the mean of the others."""
+    """Only for `reward`: amount by which the reward of a cut-off episode is below the mean of the
+    others.
+    """
 
 
 class Truncated:
-    """A filter of episodes that a limit cut off."""
+    """A technique that leaves out episodes that a limit cut off, or gives them another reward."""
 
     def __init__(self, options: TruncatedConfig) -> None:
         self._options = options
@@ -73,12 +75,14 @@ class Truncated:
 
 
 def is_cut(item: Trajectory) -> bool:
-    """Return True if a limit ended an episode or its last reply, and it is not a success."""
+    """Return True if a limit ended an episode or its last reply, and the episode is no success."""
     return item.stop in CUT_OFF and not item.success
 
 
 def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Trajectory:
-    """Return a cut-off episode with the mean of each reward of `ended`, and without a success."""
+    """Return a cut-off episode with the mean of each reward of the episodes
+    `ended`, as no success.
+    """
     names = dict.fromkeys(name for each in ended for name in each.rewards)
     rewards = {name: fmean(each.rewards.get(name, 0.0) for each in ended) for name in names}
     if penalty:

@@ -26,11 +26,13 @@ class UnlikelyTokenBonusConfig(Section):
     alpha: NonNegative = 0.4
     """Coefficient of the bonus, per nat."""
     kappa: Annotated[float, Range(above=1)] = 2.0
-    """The bonus is at most |A| / kappa. Above 1, it never changes the sign of the advantage A."""
+    """The bonus is at most |A| / kappa. With kappa > 1, the bonus never changes the sign of the
+    advantage A.
+    """
 
 
 class UnlikelyTokenBonus:
-    """A shaper that adds to advantages."""
+    """A technique that adds a bonus to the advantages of unlikely tokens."""
 
     def __init__(self, options: UnlikelyTokenBonusConfig) -> None:
         self._options = options

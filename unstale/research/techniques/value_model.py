@@ -7,11 +7,11 @@ A task has a vector x of its words. For a new task, the model attends over the p
     logit z             a logit(r) + b                  r: weighted mean of success rates
     forecast            sigmoid(g z + (1 - g) z0)       z0: logit of the mean of all past groups
 
-s, m, c, a and b are trained on the past groups, each forecast from the others. The loss is that of
-V0: 0.75 times the cross entropy, plus 0.25 times the ranking loss -log sigmoid(z - z') over pairs
-of groups with different results. g is the trust in the model: between 0 and 1, and most likely for
-the results of the past groups, each forecast before the model was trained on it. So patterns that
-are in the past groups by chance are not believed.
+s, m, c, a and b are trained on the past groups, each of which is forecast from the others. The loss
+is that of V0: 0.75 times the cross entropy, plus 0.25 times the ranking loss -log sigmoid(z - z')
+over pairs of groups with different results. g, between 0 and 1, is the trust in the model. It has
+the value under which the results of the past groups are most likely, when each is forecast before
+the model was trained on it. So patterns that the past groups show by chance get no trust.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ RANKING = 0.25
 DECAY = (0.9, 0.99)
 """The decays of Adam's averages. The second is small, because few steps are taken."""
 PENALTY = 1.0
-"""The loss added for each squared logarithm of m_d, as the cross entropy of so many episodes."""
+"""Coefficient of the penalty on the squared logarithms of m_d. It equals the weight of this number
+of episodes in the cross entropy.
+"""
 MARGIN = 1e-3
-"""Rates are kept this far from 0 and 1."""
+"""Smallest distance of success rates from 0 and 1."""
 TRUSTS = np.linspace(0.0, 1.0, 21)
-"""The values of g."""
+"""The values of g among which the trust is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ class Results:
     """The results of h groups of episodes."""
 
     vectors: Array
-    """The words of their tasks, `[h, d]`."""
+    """The vectors of the words of the groups' tasks, `[h, d]`."""
     solved: Array
-    """Their successes, `[h]`."""
+    """The number of successes of each group, `[h]`."""
     sizes: Array
-    """Their numbers of episodes, `[h]`. None is 0."""
+    """The number of episodes of each group, `[h]`, at least 1."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -62,7 +64,7 @@ class Results:
 
 
 class LearnedForecast:
-    """Forecasts by a `ValueModel`, which are trusted as far as earlier ones were right."""
+    """Forecasts by a `ValueModel`, with a trust that depends on its earlier forecasts."""
 
     def __init__(self, *, width: float, lr: float, steps: int, history: int) -> None:
         """Create a forecast that takes `steps` optimizer steps after each batch.
@@ -72,23 +74,26 @@ class LearnedForecast:
         self._model = ValueModel(DIMENSIONS, width=width, lr=lr)
         self._steps = steps
         self._before: deque[tuple[float, ...]] = deque(maxlen=history)
-        """One row per group: z and the mean of all earlier groups, both from before the model was
-        trained on it, then its successes and episodes.
+        """One row per group: z and the mean success rate of all earlier groups, both from before
+        the model was trained on the group, then its successes and its episodes.
         """
 
     @property
     def trust(self) -> float:
-        """The trust g, from 0 to 1."""
+        """The trust g in the model, from 0 to 1."""
         return fit_trust(*np.array(self._before, dtype=np.float64).reshape(-1, 4).T)
 
     def forecast(self, vectors: Array, past: Results) -> Array:
-        """Return the success rate of n tasks with some words `[n, d]`, from past groups: `[n]`."""
+        """Return the forecast success rates `[n]` of tasks with word vectors `[n, d]`, from past
+        groups.
+        """
         return trusted(self._model.logits(vectors, past), past.mean, self.trust)
 
     def learn(self, new: Results, before: Results, past: Results) -> None:
-        """Learn from the groups of a batch.
+        """Train the model and the trust after a batch.
 
-        `before` are those on which forecasts were based so far, `past` those to train on.
+        `new` are the groups of the batch, `before` the groups on which forecasts were based so far,
+        and `past` the groups to train on.
         """
         if len(before) and len(new):
             logits = self._model.logits(new.vectors, before)
@@ -132,7 +137,7 @@ class ValueModel:
         self._steps = 0
 
     def logits(self, vectors: Array, past: Results) -> Array:
-        """Return z of n tasks with some words `[n, d]`, `[n]`, from past groups."""
+        """Return the logits z `[n]` of tasks with word vectors `[n, d]`, from past groups."""
         import torch
 
         with torch.no_grad():
@@ -152,8 +157,8 @@ class ValueModel:
             self._step(torch.autograd.grad(loss, list(self._weights.values())))
 
     def _logits(self, vectors: Tensor, past: Results, *, own: bool) -> Tensor:
-        """Return z of n tasks, `[n]`. With `own`, they are the tasks of the past groups, and each
-        group is forecast from the others.
+        """Return the logits z `[n]` of tasks. With `own`, the tasks are those of the past groups,
+        and each group is forecast from the others.
         """
         import torch
 
@@ -201,7 +206,10 @@ class ValueModel:
 
 
 def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
-    """Return the loss of V0 of h groups whose forecasts have some logits, all `[h]`."""
+    """Return the loss of V0 for h groups with forecast `logits`, as a scalar.
+
+    `solved` and `sizes` are the numbers of successes and of episodes. All inputs are `[h]`.
+    """
     from torch.nn.functional import logsigmoid
 
     entropy = -(solved * logsigmoid(logits) + (sizes - solved) * logsigmoid(-logits))
@@ -215,16 +223,18 @@ def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
 
 
 def trusted(logits: Array, mean: float, trust: float) -> Array:
-    """Return the forecasts: sigmoid(trust z + (1 - trust) z0), with z0 = logit(`mean`)."""
+    """Return the forecasts: sigmoid(trust z + (1 - trust) z0), with z = `logits`, z0 =
+    logit(`mean`).
+    """
     base = logit(np.array(mean))
     return sigmoid(base + trust * (logits - base))
 
 
 def fit_trust(logits: Array, means: Array, solved: Array, sizes: Array) -> float:
-    """Return the trust g with the most likely results of h groups.
+    """Return the trust g under which the results of h groups are most likely.
 
     `logits` `[h]` are z of each group before the model was trained on it, and `means` `[h]` the
-    mean success rates at that time. It is 0 without groups.
+    mean success rates at that time. The trust is 0 without groups.
     """
     if not len(logits):
         return 0.0
