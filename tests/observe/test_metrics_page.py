@@ -57,6 +57,8 @@ TECHNIQUES = {
     "step_groups/shared_share",
     "flawed_success_penalty/success_share",
     "flawed_success_penalty/mean",
+    "long_reply_penalty/mean",
+    "long_reply_penalty/share",
     "tool_bonus/mean",
     "truncated/share",
     "replay/groups",

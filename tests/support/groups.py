@@ -13,13 +13,18 @@ def made(
     reward: float | Mapping[str, float] = 0.0,
     *,
     turns: Sequence[tuple[int, int]] = ((1, 2),),
+    reply: int = 1,
     episode: int = 0,
     **fields: Any,
 ) -> Trajectory:
-    """Return an episode. `turns` are pairs of an observation and an action, one token each."""
+    """Return an episode. `turns` are pairs of an observation and an action, one token each.
+
+    Each action is repeated `reply` times.
+    """
     pieces: list[Piece] = []
     for observation, action in turns:
-        pieces += [ContextPiece((observation,)), Sampled((action,), (-0.5,), version=0)]
+        sampled = Sampled((action,) * reply, (-0.5,) * reply, version=0)
+        pieces += [ContextPiece((observation,)), sampled]
     rewards = reward if isinstance(reward, Mapping) else {"reward": float(reward)}
     values: dict[str, Any] = {"stop": "done", "task": TASK, "seed": 0, **fields}
     return Trajectory(tuple(pieces), rewards=rewards, episode=episode, **values)
