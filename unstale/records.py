@@ -48,16 +48,16 @@ NO_VERSION = -1
 """Version number of tokens that no engine sampled, such as a prompt."""
 
 Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format"]
-"""Reason for the end of an episode. `done`: the environment ended it. `cut_reply`: so it did, after
-a reply that a token limit had cut. `max_turns` also stands for a limit of tool calls.
+"""Reason for the end of an episode. `done`: the environment ended it. `cut_reply`: the environment
+ended it after a reply that a token limit had cut. `max_turns`: a limit of replies or tool calls.
 `invalid_format`: no reply had the format that the agent requested.
 """
 ENDED_BY_ENVIRONMENT: frozenset[Stop] = frozenset({"done", "cut_reply"})
 CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
 """End reasons of episodes that a limit ended, or whose last reply a limit cut."""
 CUT_REPLIES = "cut_replies"
-"""Name of the fact that counts the replies of an episode that a limit of tokens cut. Episodes
-without such replies do not have it.
+"""Name of the fact (number for metrics) that counts an episode's replies that a token limit cut. It
+is missing if there are none.
 """
 
 
@@ -499,7 +499,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoredLogps:
-    """Old log-probabilities of replayed tokens, kept since the step that first trained on them.
+    """Old log-probabilities of replayed tokens, stored when a step first trained on them.
 
     Both tensors are `[T]`. Tokens that are not replayed have 0 and False.
     """
@@ -545,12 +545,12 @@ class Batch:
 
     @property
     def replayed(self) -> "Tensor":
-        """True for sampled tokens that an earlier step was trained on, `[T]`."""
+        """True for sampled tokens that an earlier step has trained on, `[T]`."""
         return self.sampled & (self.provenance == int(Provenance.REPLAYED))
 
     @property
     def fresh(self) -> "Tensor":
-        """True for sampled tokens that no earlier step was trained on, `[T]`."""
+        """True for sampled tokens that no earlier step has trained on, `[T]`."""
         return self.sampled & (self.provenance != int(Provenance.REPLAYED))
 
     @property
@@ -706,9 +706,9 @@ def collate(
 ) -> Batch:
     """Concatenate trajectories with advantages into one batch. No padding is added.
 
-    `groups` are the groups of the trajectories: their numbers become `Batch.group`, which has -1
-    for a trajectory of no given group. With `replay_experts` the batch has the routed experts that
-    the engine recorded. Raises ValueError if there is no trajectory.
+    `groups` are the groups of the trajectories: their numbers become `Batch.group`. With
+    `replay_experts` the batch has the routed experts that the engine recorded. Raises ValueError if
+    there is no trajectory.
     """
     import numpy as np
     import torch

@@ -158,8 +158,8 @@ class ExpertTable:
 
         `where` `[T]` bool is True for the tokens to score. A token's row is of the version that
         sampled the next scored token in its sequence. So if one version sampled all scored tokens,
-        all rows are of that version. Tokens without a recorded row have a missing row. If the batch
-        has no record at all, `layers` and `k` are 0.
+        all rows are of that version. Tokens without a record have a missing row. Without any record
+        `layers` and `k` are 0.
         """
         import torch
 

@@ -117,7 +117,7 @@ def noted_hangs(path: Path) -> Iterator[None]:
 
 
 def begin_run(folder: str, note: str, limit_s: float) -> None:
-    """Send that a run begins, to the supervisor.
+    """Notify the supervisor that a run begins.
 
     `folder` is the run folder, `note` is advice to print if the run is ended, and `limit_s` is the
     number of seconds for which code may hold the GIL.
@@ -126,7 +126,7 @@ def begin_run(folder: str, note: str, limit_s: float) -> None:
 
 
 def note_end(code: int) -> None:
-    """Send that this process ends with an exit code. The reason was printed already."""
+    """Notify the supervisor that this process ends with an exit code, for a reason it printed."""
     _send({"ended": code})
 
 
@@ -194,8 +194,7 @@ _active: StopSignals | None = None
 def active() -> StopSignals:
     """Return the `StopSignals` of the current `stop_signals` context.
 
-    Outside such a context, or in another thread than the main one, return a new object that
-    receives no signals.
+    Outside such a context or the main thread, return a new object that receives no signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return _active if _active and is_main else StopSignals()

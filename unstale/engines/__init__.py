@@ -105,10 +105,10 @@ def check_request(
 def check_load(update: Update, version: int, current: int, *, sampling: bool, deltas: bool) -> None:
     """Raise the errors of `Engine.load` that do not depend on names and shapes.
 
-    These are ValueError for a negative version, a delta that the engine does not accept and a delta
-    from another version, and RuntimeError while the engine samples. `current` is the version of the
-    engine's weights, -1 before the first. `sampling` is true if the engine is not interrupted.
-    `deltas` is true if the engine accepts a `Delta`.
+    These are ValueError for a negative version and for a delta that the engine cannot use, and
+    RuntimeError while the engine samples. `current` is the version of the engine's weights, -1
+    before the first. `sampling` is true if the engine is not interrupted. `deltas` is true if the
+    engine accepts a `Delta`.
     """
     if version < 0:
         raise ValueError(f"version must be >= 0, got {version}")

@@ -241,7 +241,7 @@ def _encode_json(body: Any) -> bytes:
 
 
 _AS_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
-"""Refuse dates and dataclasses, as `json` does."""
+"""Options with which orjson refuses dates and dataclasses, as `json` does."""
 
 
 def _not_finite(value: Any, name: str = "the body") -> Iterator[tuple[str, str]]:

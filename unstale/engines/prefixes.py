@@ -34,7 +34,7 @@ class EpisodeTokens(list[int]):
     def unchecked(self, vocab_size: int) -> list[int]:
         """Return the tokens that no earlier call found to be in a vocabulary of this size.
 
-        They are noted as found if all of them are.
+        If all of them are in it, later calls leave them out.
         """
         if vocab_size != self._vocab_size:
             self._num_valid, self._vocab_size = 0, vocab_size
@@ -57,8 +57,7 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._newer: set[int] = set()
-        """The blocks that were added last. With a block, it has all earlier blocks of the sequence.
-        """
+        """The blocks that were added last. With each block, it has all blocks before it."""
         self._older: set[int] = set()
 
     def add(self, blocks: Sequence[int]) -> None:

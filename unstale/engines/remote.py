@@ -351,8 +351,8 @@ class RemoteEngine(ABC):
     def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
         """Write the weights to the file for the server, or apply a delta to the file's weights.
 
-        Return the weights in the file. If the update already is a file with exactly the weights
-        that the server loads, that file is used. Runs in a thread.
+        Return the weights in the file. If the update is a file with exactly these weights, that
+        file is used. Runs in a thread.
         """
         with _reading(update), self._weights.changing():
             if session.error:  # a later start has written other weights

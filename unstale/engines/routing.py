@@ -18,8 +18,8 @@ CACHED_TOKENS_PER_REPLY = 128
 computing them takes as long as the wait for that reply.
 """
 FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
-"""Number of cached context tokens above which a request goes to an engine of the other group. They
-outweigh `MAX_EXTRA_REPLIES` replies.
+"""A request goes to the other group if an engine there has cached more than this many tokens more
+of its context. They outweigh `MAX_EXTRA_REPLIES` replies.
 """
 _KEPT = 50
 """Number of reply lengths that are kept. With more, the mean would follow a change too late."""

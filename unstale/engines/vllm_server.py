@@ -63,9 +63,9 @@ class VllmServer:
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
         """Prepare the command. `start` starts the server.
 
-        `extension` is the class that vLLM adds to its workers. Raises ValueError if `options.args`
-        has a flag that the run sets itself, if the path of `TMPDIR` is too long, if the Python
-        interpreter is missing, and if there are too few GPUs.
+        vLLM adds the class `extension` to its workers. Raises ValueError if `options.args` has a
+        flag that the run sets, the path of `TMPDIR` is too long, the Python interpreter is missing,
+        or there are too few GPUs.
         """
         self._folder = _socket_folder()
         self._resources = contextlib.ExitStack()

@@ -47,9 +47,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return the attention output `[1, N, heads, width]` for the tokens of the current prefix tree.
 
-    A prefix tree is a set of packed sequences in which shared prefixes are stored once. In a pass
-    without one, torch's scaled dot-product attention is called. Raises NotImplementedError for a
-    kind of attention that is not supported.
+    A prefix tree is a set of packed sequences in which shared prefixes are stored once. Without
+    one, torch's scaled dot-product attention is called. Raises NotImplementedError for an
+    unsupported kind of attention.
     """
     run = running.get()
     if run is None:

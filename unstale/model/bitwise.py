@@ -169,10 +169,7 @@ def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def angles(rotary: nn.Module, count: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of at least `count` positions, `[positions, width]`.
-
-    They are computed in blocks of `ANGLE_ROWS` positions and kept in the module `rotary`.
-    """
+    """Return the rotary cosines and sines `[positions, width]` of at least `count` positions."""
     return _angles(rotary, type(rotary), count)
 
 

@@ -70,7 +70,7 @@ class ExpertLayers:
         """Return recorded experts only for the layers with a router, `[N, routed layers, k]`.
 
         `rows` `[N, layers, k]` may have all layers, because some servers send them. Return None if
-        `rows` has no layer, because nothing was recorded. Raises ValueError for another shape.
+        nothing was recorded (no layers). Raises ValueError for another shape.
         """
         if not rows.shape[1]:
             return None

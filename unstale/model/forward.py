@@ -71,10 +71,9 @@ class Scored:
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
     """Run a model on a prefix tree. Return the last hidden states `[R, H]` of the tokens `rows`.
 
-    `rows` `[R]` are indices in the tree's tokens, or, if the tree has a context group, in this
-    rank's slice of them. `body` is the model without its output head. If `plain_head` is False,
-    because the head is more than one linear map, `body` is the whole model, and logits `[R, V]` are
-    returned.
+    `rows` `[R]` are indices in the tree's tokens, or, with a context group, in this rank's slice of
+    them. `body` is the model without its output head. If the head is more than one linear map
+    (`plain_head` False), `body` is the whole model, and logits `[R, V]` are returned.
     """
     tokens = run.own_tokens
     token = running.set(run)

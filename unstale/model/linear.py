@@ -67,7 +67,7 @@ def supported(dtype: torch.dtype) -> bool:
 
 
 def _multiplied(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which this CPU multiplies tensors of `dtype`: it or float32."""
+    """Return the dtype in which this CPU multiplies tensors of `dtype`: the same or float32."""
     is_slow = (dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16) or (
         dtype == torch.float16 and not MULTIPLIES_FLOAT16
     )

@@ -78,7 +78,7 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return the share of a pass's token limit, in tokens, that `tokens` and `rows` logits take."""
+    """Return the part of a pass's limit that `tokens` tokens and `rows` log-probabilities use."""
     return max(tokens, -(-rows // HEAD_ROWS))
 
 

@@ -352,9 +352,9 @@ def _allowed(rounding: float, dtype: torch.dtype) -> float:
 def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
     """Return the largest allowed difference of logits in the wider precision, by their norm.
 
-    The limit lies between the rounding errors of the two precisions: some models compute parts in
-    float32 even in a float64 pass. A model with discontinuous layers has a large error in float32
-    even without packing, so in float32 at least half of the digits must agree.
+    It lies between the rounding errors of the two precisions: some models compute parts in float32
+    even in a float64 pass. A model with discontinuous layers has a large error in float32 even
+    without packing, so in float32 at least half of the digits must agree.
     """
     eps = torch.finfo(torch.float32).eps
     if torch.finfo(dtype).bits >= 32:
@@ -365,8 +365,8 @@ def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
 def _largest(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
     """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
 
-    With `median`, the error of the sequences' first tokens counts, too. A layer that mixes adjacent
-    tokens changes them in all sequences but the first of a pass, and rounding in few sequences.
+    With `median`, the error of first tokens counts, too. A layer that mixes adjacent tokens changes
+    them in all sequences but the first of a pass, and rounding in few sequences.
     """
     pairs = list(zip(some, expected, strict=True))
     errors = [_error(a, b, median=median) for a, b in pairs]

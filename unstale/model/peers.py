@@ -153,12 +153,12 @@ SINGLE_PROCESS = RankGroup()
 
 @cache
 def _divided_groups(world: "ProcessGroup", count: int, size: int) -> "tuple[ProcessGroup, ...]":
-    """Return groups of `size` successive ranks. All ranks must call this, and make them once."""
+    """Return groups of `size` successive ranks. The first call makes them: all ranks must call."""
     starts = range(0, count, size)
     return tuple(dist.new_group(list(range(start, start + size))) for start in starts)
 
 
 @cache
 def _second_group(world: "ProcessGroup") -> "ProcessGroup":
-    """Return a second group of all ranks. All ranks must call this, and make it once."""
+    """Return a second group of all ranks. The first call makes it: all ranks must call."""
     return dist.new_group(backend="gloo")

@@ -143,8 +143,7 @@ class Policy:
         `independent_rows`, a log-probability of an MoE model does not depend on the sequences it is
         packed with. On a GPU this takes more memory and time, because each token's experts are
         computed separately. A policy that is not `trained` only scores, and has no float32 weights
-        for an optimizer. `chat_template` is that of `load_tokenizer`. Raises ConfigError if the
-        folder cannot be used.
+        for an optimizer. `chat_template` is that of `load_tokenizer`.
         """
         folder = Path(folder)
         require_model(folder)
@@ -188,8 +187,8 @@ class Policy:
     def set_forward_options(self, passes: ForwardOptions) -> None:
         """Set the options of forward passes. Copies that `twin` makes later have them, too.
 
-        Raises ConfigError if the model does not support an option, and ValueError if `quantise` or
-        `published_dtype` would change after rounding was turned on.
+        Raises ConfigError if the model does not support an option, and ValueError if the number
+        format changes after it was set.
         """
         if passes == self.passes:
             return

@@ -69,9 +69,8 @@ def load_shard(
 def _ranks_without_experts() -> Iterator[None]:
     """Return a context in which a rank can load a model although it has no expert of a layer.
 
-    Experts are divided into equal parts as long as some are left: of 128 experts, 21 of 24 ranks
-    have 6, one has 2, and two have none. transformers stacks a rank's experts, which fails if there
-    are none.
+    Of 128 experts, for example, 21 of 24 ranks have 6, one has 2, and two have none. transformers
+    stacks a rank's experts, which fails if there are none.
     """
     merge: Any = MergeModulelist
     stack = merge.convert
@@ -263,8 +262,7 @@ def _ask_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities and entropies `[R]` of a query, computed by `answer`.
 
-    In a context group, each rank calls `answer` for the tokens of its slice, and the results are
-    joined.
+    In a context group, each rank computes those of its tokens, and the results are joined.
     """
     context = run.context
     if context is None:

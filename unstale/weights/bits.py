@@ -31,14 +31,14 @@ Checksum = int | str
 """`tensors:`, `sum64:` or `xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
 
 MIN_SHARED_BYTES = 1 << 25
-"""Smallest number of bytes for which threads are used. Starting them takes longer than processing
-fewer bytes.
+"""Smallest total size in bytes for which `in_threads` uses threads. Processing fewer bytes takes
+less time than starting threads.
 """
 _KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers by their size in bytes."""
+"""torch's signed integer dtypes, by their size in bytes."""
 _WORD_BYTES = 8
-"""Bytes of a word of `sum64`."""
+"""Size in bytes of the words that the checksum `sum64` adds."""
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _of_tensors(tensors: Sequence[Tensor]) -> str:
 
 
 def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
-    """Return True if the tensors have a recorded checksum.
+    """Return True if the checksum of the tensors equals a recorded one.
 
     Raises ValueError for an unknown kind of checksum.
     """

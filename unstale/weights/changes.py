@@ -229,11 +229,7 @@ def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
 
 
 def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return the addresses of byte strings.
-
-    The caller must keep a reference to the byte strings until the addresses have been used. Raises
-    ValueError unless they are contiguous and of dtype uint8.
-    """
+    """Return the addresses of byte strings, which the caller must keep until they are read."""
     for part in parts:
         if part.dtype != np.uint8 or not part.flags.c_contiguous:
             raise ValueError(
@@ -282,7 +278,7 @@ def _starts(sizes: Tensor) -> Tensor:
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
-    """Raise ValueError unless gaps give `changed` positions in a tensor of `words` words."""
+    """Raise ValueError unless encoded gaps give `changed` positions below `words`."""
     found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
     if found != changed:
         raise ValueError(f"{found} positions for {changed} changed words")

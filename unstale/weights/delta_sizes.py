@@ -43,10 +43,9 @@ weights differ.
 
 
 def delta_rate(rate: float, rounding: str) -> float:
-    """Return the learning rate to pass to `delta_bytes` and the other functions of this module.
+    """Return the rate to pass to `delta_bytes` and the like, given the trainer's learning rate.
 
-    `rate` is the trainer's learning rate, and `rounding` is `trainer.rounding`. With stochastic
-    rounding the result is at least `STOCHASTIC_RATE`.
+    With stochastic rounding (`trainer.rounding`) it is at least `STOCHASTIC_RATE`.
     """
     return max(rate, STOCHASTIC_RATE) if rounding == "stochastic" else rate
 

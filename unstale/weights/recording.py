@@ -37,7 +37,7 @@ _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
 
 _STORED = ("stored.old_logp", "stored.exact")
-"""Names of the columns that only a batch with replayed tokens has."""
+"""Names of the columns that only a batch with replayed tokens (trained on again) has."""
 
 _WEIGHT = "weight/"
 """Prefix of the names of weights in the file with a batch that went wrong."""

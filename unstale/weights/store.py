@@ -303,8 +303,8 @@ class VersionStore:
     def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        `written` is the copy's checksum. The checksum in its version's delta is compared too. No
-        delta leads to the first version, so the copy of it is moved to the second for that.
+        The copy is compared with its checksum `written`, and with that in its version's delta. No
+        delta leads to the first version, so a copy of it is moved to the second version for that.
         """
         at = self._at
         with_delta = self._shelf.versions

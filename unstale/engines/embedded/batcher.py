@@ -97,7 +97,7 @@ class Batcher:
         self._cached = np.zeros(max_slots, dtype=np.int64)
         """`[slots]`: the number of tokens whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: number of cached tokens, the first of each slot, of older weights."""
+        """`[slots]`: the number of first cached tokens that were computed with older weights."""
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)

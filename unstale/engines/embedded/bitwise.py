@@ -130,7 +130,7 @@ class BitwiseRunner:
         return update[name].to(self._dtype, copy=True).float()
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk."""
+        """Return float32 logits after each row and chunk of a step (`Runner.forward`)."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         table = runs(step, self._pages, RUN)

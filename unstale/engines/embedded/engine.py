@@ -146,8 +146,8 @@ class EmbeddedEngine:
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
         """Return the routed experts of a reply, from the token `first` on.
 
-        `number` is the number of the reply, and `about` its `_Message.routed_experts`. The file is
-        read in a thread, but not with `lockstep`, because the virtual clock would advance.
+        `about` is the reply's `_Message.routed_experts`. The file is read in a thread, but not with
+        `lockstep`, because the virtual clock would advance.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)

@@ -90,7 +90,6 @@ class TransformersRunner:
     """A runner that computes a model with transformers.
 
     Sequences that sample one token form one batch. Parts of prompts are computed one by one.
-    `why_slow` is the reason why the faster `PackedRunner` cannot be used.
     """
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats
@@ -189,8 +188,7 @@ class TransformersRunner:
     def _run(self, rows: Tensor, positions: Tensor, tokens: Tensor, length: int) -> Tensor:
         """Return float32 logits `[rows, V]` after the last of `tokens` `[rows, n]`.
 
-        The rows of `tokens` and `positions` `[rows, n]` are those of the slots `rows`. `length` is
-        the length of the longest sequence.
+        `rows` are their slots. `length` is the length of the longest sequence.
         """
         slots = self._slots
         slots.rows = rows

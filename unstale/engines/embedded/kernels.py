@@ -24,9 +24,8 @@ not help.
 class Kernels:
     """The compiled functions of `kernels.c`, as attributes.
 
-    The arguments of a function are contiguous tensors on the CPU, ints and floats. A tensor on
-    another device, or not contiguous, raises ValueError. Dtypes are not checked: the caller must
-    convert tensors to those that the function expects.
+    The arguments of a function are contiguous tensors on the CPU, ints and floats. Other tensors
+    raise ValueError, but dtypes are not checked: the caller must convert tensors.
     """
 
     def __init__(self, source: Path = SOURCE, /, **shape: int) -> None:

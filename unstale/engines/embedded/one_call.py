@@ -100,7 +100,7 @@ class OneCall:
         return whole.view(-1, self._panel, weight.shape[1]).transpose(1, 2).contiguous()
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return two matrices in panels. Half the rows of a panel are of `gate`, then of `up`."""
+        """Return two matrices in panels that have rows of `gate`, then as many rows of `up`."""
         half = self._panel // 2
         missing = -len(gate) % half
         both = [

@@ -443,7 +443,7 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk."""
+        """Return float32 logits after each row and chunk of a step (`Runner.forward`)."""
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)

@@ -105,10 +105,7 @@ def warning_with_gpu(architecture: str) -> str:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names of a model's tied weights that repeat a parameter, with that parameter's.
-
-    A name is that of an entry of `state_dict`, such as `lm_head.weight`.
-    """
+    """Return the names of weights that are tied to a parameter, each with the parameter's name."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {

@@ -47,8 +47,7 @@ TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
 def main(descriptor: int, options: str) -> None:
     """Serve an engine over a socket until the run closes it.
 
-    `descriptor` is that of the socket. `options` is JSON: the fields of `EngineOptions`, and
-    `experts_folder`.
+    `options` is JSON: the fields of `EngineOptions`, and `experts_folder`.
     """
     wanted = json.loads(options)
     torch.set_num_threads(wanted["threads"])
@@ -78,9 +77,8 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
 ) -> Runner:
     """Return the fastest runner for the model in `folder`.
 
-    This is the decoder (`decoder.py`), else transformers with packed sequences, else transformers
-    with one prompt at a time. With `is_bitwise` it is the runner whose log-probabilities equal the
-    trainer's bit for bit.
+    It is the decoder (`decoder.py`), or transformers with packed sequences, or transformers with
+    one prompt at a time. With `is_bitwise`, its log-probabilities equal the trainer's bit for bit.
 
     The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
     the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
@@ -132,7 +130,7 @@ def build_sampler(*, is_bitwise: bool) -> Sampler:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config.json. Sizes that the decoder needs are added by transformers."""
+    """Return a model's config.json. transformers adds missing sizes that the decoder needs."""
     config = read_mapping(folder / "config.json")
     if not supports(config) or names_sizes(config):
         return config
