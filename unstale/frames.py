@@ -1,4 +1,4 @@
-"""Lines of user code: those of neither this package nor an installed library."""
+"""Find lines of user code, which is neither in this package nor in an installed library."""
 
 import linecache
 import os
@@ -21,7 +21,7 @@ _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def is_hidden(file: str, function: str) -> bool:
-    """Return True for code of this package, and generated code as `__init__` of a dataclass."""
+    """Return True for code of this package, and for generated code (a dataclass's `__init__`)."""
     return _is_generated(file, function) or file.startswith((PACKAGE, "<frozen "))
 
 
@@ -30,7 +30,10 @@ def _is_generated(file: str, function: str) -> bool:
 
 
 def format_error(error: BaseException) -> list[str]:
-    """Return the traceback of an error and its causes in parts, without generated code."""
+    """Return the traceback of an error and its causes as strings, without generated code.
+
+    Each string ends with a newline, as from `traceback.format_exception`.
+    """
     shown = traceback.TracebackException.from_exception(error)
     parts = [shown]
     for each in parts:
@@ -47,14 +50,17 @@ def _is_user(file: str, function: str) -> bool:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of user code, which is neither this package nor a library."""
+    """Return the innermost frame of user code among a frame and its callers, or None."""
     while frame and not _is_user(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame
 
 
 def show_frame(frame: FrameType | None) -> str:
-    """Return the innermost line of user code. "" if there is none."""
+    """Return the innermost line of user code from `frame` outwards, as `show_line` returns it.
+
+    Return "" if there is none.
+    """
     place = user_frame(frame)
     return (
         show_line(place.f_code.co_filename, place.f_lineno, place.f_code.co_name) if place else ""
@@ -62,7 +68,7 @@ def show_frame(frame: FrameType | None) -> str:
 
 
 def show_line(file: str, line: int, function: str) -> str:
-    """Return a line of a source file, with its place, as one line of limited length."""
+    """Return "FILE, line N, in FUNCTION: SOURCE" as one line of limited length."""
     with suppress(ValueError, OSError):
         file = str(Path(file).relative_to(Path.cwd()))
     source = one_line(linecache.getline(file, line))
@@ -72,13 +78,19 @@ def show_line(file: str, line: int, function: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text in one line, with escapes for what cannot be printed."""
+    """Return the first `_MAX_TEXT` characters of a text in one line.
+
+    Runs of whitespace become one space. Unprintable characters become escapes.
+    """
     shown = " ".join(text[:_MAX_TEXT].split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
 def lines_of_dump(dump: str) -> list[str]:
-    """Return the innermost line of user code in each thread, from what `faulthandler` wrote."""
+    """Return the innermost line of user code of each thread in a dump that `faulthandler` wrote.
+
+    Threads without user code, and repeated lines, are left out.
+    """
     lines = []
     for thread in dump.split("(most recent call first):\n")[1:]:
         for file, line, function in _DUMPED.findall(thread):

@@ -52,8 +52,8 @@ from unstale.trainer.threads import FreedMemory, WorkerThread
 from unstale.weights.publish import Publisher
 
 LARGE_BATCH_TOKENS = 1 << 16
-"""Tokens from which on a batch is built outside the event loop. Building this many takes about
-10 ms.
+"""Number of tokens from which on a batch is built in the trainer's thread, not on the event loop.
+Building this many takes about 10 ms.
 """
 
 
@@ -74,16 +74,16 @@ class TechniqueHooks(Protocol):
         ...
 
     def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
-        """Return the number of further episodes of a group whose episodes have all ended.
+        """Return the number of episodes to add to a group whose episodes have all ended.
 
-        The new size of the group is recorded in the journal.
+        The caller records the new size of the group in the journal.
         """
         ...
 
     def read_states(self, groups: Sequence[Group]) -> None:
-        """Compute the hidden states of a batch's episodes, before their advantages.
+        """Compute the hidden states of a batch's episodes. Called before `credit`.
 
-        Runs in the trainer's thread.
+        Called in the trainer's thread.
         """
         ...
 
@@ -92,13 +92,13 @@ class TechniqueHooks(Protocol):
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories to train on with their advantages, and metrics.
 
-        `progress` is the share of the run's steps that are done. `version` is the version from
-        which the batch is trained. `whole` is False for a part of a batch.
+        `progress` is the share of the run's steps that are done. `version` is the version of the
+        weights before the step. `whole` is False if `groups` are only a part of the batch.
         """
         ...
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
-        """Return batches of stored groups, which the step trains on besides fresh groups."""
+        """Return batches of stored groups, which the step trains on in addition to `groups`."""
         ...
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
@@ -134,8 +134,7 @@ class RunComponents:
     log: RunRecorder
     trainer_thread: WorkerThread
     io_thread: WorkerThread
-    """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
-    """
+    """The thread that writes checkpoints. Environments may occupy all threads of asyncio."""
     freed_memory: FreedMemory = field(default_factory=FreedMemory)
 
     def close(self) -> None:
@@ -147,8 +146,8 @@ class RunComponents:
 async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None) -> bool:
     """Train to the last step. In deterministic mode, train to the next checkpoint.
 
-    Return True if the run is complete. Otherwise the caller must load the checkpoint and call this
-    function again. `on_start` is called when the engine has started, before anything is trained.
+    Return True if the run is complete. Otherwise the caller must load the new checkpoint and call
+    this function again. `on_start` is called when the engine has started, before training.
     """
     await run.engine.start()
     on_start()
@@ -173,8 +172,9 @@ async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None)
 async def produce(run: RunComponents) -> None:
     """Start groups of episodes, one for each free ticket of the staleness queue.
 
-    A ticket is the permission to start a group. A task is drawn when a ticket is free, so that a
-    sampler has the newest results. The function runs until it is cancelled or the tasks end.
+    A ticket is the permission to start a group. A task is drawn only when a ticket is free, so that
+    a task sampler has the newest results. The function runs until it is cancelled or no task is
+    left.
     """
     async with asyncio.TaskGroup() as in_flight:
         for request in run.resumed_requests:
@@ -190,7 +190,7 @@ async def produce(run: RunComponents) -> None:
 
 
 async def roll(run: RunComponents, request: GroupRequest) -> Group:
-    """Run the episodes of one task. Record the start and the end of the group in the journal."""
+    """Run and return the group of one request. Record its start and its end in the journal."""
     if not request.begun:
         run.journal.add_request(request)
     size = request.sizes[-1] if request.sizes else run.config.schedule.group_size
@@ -202,10 +202,10 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
 
 
 async def take_steps(run: RunComponents, publication: "Publication") -> Progress:
-    """Train on batches until the last step. Return the progress after it.
+    """Train on batches until the last step. Return the progress after that step.
 
-    In deterministic mode, return when a checkpoint is due. The new weights are then not published
-    yet.
+    In deterministic mode, return as soon as a checkpoint is due, before the new weights are
+    published. `publication` is that of the weights before the first step.
     """
     config = run.config
     progress = run.progress
@@ -249,12 +249,12 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int) -> None:
     """Mark a step's groups as trained on, and start the next version of the weights.
 
-    Called once for each step, after the last optimizer step and before anything is published.
-    Nothing reaches the disk here: journal, techniques and trainer note the step in memory, and the
-    next checkpoint writes all of it. Its row in the journal is the only commit: the groups count as
-    trained on, and the state of the techniques includes them, only with the weights that learned
-    from them. After a crash a run continues from the last checkpoint, so every group is trained on
-    exactly once in the weights that remain.
+    Called once for each step, after the last optimizer step and before the publication. Nothing is
+    written to disk here: journal, techniques and trainer note the step in memory. The next
+    checkpoint writes all of it. The checkpoint's row in the journal is the only commit. So groups
+    count as trained on, and the state of the techniques includes them, only together with the
+    weights that learned from them. After a crash a run continues from the last checkpoint, whose
+    weights have trained on each of its groups exactly once.
     """
     run.pending.discard(episodes_of(groups))
     run.journal.commit(
@@ -273,7 +273,7 @@ async def build_batch(
 ) -> tuple[Batch, Mapping[str, object]]:
     """Return the batch of a step's fresh and replayed groups, and the metrics of this batch.
 
-    With `whole` false, `groups` are only the first ones of the step.
+    `groups` are the fresh groups. With `whole` false, they are only a part of the step's groups.
     Raises `StalenessError` if a token is older than the bound.
     """
     if whole:
@@ -293,11 +293,10 @@ async def build_batch(
 async def join(
     run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], step: int
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of trajectories and replayed groups, and the staleness metrics of this
-    batch.
+    """Return the batch of scored trajectories and replayed groups, and its staleness metrics.
 
     A large batch is built in the trainer's thread, so that episodes continue meanwhile. In a
-    deterministic run a call in a thread takes virtual time, which would change the run.
+    deterministic run it is not, because a call in a thread takes virtual time.
     """
     replay_age = run.techniques.max_replay_age
 
@@ -321,8 +320,8 @@ async def wait_for_batch(
 ) -> tuple[Sequence[Group], Mapping[str, object]]:
     """Wait for the groups of the next batch. Return the groups, and metrics of the schedule.
 
-    With `trainer.stream`, the gradients of the first groups are added while the last groups are
-    still being generated.
+    With `trainer.stream`, the gradient of the groups that are finished is computed while the others
+    are still being generated.
     """
     if run.config.schedule.max_staleness == 0:
         await publication.finished()  # frees the tickets that this step's groups need
@@ -345,7 +344,7 @@ async def wait_for_batch(
 async def add_gradient(
     run: RunComponents, groups: Sequence[Group], step: int, publication: "Publication"
 ) -> None:
-    """Add the gradient of some groups of a batch that is not complete yet."""
+    """Add the gradient of some groups to that of their batch, which is not complete yet."""
     if not any(group.trajectories for group in groups):
         return
     part, _ = await build_batch(run, groups, step, whole=False)
@@ -357,8 +356,10 @@ async def add_gradient(
 async def until_scorable(run: RunComponents, batch: Batch, publication: "Publication") -> None:
     """Wait until the route can compute the old log-probabilities of a batch.
 
-    A route that puts past versions into the trained model waits until all engines have loaded the
-    new version, because engines may read the weights of that model.
+    This is when all engines have loaded the current version and the route was notified. A route
+    that scores with its own copies of the weights need not wait if the current version sampled none
+    of the batch's tokens. A route that puts past versions into the trained model must wait, because
+    engines may read the weights of that model.
     """
     needs = run.old_logps.needs
     scores_kept_weights = needs.snapshots and not needs.trained_weights
@@ -367,10 +368,10 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
 
 
 async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
-    """Wait for the `missing` groups of the next batch. With `trainer.stream`, wait for some of
-    them.
+    """Wait for the `missing` groups of the next batch, and return them.
 
-    Some old-logit routes compute log-probabilities of finished tokens during the wait.
+    With `trainer.stream`, wait only for some of them. Routes that declare `needs.idle` compute
+    old log-probabilities of sampled tokens during the wait.
     """
     take = partial(run.queue.take_part, missing) if run.config.trainer.stream else run.queue.take
     async with asyncio.TaskGroup() as tasks:
@@ -392,9 +393,9 @@ async def learn(
 ) -> Mapping[str, Any]:
     """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
-    Some old-logit routes score tokens of the current version before its weights change. For these
-    (`needs.idle`, `needs.closing`), `before_update` is called before the first step. For those that
-    must score all tokens (`needs.closing`), generation is paused before.
+    Routes that declare `needs.idle` or `needs.closing` score tokens of the current version before
+    its weights change: their `before_update` is called before the first optimizer step. With
+    `needs.closing`, the route must score all of these tokens, so generation is paused first.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
@@ -419,7 +420,10 @@ async def learn(
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:
-    """Return the speed of the engines, and the episodes' waiting times since the last step."""
+    """Return metrics: the engines' counters and speed, and the episodes' waiting times in seconds.
+
+    All are since the last call.
+    """
     return {**rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
 
 
@@ -439,7 +443,8 @@ class Publication:
         prepare  in the trainer's thread: write the version to disk, copy the data of a checkpoint
         stage    engines decode and check the weights while they generate
         load     interrupt generation, load the weights into all engines, resume generation
-        then     notify route and auditor, free the batch's tickets, write checkpoint and metrics
+        then     notify route and auditor, free the staleness queue's tickets of the trained batch,
+                 write checkpoint and metrics
     """
 
     def __init__(
@@ -453,8 +458,9 @@ class Publication:
     ) -> None:
         """Start the publication of the trainer's current weights.
 
-        `create_task` starts the asyncio task. Its task group receives an error of the publication.
-        `checkpoint` asks for a checkpoint, `last` for the final evaluation.
+        `create_task` starts the asyncio task, and its task group receives an error of the
+        publication. With `checkpoint`, a checkpoint is written. With `last`, the run is evaluated
+        even if `eval.interval` does not ask for it.
         """
         self._run = run
         self._progress = progress
@@ -476,10 +482,10 @@ class Publication:
 
     @asynccontextmanager
     async def finish_before_errors(self) -> AsyncIterator[None]:
-        """Run the body, and wait for this publication before an exception leaves the body.
+        """Return a context that waits for this publication before an exception leaves its body.
 
-        The next batch is trained on in the body. If it fails, the publication of the previous step
-        is still completed, but not its evaluation, which a resumed run repeats.
+        The body trains on the next batch. If it fails, the publication of the previous step is
+        still completed. Its evaluation is cancelled: a resumed run repeats it.
         """
         try:
             yield
@@ -504,9 +510,9 @@ class Publication:
                 run.log.write(self._progress.step, row)
 
     async def _evaluate(self) -> dict[str, float]:
-        """Return the metrics of the evaluation.
+        """Evaluate and return the metrics.
 
-        Empty if no evaluation is due, or if the run ends with an error meanwhile.
+        Return {} if no evaluation is due, or if the run ends with an error during the evaluation.
         """
         if self._evaluation is None:
             return {}
@@ -543,7 +549,7 @@ class Publication:
         }
 
     def _prepare(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
-        """Write the weights and copy a checkpoint's data, before the next batch is trained on.
+        """Write the new weights to disk and copy a checkpoint's data, in the trainer's thread.
 
         Return the data of a checkpoint (None if no checkpoint is due), and the seconds this took.
         `live` are the versions whose tokens are still to be trained on.
@@ -571,11 +577,10 @@ class Publication:
 
 
 async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:
-    """Write a checkpoint to disk.
+    """Write a checkpoint to disk. Return the duration in seconds as a metric.
 
-    Then mark the groups that it was trained on as consumed in the journal.
-
-    Return the duration as a metric.
+    Then record the checkpoint in the journal, which marks the groups that its weights trained on as
+    consumed, and remove old checkpoints.
     """
     began = time.monotonic()
     step = snapshot.progress.step
@@ -591,7 +596,7 @@ async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str,
 async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dict[str, float]:
     """Measure success and reward on the held-out tasks. Return them as metrics.
 
-    Training episodes continue meanwhile. The next optimizer step waits.
+    Training episodes continue meanwhile, but the next optimizer step waits.
     """
     began = time.monotonic()
     version = run.trainer.version

@@ -1,4 +1,4 @@
-"""C code of this package, which is compiled once for each machine and loaded as a library."""
+"""Compile C code of this package once for each machine, and load it as a library."""
 
 import ctypes
 import errno
@@ -30,19 +30,19 @@ _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
 class NotCompiled(Exception):
-    """C code of this package cannot be compiled on this machine. The message gives the reason."""
+    """Error: C code of this package cannot be compiled here. The message gives the reason."""
 
 
 @cache
 def compile_library(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Load the compiled library from the user's cache folder, or compile it.
 
-    `macros` are arguments of the compiler, as `-DNAME=1`. The library's file name is a hash of the
-    source, the flags, and the macros that the compiler defines for this CPU.
+    `macros` are arguments of the compiler, such as `-DNAME=1`. The library's file name contains a
+    hash of the C files, the flags, and the macros that the compiler defines for this CPU.
 
-    Raises NotCompiled without a compiler, or with the compiler's first error. Raises OSError if
-    files, processes or memory are exhausted: slower code is no answer to that, because the run
-    would soon fail for the same reason.
+    Raises NotCompiled if there is no compiler or compiling fails. The message is the first error.
+    Raises OSError if files, processes or memory are exhausted. Callers should not continue with
+    slower code then, because the run would soon fail for the same reason.
     """
     try:
         return _compiled(source, macros)

@@ -3,8 +3,7 @@
     ContextPiece, Sampled -> Trajectory -> Group -> ScoredTrajectory -> Batch
 
 An episode is a sequence of pieces. A piece is a run of tokens with one source and, if sampled, one
-version of the weights. Each stage returns a new record with more data. No record is completed
-later.
+version of the weights. Records are immutable: each stage returns a new record with more data.
 """
 
 import math
@@ -49,15 +48,16 @@ NO_VERSION = -1
 """Version number of tokens that no engine sampled, such as a prompt."""
 
 Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format"]
-"""Reason for the end of an episode: the environment, or a limit of turns, tokens or calls.
-`cut_reply` means that the environment ended the episode after a reply that a token limit had cut.
+"""Reason for the end of an episode. `done`: the environment ended it. `cut_reply`: the environment
+ended it after a reply that a token limit had cut. `max_turns`: a limit of replies or tool calls.
+`invalid_format`: no reply had the format that the agent requested.
 """
 ENDED_BY_ENVIRONMENT: frozenset[Stop] = frozenset({"done", "cut_reply"})
 CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
 """End reasons of episodes that a limit ended, or whose last reply a limit cut."""
 CUT_REPLIES = "cut_replies"
-"""Name of the fact that counts the replies of an episode that a limit of tokens cut. Episodes
-without such replies do not have it.
+"""Name of the fact (number for metrics) that counts an episode's replies that a token limit cut. It
+is missing if there are none.
 """
 
 
@@ -83,8 +83,9 @@ class Sampled:
     `version` is that of the weights that the engine had loaded. `behavior_logp` has the
     log-probability, in nats, of each token in the distribution from which the engine sampled. If a
     weight update interrupts a reply, the reply has one such piece for each version. `clean` is
-    False if the engine kept its KV cache over a weight update. Then no single version sampled the
-    tokens. `routed_experts` are the experts that an MoE model chose for each token, if recorded.
+    False if the engine used keys and values that it had cached with older weights. Then no single
+    version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
+    token, if recorded.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -110,9 +111,9 @@ Piece = ContextPiece | Sampled
 
 
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
-    """Return a piece whose routed experts include those of the earlier pieces of its version.
+    """Return a copy of `piece` whose routed experts include those of its version's earlier pieces.
 
-    `before` are all earlier pieces of the episode.
+    `before` are all earlier pieces of the episode. Without any routed experts, return `piece`.
     """
     earlier = next(
         (
@@ -130,7 +131,7 @@ def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The name of a task: environment, split and number. The environment creates the task from it.
+    """The name of a task: environment, split and index. The environment creates the task from it.
 
     >>> Task("retail", "train", 17).key
     'retail/train/17'
@@ -146,13 +147,13 @@ class Task:
 
 
 ROUNDED = 1e-9
-"""How much less than 1 the reward of a success may be, because sums of decimals are rounded."""
+"""Tolerance of the rule that a success has a reward of at least 1. Sums of decimals are rounded."""
 
 
 def nearest_rank(count: int, share: float) -> int:
-    """Return the index of a percentile among `count` sorted values.
+    """Return the index of a percentile (nearest-rank method) among `count` sorted values.
 
-    At least this share of the values is at most the percentile.
+    At least the share `share` of the values is less than or equal to the percentile.
 
     >>> nearest_rank(4, 0.5), nearest_rank(64, 0.99), nearest_rank(100, 0.07), nearest_rank(1, 0.0)
     (1, 63, 6, 0)
@@ -161,7 +162,7 @@ def nearest_rank(count: int, share: float) -> int:
 
 
 def total_reward(rewards: Mapping[str, float]) -> float:
-    """Return the sum of the named rewards of an episode, with one rounding."""
+    """Return the sum of an episode's named rewards, rounded once (`math.fsum`)."""
     try:
         return math.fsum(rewards.values())
     except OverflowError:  # the sum is infinite
@@ -169,7 +170,7 @@ def total_reward(rewards: Mapping[str, float]) -> float:
 
 
 def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool:
-    """Return True if an episode counts as a success.
+    """Return True if the fact `success` or, without this fact, the total reward is at least 1.
 
     >>> is_success({"answer": 0.7, "form": 0.2, "length": 0.1}, {}), is_success({"a": 0.9}, {})
     (True, False)
@@ -213,7 +214,7 @@ class Trajectory:
     def with_rewards(
         self, rewards: Mapping[str, float], facts: Mapping[str, float]
     ) -> "Trajectory":
-        """Return a copy with other rewards and further facts, also in the branches."""
+        """Return a copy with new rewards and added facts. Branches receive the same."""
         main, *branches = (
             replace(each, rewards=rewards, facts={**each.facts, **facts})
             for each in self.conversations
@@ -221,10 +222,10 @@ class Trajectory:
         return replace(main, branches=tuple(branches))
 
     def led(self) -> "Trajectory":
-        """Return a trajectory whose main conversation has sampled tokens.
+        """Return a trajectory whose main conversation has sampled tokens, if any branch has some.
 
-        If the main conversation has no sampled token, the first branch becomes the main
-        conversation and keeps the other branches.
+        This is the trajectory itself if its main conversation has a sampled token. Otherwise the
+        first branch becomes the main conversation, with the other branches.
         """
         if self.sampled or not self.branches:
             return self
@@ -268,9 +269,9 @@ class Trajectory:
 def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
     """Yield `(start, piece, turn)` for every piece that has tokens.
 
-    `start` is the offset of the piece's first token. `turn` counts the policy's replies from 0, and
-    is -1 for a context piece. Adjacent sampled pieces are one reply that a weight update
-    interrupted.
+    `start` is the offset of the piece's first token in the episode. `turn` counts the policy's
+    replies from 0, and is -1 for a context piece. Adjacent sampled pieces are one reply that a
+    weight update interrupted.
 
     >>> a, b = Sampled((5,), (-0.1,), 0), Sampled((6,), (-0.2,), 1)
     >>> pieces = [ContextPiece((1, 2)), a, b, ContextPiece((3,)), a]
@@ -302,7 +303,7 @@ def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> 
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:
-    """Return the number of replies.
+    """Return the number of the policy's replies among an episode's pieces.
 
     A reply that a weight update cut into several pieces counts once.
     """
@@ -313,14 +314,16 @@ def count_turns(pieces: Sequence[Piece]) -> int:
 class TurnLimit:
     """A limit of the turns of an episode, below `rollout.max_turns`.
 
-    An episode that reaches this limit gets `extend` more turns, up to `extensions` times, if its
-    last reply contains `request`. If `request` is empty, an answer of the environment since the
-    last limit must have had a reward above 0.
+    An episode that reaches the limit gets `extend` more turns if its last reply contains `request`.
+    If `request` is empty, one of its turns since the last extension must have had a reward above 0
+    instead. An episode gets at most `extensions` extensions.
     """
 
     turns: int
     remind: int = 0
-    """The environment's answers end with a reminder when at most this many turns are left."""
+    """With at most this many turns left, each answer of the environment ends with a reminder of
+    their number.
+    """
     extend: int = 0
     extensions: int = 0
     request: str = ""
@@ -331,7 +334,7 @@ class EpisodeBudget:
     """The limits of each episode of a group, in addition to the run's limits. 0 sets no limit.
 
     With `segments` > 0, an episode runs in segments. A segment ends when it has `segment_tokens`
-    sampled tokens or `segment_calls` tool calls. The episode then waits until it may continue.
+    sampled tokens or `segment_calls` tool calls. The episode may then wait for a free slot.
     """
 
     reply_tokens: int = 0
@@ -347,7 +350,7 @@ class EpisodeBudget:
 
 
 NO_BUDGET = EpisodeBudget()
-"""The budget of episodes that only the options of the run limit."""
+"""The budget without limits: only the options of the run limit an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,11 +376,10 @@ class Group:
     unused: tuple[Trajectory, ...] = ()
     """Finished trajectories of the task that a filter left out of training."""
     turn_limit: TurnLimit | None = None
-    """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
+    """The limit of turns of the group's episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
     added: frozenset[int] = frozenset()
-    """Numbers of the finished episodes that were added to the group because of its first results.
-    """
+    """Numbers of the finished episodes by which the group was enlarged after its first results."""
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
@@ -398,7 +400,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A trajectory with its advantage: one number, one number per turn, or one number per token."""
+    """A trajectory and its advantages: one number, one number per turn, or one number per token."""
 
     trajectory: Trajectory
     advantage: tuple[float, ...]
@@ -415,7 +417,8 @@ class ScoredTrajectory:
 class PendingPiece:
     """A sampled piece that no batch has contained yet, with the episode's earlier tokens.
 
-    `tokens[start:]` are the piece's own tokens. A route can score the piece from this record alone.
+    `tokens[start:]` are the piece's own tokens. A route (a method to obtain `old_logp`) needs only
+    this record to score the piece.
     """
 
     episode: int
@@ -444,8 +447,8 @@ class EpisodeRecord:
     """The result of the episode. None if the episode had not ended."""
     failures: int = 0
     snapshot: tuple[int, str] | None = None
-    """The environment's last saved state, and the number of earlier pieces. None if no state was
-    saved.
+    """The number of pieces before the environment's last saved state, and this state. None if no
+    state was saved.
     """
     branches: tuple["EpisodeRecord", ...] = ()
     """Further conversations of the attempt, such as those of sub-agents."""
@@ -455,8 +458,8 @@ class EpisodeRecord:
 class GroupRequest:
     """A request to run the episodes of one task, which form a group.
 
-    `number` is the number of the group in its run. `place` is the index of the task in the sequence
-    of training tasks.
+    `number` is the number of the group in its run. `place` is the task's index in the run's
+    sequence of training tasks.
     """
 
     number: int
@@ -473,7 +476,7 @@ class GroupRequest:
     Empty if the group has `schedule.group_size` episodes.
     """
     turn_limit: TurnLimit | None = None
-    """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
+    """The limit of turns of the group's episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
     """The limits of each episode of the group, in addition to the run's limits."""
 
@@ -496,7 +499,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoredLogps:
-    """Old log-probabilities of replayed tokens, kept since the step that first trained on them.
+    """Old log-probabilities of replayed tokens, stored when a step first trained on them.
 
     Both tensors are `[T]`. Tokens that are not replayed have 0 and False.
     """
@@ -513,17 +516,16 @@ class StoredLogps:
 class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
-    Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to `tokens[t]`. For example,
-    `behavior_logp[t]` is the log-probability of `tokens[t]` given the earlier tokens of the
-    sequence. Where `sampled` is False, `behavior_logp` and `advantage` are 0, `version` and `turn`
-    are -1.
+    T is the number of tokens. Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to
+    `tokens[t]`. For example, `behavior_logp[t]` is the log-probability of `tokens[t]` given the
+    earlier tokens of the sequence. Where `sampled` is False, `behavior_logp` and `advantage` are 0,
+    `version` and `turn` are -1.
     """
 
     tokens: "Tensor"
     offsets: tuple[int, ...]
     sampled: "Tensor"
-    """True for action tokens, which are the tokens that the policy sampled. Only they have a loss.
-    """
+    """True for tokens that the policy sampled (action tokens). Only these have a loss."""
     behavior_logp: "Tensor"
     version: "Tensor"
     turn: "Tensor"
@@ -532,7 +534,8 @@ class Batch:
     advantage: "Tensor"
     episodes: tuple[int, ...]
     routed_experts: ExpertTable | None = None
-    """The experts to replay. None if the run does not replay them."""
+    """The experts that the engine chose, which training uses again. None if the run does not do so.
+    """
     group: tuple[int, ...] = ()
     """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
     reward: tuple[float, ...] = ()
@@ -542,12 +545,12 @@ class Batch:
 
     @property
     def replayed(self) -> "Tensor":
-        """True for sampled tokens that an earlier step was trained on, `[T]`."""
+        """True for sampled tokens that an earlier step has trained on, `[T]`."""
         return self.sampled & (self.provenance == int(Provenance.REPLAYED))
 
     @property
     def fresh(self) -> "Tensor":
-        """True for sampled tokens that no earlier step was trained on, `[T]`."""
+        """True for sampled tokens that no earlier step has trained on, `[T]`."""
         return self.sampled & (self.provenance != int(Provenance.REPLAYED))
 
     @property
@@ -576,15 +579,15 @@ class Batch:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def count(self, where: "Tensor") -> list[int]:
-        """Return how many tokens of `where` (`[T]` bool) each sequence has."""
+        """Return each sequence's number of tokens at which `where` (`[T]` bool) is True."""
         return count_tokens(self.offsets, where)
 
     def sequences_with(self, where: "Tensor") -> list[int]:
-        """Return the sequences that have a token of `where` (`[T]` bool), by index."""
+        """Return the indices of the sequences with a token where `where` (`[T]` bool) is True."""
         return [i for i, count in enumerate(self.count(where)) if count]
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
-        """Return a batch of some of the sequences, by index.
+        """Return a new batch of some of the sequences, which are given by index.
 
         The second result `[T']` has the position in this batch of each token of the new batch.
         """
@@ -610,14 +613,20 @@ class Batch:
         return chosen, index
 
     def select_fresh(self) -> "tuple[Batch, Tensor]":
-        """Return the sequences without replayed tokens, and their tokens' positions `[T']`."""
+        """Return a batch of the sequences without replayed tokens.
+
+        The second result `[T']` has the position in this batch of each token of the new batch.
+        """
         counts = self.count(self.replayed)
         part, index = self.select([i for i, count in enumerate(counts) if not count])
         return replace(part, stored=None), index
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join batches into one, in their order. Routed experts are not allowed."""
+    """Join batches into one, in their order. A single batch is returned unchanged.
+
+    Raises ValueError if one of several batches has routed experts.
+    """
     import torch
 
     if len(batches) == 1:
@@ -652,7 +661,7 @@ def _nothing_stored(batch: Batch) -> StoredLogps:
 
 
 def group_of(batch: Batch) -> "Tensor":
-    """Return the group of each sequence as a number 0, 1, ..., `[n]`.
+    """Return the group of each of `n` sequences, counted from 0 within the batch, `[n]`.
 
     Raises ValueError if the groups of the batch are unknown.
     """
@@ -665,7 +674,7 @@ def group_of(batch: Batch) -> "Tensor":
 
 
 def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
-    """Return how many tokens of `where` (`[T]` bool) each sequence of packed tokens has.
+    """Return each packed sequence's number of tokens at which `where` (`[T]` bool) is True.
 
     Sequence `i` is `offsets[i]:offsets[i + 1]`.
     """
@@ -697,8 +706,9 @@ def collate(
 ) -> Batch:
     """Concatenate trajectories with advantages into one batch. No padding is added.
 
-    `groups` are the groups of the trajectories, whose numbers the batch then has. With
-    `replay_experts` the batch has the routed experts that the engine recorded.
+    `groups` are the groups of the trajectories: their numbers become `Batch.group`. With
+    `replay_experts` the batch has the routed experts that the engine recorded. Raises ValueError if
+    there is no trajectory.
     """
     import numpy as np
     import torch
@@ -775,7 +785,10 @@ def _expert_table(credited: Sequence[ScoredTrajectory]) -> ExpertTable:
 def _advantages(
     item: ScoredTrajectory, start: int, count: int, turn: int
 ) -> float | Sequence[float]:
-    """Return the advantages of a piece's tokens, or their common advantage."""
+    """Return the advantage of each of a piece's `count` tokens, or one number for all of them.
+
+    `turn` is -1 for a context piece, whose advantage is 0.
+    """
     if turn < 0:
         return 0.0
     if len(item.advantage) == 1:

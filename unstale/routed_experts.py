@@ -17,11 +17,13 @@ if TYPE_CHECKING:  # environments and the command line import records without to
     from unstale.records import Batch
 
     Experts = NDArray[np.uint8] | NDArray[np.int16]
-    """Expert indices in the smallest dtype. Its largest value marks a missing row."""
+    """Expert indices `[rows, layers, k]` in the smaller dtype that holds them. A row filled with
+    the dtype's largest value is missing: it was not recorded.
+    """
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The names under which configurations of transformers give the number of experts."""
+"""The keys for the number of experts in the config.json of different models."""
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
@@ -32,11 +34,11 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def pack_experts(experts: Any, num_experts: int, *, routed: Sequence[bool] = ()) -> "Experts":
-    """Return expert numbers `[tokens, layers, k]` in the smallest dtype that can hold them.
+    """Return expert numbers `[tokens, layers, k]` in uint8 or, for many experts, int16.
 
-    A row with an invalid number, such as -1, becomes a missing row. `routed` is True for each layer
-    of the model that has a router. In an array with all these layers, the numbers of the others
-    mean nothing and become 0. Raises ValueError for an array of another shape.
+    A row (token) with an invalid number, such as -1, becomes a missing row. `routed` has a bool for
+    each layer of the model: True if it has a router. If the array has all layers of the model, the
+    numbers of layers without a router become 0. Raises ValueError for an array of another shape.
     """
     import numpy as np
 
@@ -63,8 +65,9 @@ def missing(dtype: Any) -> int:
 class RoutedExperts:
     """The routed experts that one version of the weights computed for tokens of an episode.
 
-    `before` has the rows that an earlier reply of the same version returned. Where two records
-    overlap, the earlier one counts, unless its row is missing.
+    An engine returns one such record with each reply. `before` is the record of the previous reply
+    of the same version. For a token with a row in both, the earlier record is used, unless its row
+    is missing.
     """
 
     start: int
@@ -73,7 +76,7 @@ class RoutedExperts:
     """`[rows, layers, k]`: the numbers of the k experts of each token in each MoE layer."""
     before: "RoutedExperts | None" = None
     covered: int = field(init=False)
-    """How many of the episode's first tokens have a row, without a gap."""
+    """Number of tokens, from the episode's first on, that all have a row here or in `before`."""
 
     def __post_init__(self) -> None:
         count = self.before.covered if self.before else 0
@@ -84,7 +87,7 @@ class RoutedExperts:
 
     @property
     def stop(self) -> int:
-        """The position in the episode after the last token with a row."""
+        """The position in the episode after the last token of `experts`."""
         return self.start + len(self.experts)
 
     def chain(self) -> "list[RoutedExperts]":
@@ -97,7 +100,10 @@ class RoutedExperts:
         return records[::-1]
 
     def rows(self, count: int) -> "Experts":
-        """Return the rows of the episode's first `count` tokens, `[count, layers, k]`."""
+        """Return the rows of the episode's first `count` tokens, `[count, layers, k]`.
+
+        A token without a recorded row has a missing row.
+        """
         import numpy as np
 
         rows: Experts = np.full(
@@ -114,7 +120,7 @@ class RoutedExperts:
 
 
 def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
-    """Return which rows `[rows]` are not missing."""
+    """Return `[rows]` bool: True for the rows that are not missing."""
     first: NDArray[np.bool_] = experts[:, 0, 0] != missing(experts.dtype)
     return first
 
@@ -122,9 +128,10 @@ def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
 def link(
     routed_experts: RoutedExperts | None, before: RoutedExperts | None, *, stop: int
 ) -> RoutedExperts | None:
-    """Return a reply's routed experts up to token `stop`, linked to those of an earlier reply.
+    """Return a reply's routed experts, cut before token `stop`, with `before` as earlier record.
 
-    `before` are the experts of the same version and episode, if there are any.
+    `before` is the earlier record of the same version and episode, or None. It is returned if the
+    reply has no routed experts.
     """
     if routed_experts is None:
         return before
@@ -138,20 +145,21 @@ class ExpertTable:
     """The routed experts of a batch: which experts each token used."""
 
     sequences: tuple[Mapping[int, RoutedExperts], ...]
-    """For each sequence, the routed experts of each version that computed it."""
+    """For each sequence, the routed experts by version of the weights."""
     complete: "Tensor"
     """`[T]` bool: True if every row on which the token's log-probability depends was recorded."""
 
     def select(self, sequences: Sequence[int], index: "Tensor") -> "ExpertTable":
-        """Return the experts of some sequences, whose tokens are at `index` in the batch."""
+        """Return the table of some sequences. `index` has their tokens' positions in the batch."""
         return ExpertTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
 
     def rows(self, batch: "Batch", where: "Tensor") -> "Tensor":
-        """Return the row of each token `[T, layers, k]` for a pass that scores `where`.
+        """Return a row for each token, `[T, layers, k]`, for a forward pass that scores tokens.
 
-        Each token replays the row of the version that sampled the next token of `where` in its
-        sequence, because it is computed for that one. So if `where` are tokens of one version, all
-        rows are of that version. Without any record `layers` and `k` are 0.
+        `where` `[T]` bool is True for the tokens to score. A token's row is of the version that
+        sampled the next scored token in its sequence. So if one version sampled all scored tokens,
+        all rows are of that version. Tokens without a record have a missing row. Without any record
+        `layers` and `k` are 0.
         """
         import torch
 
@@ -174,9 +182,9 @@ class ExpertTable:
 
 
 def no_rows(example: RoutedExperts | None, count: int) -> "Tensor":
-    """Return `count` missing rows, of the shape and dtype of a record.
+    """Return `count` missing rows, `[count, layers, k]`, with the sizes and dtype of a record.
 
-    Without a record, a row has no layers.
+    If `example` is None, `layers` and `k` are 0.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first ends a run in order, the second ends it at once in any state.
 
-A command sends messages to the process that supervises it (`cli/supervisor.py`): that it runs, what
-it runs, and that it ends. Without such a process, as in a notebook, they go nowhere.
+A command also sends messages to the process that supervises it (`cli/supervisor.py`): heartbeats,
+the run that begins, and the end. Without such a process, as in a notebook, nothing is sent.
 """
 
 import asyncio
@@ -24,30 +24,36 @@ from unstale.frames import show_frame
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
 REPEAT_S = 0.2
-"""Signals in this many seconds count as one. Some programs send theirs to a process and then to its
-group.
+"""A signal less than this many seconds after another one is ignored. Some programs send a signal to
+a process and then to its process group.
 """
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """Raised by the second Ctrl-C in a notebook or interactive Python, whose process must live.
+    """Error raised by the second Ctrl-C in a notebook or interactive Python.
 
-    Code that turns errors of environments into failed episodes must let it pass.
+    There the process must not end. Code that turns errors of environments into failed episodes must
+    not catch this error.
     """
 
 
 HANG_S = 15.0
-"""Seconds without a sign of life after which a process that nothing supervises names its code. With
-0 it never does. Python has only one such timer, which another program may need.
+"""Seconds without a `beat` after which a process without a supervisor writes what its threads run
+to a file. 0 turns this off: Python has only one such timer, which a host program may need.
 """
 _hangs: IO[bytes] | None = None
 _supervisor: tuple[int, int] | None = None
-"""This process, and the pipe to the one that supervises it. Forked processes send nothing."""
+"""The ID of this process, and the descriptor of the pipe to its supervisor. A forked process has
+another ID and sends nothing.
+"""
 
 
 def connect(pipe: int) -> None:
-    """Send messages into a pipe from now on, also about code of others that ends this process."""
+    """Send later messages into a pipe to the supervisor, given by its descriptor.
+
+    From now on, calls of `os._exit` and `os.kill` that may end this process are reported too.
+    """
     global _supervisor
     _supervisor = (os.getpid(), pipe)
     os.set_blocking(pipe, False)
@@ -66,14 +72,20 @@ def connect(pipe: int) -> None:
 
 
 def _send(message: dict[str, Any] | None = None) -> None:
-    """Send a message, or a sign of life. It is lost if the pipe is full or closed."""
+    """Send a message as a line of JSON, or a heartbeat (an empty line) if it is None.
+
+    Nothing is sent if the pipe is full or closed.
+    """
     if _supervisor and _supervisor[0] == os.getpid():
         with suppress(OSError):
             os.write(_supervisor[1], (json.dumps(message) if message else "").encode() + b"\n")
 
 
 def beat(*, last: bool = False) -> None:
-    """Send a sign of life. From now on one is expected every few seconds, unless it is the last."""
+    """Send a heartbeat. The supervisor then expects one every few seconds, unless this is the last.
+
+    Without a supervisor, restart or stop the timer of `noted_hangs`.
+    """
     _send({"rests": True} if last else None)
     if last:
         faulthandler.cancel_dump_traceback_later()
@@ -83,11 +95,12 @@ def beat(*, last: bool = False) -> None:
 
 @contextmanager
 def noted_hangs(path: Path) -> Iterator[None]:
-    """Write into a file where all threads stand, if there is no `beat` for `HANG_S` seconds.
+    """Return a context that writes the stacks of all threads to a file if the process hangs.
 
-    Code that holds Python's global lock causes this, as a regular expression does that backtracks
-    without end. A thread of C writes the file. Without a hang there is no file. A process that is
-    supervised writes none, because the supervisor names the code.
+    It hangs if no `beat` is called for `HANG_S` seconds. The cause is code that holds Python's
+    global lock (GIL), such as a regular expression that backtracks without end. A thread of C
+    writes the file. Without a hang the file is removed. Under a supervisor no file is written,
+    because the supervisor reports the code.
     """
     global _hangs
     if _supervisor or _hangs or not HANG_S:
@@ -104,17 +117,21 @@ def noted_hangs(path: Path) -> Iterator[None]:
 
 
 def begin_run(folder: str, note: str, limit_s: float) -> None:
-    """Send which run begins, what helps if it is ended, and how long code may hold the GIL."""
+    """Notify the supervisor that a run begins.
+
+    `folder` is the run folder, `note` is advice to print if the run is ended, and `limit_s` is the
+    number of seconds for which code may hold the GIL.
+    """
     _send({"run": folder, "note": note, "limit_s": limit_s})
 
 
 def note_end(code: int) -> None:
-    """Send that this process ends with an exit code, and has told the user why."""
+    """Notify the supervisor that this process ends with an exit code, for a reason it printed."""
     _send({"ended": code})
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once. The user has been told why."""
+    """End this process at once with an exit code. The caller must have printed the reason."""
     note_end(code)
     os._exit(code)
 
@@ -124,7 +141,7 @@ class StopSignals:
 
     def __init__(self, note: str = "", on_end: Callable[[], None] = lambda: None) -> None:
         self.has_cancelled = False
-        """True if the first signal has cancelled the task that ran."""
+        """True if a signal has cancelled the task of the last `cancelling` context."""
         self._note = note
         self._on_end = on_end
         self._count = 0
@@ -133,7 +150,7 @@ class StopSignals:
 
     @contextmanager
     def cancelling(self) -> Iterator[None]:
-        """Let the first signal cancel the current task, as `asyncio.Runner` does, in a context."""
+        """Return a context in which the first signal cancels the current asyncio task."""
         self._task = asyncio.current_task()
         self.has_cancelled = False
         try:
@@ -142,7 +159,11 @@ class StopSignals:
             self._task = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Act on a signal. Called between two instructions of the main thread."""
+        """Handle a signal: the first cancels the task, or raises KeyboardInterrupt without a task.
+
+        The second ends the process, or raises `SecondSignal` in interactive Python. Python calls
+        this between two instructions of the main thread.
+        """
         now = time.monotonic()
         if now - self._last < REPEAT_S:
             return
@@ -171,19 +192,22 @@ _active: StopSignals | None = None
 
 
 def active() -> StopSignals:
-    """Return the signals of the context that this thread is in. Without one, it receives none."""
+    """Return the `StopSignals` of the current `stop_signals` context.
+
+    Outside such a context or the main thread, return a new object that receives no signals.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     return _active if _active and is_main else StopSignals()
 
 
 @contextmanager
 def stop_signals(note: str = "", on_end: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Return a context in which SIGTERM acts like Ctrl-C, and the second of them ends the process.
+    """Return a context in which SIGTERM acts like Ctrl-C, and the second signal ends the process.
 
-    `note` is added to the last line, such as the command to continue. `on_end` is called before the
-    end at once, in the signal handler. A shell lets background jobs
-    ignore Ctrl-C; in the context they do not. A host program's own handler of Ctrl-C stays. Only
-    the main thread can set this. In another thread, or within such a context, nothing is changed.
+    `note`, such as the command to continue, is added to the message that the second signal prints.
+    `on_end` is then called in the signal handler, before the process ends. Background jobs of a
+    shell ignore Ctrl-C, but not in this context. A host program's own handler of Ctrl-C is kept. In
+    another thread than the main one, or within such a context, nothing is changed.
     """
     global _active
     if threading.current_thread() is not threading.main_thread() or _active:
@@ -206,8 +230,8 @@ def stop_signals(note: str = "", on_end: Callable[[], None] = lambda: None) -> I
 def cursor_while_stopped(terminal: int) -> Iterator[None]:
     """Return a context in which Ctrl-Z shows the cursor that a display has hidden.
 
-    When the process goes on, the cursor is hidden again. Only the main thread can set this, and
-    only where the program has no handler of Ctrl-Z.
+    When the process continues, the cursor is hidden again. `terminal` is a file descriptor. Nothing
+    is changed in another thread than the main one, or if the program handles Ctrl-Z itself.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:

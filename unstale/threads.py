@@ -1,7 +1,7 @@
-"""Threads for the work of engines.
+"""Threads for the blocking work of engines.
 
-Calls of user code that never return may occupy all threads of `asyncio.to_thread`. Engines must
-still load weights and end, so they have threads of their own.
+User code that never returns may occupy all threads of `asyncio.to_thread`. Engines must still load
+weights and close, so they have their own threads.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _POOLS: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
-"""The threads of each event loop. They end with their loop."""
+"""The thread pool of each event loop. It is freed together with the loop."""
 
 
 async def in_thread(function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
     """Run `function` in a thread. Return its result, or raise its error.
 
-    It is like `asyncio.to_thread`, but never waits for user code.
+    Unlike `asyncio.to_thread`, this never waits for threads that user code occupies.
     """
     loop = asyncio.get_running_loop()
     pool = _POOLS.get(loop)

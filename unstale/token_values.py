@@ -1,4 +1,4 @@
-"""The values with which a step trained on the sampled tokens of an episode, for the journal."""
+"""Ratios, weights and advantages with which a step trained on an episode, for the journal."""
 
 from dataclasses import dataclass
 from enum import IntFlag
@@ -42,11 +42,11 @@ OUTCOMES = {
     "clipped_high": TokenFlag.CLIPPED_HIGH,
     "capped": TokenFlag.CAPPED,
 }
-"""The outcomes of a token, each with its flag. The first one that applies counts."""
+"""The outcomes of a token, each with its flag. Of several flags, the first in this order counts."""
 
 SKIPPED, KEPT = "skipped", "kept"
-"""The outcomes of tokens without a flag of `OUTCOMES`: of an episode that was not run, and of
-others.
+"""The outcomes of tokens without a flag of `OUTCOMES`. `skipped`: no optimizer step trained on the
+episode. `kept`: all others.
 """
 
 
@@ -65,36 +65,36 @@ class TokenValues:
     """
     minibatch: int | None
     """The optimizer step within the batch that trained on the episode, from 0. None if the episode
-    was not run, because none of its tokens could have a gradient: the correction dropped them, or
+    was skipped, because none of its tokens could have a gradient: the correction dropped them, or
     their advantages are 0.
     """
     log_d: "Values"
     """`old_logp - behavior_logp`. NaN if no `old_logp` was computed."""
     log_s: "Values"
     """`logp - old_logp`, with the weights before the optimizer step `minibatch`. NaN if the episode
-    was not run.
+    was skipped.
     """
     weight: "Values"
-    """Factor of the token's loss by the correction, 0 if it dropped the token. NaN if no `old_logp`
-    was computed.
+    """The factor by which the correction multiplies the token's loss. 0 if the correction dropped
+    the token. NaN if no `old_logp` was computed.
     """
     advantage: "Values"
     """The advantage in the loss, after all techniques."""
     entropy: "Values"
-    """Entropy of the distribution of the token. NaN where it was not computed: without an entropy
+    """Entropy of the trainer's distribution of the token. NaN if not computed: without an entropy
     bonus it is computed for some tokens of a batch.
     """
     flags: "Flags"
     """A sum of values of `TokenFlag` for each token."""
 
     def has(self, flag: TokenFlag) -> "NDArray[np.bool_]":
-        """Return True for the tokens that have a flag, `[n]`."""
+        """Return `[n]` bool: True for the tokens that have the flag."""
         found: NDArray[np.bool_] = (self.flags & int(flag)) != 0
         return found
 
     @property
     def outcome(self) -> list[str]:
-        """Return the use of each token: a name of `OUTCOMES`, `skipped` or `kept`."""
+        """The outcome of each token: a name of `OUTCOMES`, `skipped` or `kept`."""
         other = SKIPPED if self.minibatch is None else KEPT
         return [
             next((name for name, flag in OUTCOMES.items() if flag & value), other)
@@ -103,14 +103,15 @@ class TokenValues:
 
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio, by which consecutive numbers are spread evenly over 2^64."""
+"""2^64 divided by the golden ratio. Multiples of this number, modulo 2^64, are spread evenly."""
 
 
 def keeps_tokens(group: int, share: float) -> bool:
-    """Return True if the journal keeps the token values of this group.
+    """Return True if the journal keeps the token values of the group with number `group`.
 
-    Of any consecutive groups, about `share` are kept. The choice depends on the number alone, and
-    a larger share keeps the same groups and more. Groups without a number (-1) are not kept.
+    Of any consecutive groups, about the share `share` is kept. The choice depends only on the
+    number. A larger share keeps the same groups and more. Groups without a number (-1) are not
+    kept.
 
     >>> [number for number in range(12) if keeps_tokens(number, 0.25)]
     [0, 2, 5, 10]

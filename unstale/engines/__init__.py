@@ -19,9 +19,9 @@ _T = TypeVar("_T")
 class SamplingParams:
     """The sampling parameters of one reply.
 
-    The random number of a token depends only on `seed` and on the position of the token in its
-    sequence. So a reply that an interruption divides into two calls of `sample` gets the same
-    tokens as an uninterrupted one.
+    The random number with which a token is drawn depends only on `seed` and on the token's position
+    in its sequence. So a reply that is interrupted and continued by a second call of `sample` gets
+    the same tokens as an uninterrupted one.
     """
 
     max_tokens: int
@@ -35,14 +35,14 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     known_experts: tuple[int, int] = (-1, 0)
-    """`(version, rows)`: if the reply is of this version, it may leave out that many first rows of
-    its routed experts. A row is one token.
+    """`(version, rows)`: the caller has the routed experts of the first `rows` tokens under
+    `version`. A reply of this version may leave them out. -1: the caller has none.
     """
     sampled: int = 0
     """Number of tokens of the reply that earlier requests returned."""
     remaining: int = 0
-    """Largest number of tokens that the rest of the reply may have. A reply that is requested in
-    parts has more than `max_tokens`. 0 means `max_tokens`.
+    """Largest number of tokens that the rest of the reply may have, if the reply is requested in
+    several parts of `max_tokens`. 0 means `max_tokens`.
     """
 
     @property
@@ -51,7 +51,7 @@ class SamplingParams:
         return max(self.remaining, self.max_tokens)
 
     def first_routed(self, version: int) -> int:
-        """Return the first token whose routed experts a reply of this version must return."""
+        """Return the index of the first token whose experts a reply of `version` must return."""
         known, rows = self.known_experts
         return rows if known == version else 0
 
@@ -71,7 +71,8 @@ def check_request(
 ) -> None:
     """Raise ValueError for a request that no engine can serve.
 
-    `vocab_size` 0 means that the size is not known.
+    A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
+    checked), and sampling without `top_p` and `top_k`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -104,9 +105,10 @@ def check_request(
 def check_load(update: Update, version: int, current: int, *, sampling: bool, deltas: bool) -> None:
     """Raise the errors of `Engine.load` that do not depend on names and shapes.
 
-    `current` is the engine's version of the weights, -1 before the first. `sampling` is true if the
-    engine is not interrupted. `deltas` is true if it accepts a `Delta`, which is the difference
-    between two versions.
+    These are ValueError for a negative version and for a delta that the engine cannot use, and
+    RuntimeError while the engine samples. `current` is the version of the engine's weights, -1
+    before the first. `sampling` is true if the engine is not interrupted. `deltas` is true if the
+    engine accepts a `Delta`.
     """
     if version < 0:
         raise ValueError(f"version must be >= 0, got {version}")
@@ -119,7 +121,7 @@ def check_load(update: Update, version: int, current: int, *, sampling: bool, de
 
 
 def check_resume(current: int) -> None:
-    """Raise RuntimeError if the engine has no weights, so that its version `current` is -1."""
+    """Raise RuntimeError if `current`, the version of the engine's weights, is -1 (no weights)."""
     if current < 0:
         raise RuntimeError("the engine has no weights to sample from: load them before resume")
 
@@ -130,17 +132,17 @@ class GenerationOptions:
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
-    """Number of tokens that are sampled before the end of the reply is checked again."""
+    """Number of tokens that are sampled between two calls of `find_end`."""
     find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None
-    """A function of the tokens so far. It returns the length of a reply that ends within them, or
-    None if it does not end.
+    """A function of the reply's tokens so far. It returns the length of the reply if the reply ends
+    within these tokens, else None.
     """
 
     def is_over(self, tokens: Sequence[int]) -> bool:
         return self.find_end(tokens) is not None
 
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
-        """Cut newly sampled tokens where the reply ends.
+        """Return the newly sampled piece, cut where `find_end` ends the reply.
 
         `before` are the reply's earlier tokens.
         """
@@ -158,9 +160,10 @@ ReplyStop = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of one call of `sample`: tokens of one version, and the reason why they end.
+    """The result of one call of `Engine.sample`: tokens of one version, and why they end.
 
-    A reply that was interrupted may have no tokens.
+    `stop` is "stop" after a stop token, "length" at a token limit, and "interrupted" by `interrupt`
+    or the death of an engine. An interrupted reply may have no tokens.
     """
 
     piece: Sampled
@@ -168,15 +171,15 @@ class Reply:
 
 
 REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s")
-"""The counters that every engine has: number of sampled tokens, tokens and seconds of repeated work
-after weight updates, seconds busy, seconds idle.
+"""The counters that every engine has: sampled tokens, context tokens that were computed again after
+weight updates and the seconds this took, seconds busy, seconds idle.
 """
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
     """Return an engine's counters as metrics, with its tokens per second and its busy share.
 
-    Names that have a component already, such as `engine_0/version`, are kept.
+    Names get the prefix `engine/`, unless they contain a slash, as `engine_0/version` does.
 
     >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
@@ -188,7 +191,7 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def per_second(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return the sampled tokens per second and the busy share that an engine's counters give."""
+    """Return `sampled_tokens_per_s` and `busy_share`, computed from an engine's counters."""
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
     return {
         "sampled_tokens_per_s": counters["sampled_tokens"] / elapsed,
@@ -199,16 +202,16 @@ def per_second(counters: Mapping[str, float]) -> dict[str, float]:
 class Stopwatch:
     """The seconds spent on each of several named activities.
 
-    Activities that run at the same time are counted in full.
+    If an activity runs several times at once, the seconds of each are added.
     """
 
     def __init__(self, *names: str) -> None:
         self._spent = dict.fromkeys(names, 0.0)
         self.running = Counter[str]()
-        """Number of waits now, by activity."""
+        """Number of calls of `on` that wait now, by activity."""
 
     async def on(self, name: str, work: Awaitable[_T]) -> _T:
-        """Wait for `work` and add the time that it took to the activity `name`."""
+        """Return the result of `work`. Add the time it took to the activity `name`."""
         start = time.monotonic()
         self.running[name] += 1
         try:
@@ -221,14 +224,14 @@ class Stopwatch:
         self._spent[name] += seconds
 
     def read(self, component: str) -> dict[str, float]:
-        """Return the seconds of each activity as metrics `component/name_s`, and set them to 0."""
+        """Return each activity's seconds since the last call, as metrics `component/name_s`."""
         spent = self._spent
         self._spent = dict.fromkeys(spent, 0.0)
         return {f"{component}/{name}_s": seconds for name, seconds in spent.items()}
 
 
 class EngineDied(RuntimeError):
-    """Error: the engine has ended by a failure. `start` makes it usable again, without weights."""
+    """Error: the engine has failed. `start` makes it usable again, but without weights."""
 
 
 class GenerationControl(Protocol):
@@ -237,8 +240,8 @@ class GenerationControl(Protocol):
     async def start(self) -> None:
         """Start the engine, or start it again. Until `load` and `resume`, calls of `sample` wait.
 
-        A second start discards weights, caches and counters. Pending calls of `sample` raise
-        `EngineDied`.
+        A second start discards weights, caches and counters. Calls of `sample` that are pending at
+        that time raise `EngineDied`.
         """
 
     async def interrupt(self) -> None:
@@ -256,36 +259,37 @@ class GenerationControl(Protocol):
 
 
 class Engine(GenerationControl, Protocol):
-    """Samples replies: tokens in, tokens out. Tokens are never converted to text and back.
+    """An engine that samples replies: tokens in, tokens out. Tokens are never converted to text.
 
     Every returned token has a log-probability in nats, under the distribution from which it was
-    sampled, temperature included. Each token also has the version of the weights that sampled it.
-    The engine sets it under the lock that guards weight changes.
+    sampled, temperature included. It also has the version of the weights that sampled it. The
+    engine sets this version under the lock that guards weight changes.
     """
 
     takes_deltas: bool
     """True if `load` accepts a `Delta`, the difference from the engine's current version."""
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        """Sample tokens that follow `tokens`. Wait while the engine is interrupted.
+        """Sample tokens that follow `tokens`. While the engine is interrupted, wait for `resume`.
 
-        Raises `EngineDied` if the engine ends before the reply does, ValueError for a request that
-        no engine can serve (`check_request`), and RuntimeError if the engine was never started.
+        Raises `EngineDied` if the engine dies before the reply is complete, ValueError for a
+        request that no engine can serve (`check_request`), and RuntimeError if the engine was never
+        started.
         """
         ...
 
     async def stage(self, update: Update, version: int) -> None:
-        """Do the part of a later `load` of this update that is possible while the engine samples.
+        """Prepare a later `load` of this update, while the engine samples.
 
-        The engine keeps the version that it has. Calling `stage` is optional: a `load` of what was
-        not staged, such as after a `start`, does this part itself. Raises ValueError like `load`.
+        The engine's version does not change. Calling `stage` is optional: a `load` of an update
+        that was not staged does all of the work itself. Raises ValueError like `load`.
         """
 
     async def load(self, update: Update, version: int) -> None:
         """Load the weights of `version`. Must be called between `interrupt` and `resume`.
 
-        Raises ValueError, and changes nothing, if the weights do not fit, or if a delta is for
-        another version.
+        Raises ValueError, and changes nothing, if names or shapes of the weights do not fit the
+        model, or if a delta does not begin at the engine's version.
         """
 
     async def resume(self) -> None:

@@ -1,9 +1,9 @@
-"""Routed experts in the JSON of a server's reply, found and decoded while other threads run.
+"""Find and decode the routed experts in the JSON of a server's reply, while other threads run.
 
-The routed experts of a long context are megabytes of base64. Python's own functions
-hold the interpreter lock while they read them, so that the event loop waits. Compiled code
-(`routed_experts.c`) does not. Without a C compiler, the experts stay in the JSON until it is read,
-and `binascii` decodes them in parts.
+The routed experts of a long context are megabytes of base64. Python's own functions hold the
+interpreter lock while they read them, so that the event loop waits. Compiled code
+(`routed_experts.c`) does not. Without a C compiler, the JSON parser reads the experts with the rest
+of the reply, and `binascii` decodes them in parts.
 """
 
 import binascii
@@ -21,17 +21,17 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("routed_experts.c")
 NAME = b'"routed_experts"'
-"""The name of the experts in replies of vLLM and SGLang, as JSON."""
+"""The key of the routed experts in the JSON of vLLM and SGLang, with its quotes."""
 _PART = 1 << 18
 """Characters that `binascii` decodes at once, a multiple of 4."""
 
 
 def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
-    """Return the JSON of a reply with an empty string in place of its experts, and these.
+    """Return the JSON of a reply without its routed experts, and the experts.
 
-    The experts are a JSON string with its quotes, a view of `body`. They stay in the JSON, and None
-    is returned, without compiled code, and if not exactly one member is called `NAME` and has a
-    string without escapes.
+    The experts are a JSON string with its quotes, as a view of `body`. An empty string takes their
+    place in the returned JSON. Without compiled code, or unless exactly one key is `NAME` and its
+    value is a string without escapes, return `body` and None.
     """
     library = _library()
     first, last = ctypes.c_int64(), ctypes.c_int64()
@@ -47,7 +47,10 @@ def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
 
 
 def decode_base64(text: memoryview) -> NDArray[np.uint8]:
-    """Return the bytes of a JSON string in base64. Raises ValueError if it is invalid."""
+    """Return the bytes that a JSON string (with its quotes) has in base64.
+
+    Raises ValueError if it is invalid.
+    """
     if bytes(text[:1]) != b'"':
         raise ValueError("base64 must be a JSON string")
     encoded = text[1:-1]
@@ -65,7 +68,7 @@ def decode_base64(text: memoryview) -> NDArray[np.uint8]:
 
 
 def _decode_parts(encoded: memoryview) -> NDArray[np.uint8]:
-    """Decode base64 in parts: another thread can only run between two of them."""
+    """Decode base64 in parts. Other threads can run only between two parts."""
     decoded = np.empty(3 * len(encoded) // 4, np.uint8)
     end = 0
     for start in range(0, len(encoded), _PART):

@@ -1,7 +1,7 @@
 """A pool of engines with the same weights.
 
-It sends each request to a free engine, or to one that has the context in its cache. It restarts
-engines that die.
+The pool sends each request to an engine with little load, or to one that has the request's context
+in its cache. It restarts engines that die.
 """
 
 import asyncio
@@ -29,15 +29,16 @@ from unstale.threads import in_thread
 MAX_LAG_S = 120.0
 """Seconds that a call waits for the other engines of an elastic pool once one has answered.
 
-An engine that takes longer is lost. It then loads the weights without anybody waiting for it.
+An engine that takes longer is treated as dead. The pool restarts it without waiting for it.
 """
 
 MAX_LISTED = 32
-"""Number of engines of a pool that have metrics of their own, which bounds a row of metrics."""
+"""Largest number of engines of a pool that have metrics of their own. It bounds a row of metrics.
+"""
 
 
 class WeightsReplaced(LookupError):
-    """Error: the weights of a version are gone, because the pool now loads a newer one."""
+    """Error: the weights of a version are no longer available. A newer version replaced them."""
 
 
 class _Member:
@@ -46,25 +47,25 @@ class _Member:
     def __init__(self, engine: Engine, *, prefills: bool) -> None:
         self.engine = engine
         self.prefills = prefills
-        """True if it belongs to the prefill group."""
+        """True if the engine belongs to the prefill group."""
         self.cached = CachedPrefixes()
         self.num_running = 0
         self.load = 0
-        """Sum of the weights of its running requests, see `request_weight`."""
+        """Sum of the loads of the engine's running requests (`request_weight`)."""
         self.up = False
         self.generation = 0
-        """Number of successful restarts. A call compares it to know if the engine died since the
-        call began.
+        """Number of successful starts by the pool. If it changed during a call, the engine died
+        since the call began.
         """
         self.num_restarts = 0
         """Number of successful restarts since metrics were last read."""
         self.version = -1
-        """Version of the weights that it loaded last, -1 before the first."""
+        """Version of the weights that the engine loaded last, -1 before the first."""
         self.restart: asyncio.Task[None] | None = None
         """The task that restarts the engine, if there is one."""
 
     def metrics(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Return the state of the engine, and the shares and rates that its counters give.
+        """Return the engine's state, and shares and rates computed from its counters, as metrics.
 
         `counters` is empty for an engine that does not work.
         """
@@ -90,8 +91,8 @@ class Recovery:
     """The rules by which a pool restarts engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
-    """A function that returns the full weights of a version, even if the pool has not loaded it
-    yet. If it raises `WeightsReplaced`, the engine loads the next version of the pool instead.
+    """A function that returns the full weights of a version, even if the pool is still loading that
+    version. If it raises `WeightsReplaced`, the engine waits for the pool's next version.
     """
     restarts: int = 0
     """Number of restarts allowed in a run, for all engines together."""
@@ -103,29 +104,29 @@ class Recovery:
 
 NO_RECOVERY = Recovery()
 _ROUTED = ("rejects", "prefill_requests", "decode_requests")
-"""The counters of a pool that has groups."""
+"""The additional counters of a pool with a prefill and a decode group."""
 
 
 class EnginePool:
     """One or more engines with the same model, used as one engine.
 
     If an engine dies, each of its requests returns an interrupted reply without tokens. The engine
-    is restarted as `recovery` allows and loads the current version. The other engines continue. A
-    call waits for a restart only while no engine works. `EngineDied` is raised if no engine works
-    and none can be restarted.
+    is restarted, if `recovery` allows it, and loads the current version. The other engines
+    continue. A call waits for a restart only while no engine works. `EngineDied` is raised if no
+    engine works and none can be restarted.
 
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
     caches when the weights change. With `load_tokens`, a request weighs more the longer its context
     is (`request_weight`).
 
-    With `phases`, the engines are divided into a prefill and a decode group, and a request is sent
-    to a group by its new context and expected reply (`routing.choose`). An engine without a place
-    rejects a request, which then goes to the next one. Raises ValueError if a group is empty.
+    With `phases`, the engines are divided into a prefill and a decode group. A request is sent to a
+    group by its number of new context tokens and its expected reply length (`routing.choose`).
+    Raises ValueError if a group is empty.
 
     With `patience_s` the pool is elastic. `start` waits for one engine only. The others join when
-    they have started and loaded the current version. No call waits for an engine that starts, nor
-    more than `MAX_LAG_S` longer than for the fastest. `EngineDied` is raised when no engine was up
-    for `patience_s` seconds.
+    they have started and loaded the current version. No call waits for an engine that starts. Once
+    one engine has answered, a call waits at most `MAX_LAG_S` for the others. `EngineDied` is raised
+    when no engine was up for `patience_s` seconds.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a run that concern several engines
@@ -160,11 +161,9 @@ class EnginePool:
         self.patience_s = patience_s
         self._version = -1
         self._version_changed = asyncio.Event()
-        """Set when `_version` changes. A new event then takes its place."""
+        """Set when `_version` changes, and then replaced by a new event."""
         self._running = False
-        """The state that every engine must reach, together with `_version`: True if engines
-        sample.
-        """
+        """True while the engines shall sample. Restarted engines must reach this and `_version`."""
         self._starts = 0
         self._restarts = 0
         self._reported_restarts = 0
@@ -231,12 +230,14 @@ class EnginePool:
         return not any(member.num_running for member in self._members)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Stage the update in all working engines. Those that restart later load it whole."""
+        """Stage the update in all working engines. Engines that restart later load all weights."""
         await self._call_all(lambda engine: engine.stage(update, version))
 
     async def interrupt(self) -> None:
-        """Interrupt the working engines. The others are not waited for: they load what comes next,
-        and the weights of the present version may be gone.
+        """Interrupt the working engines.
+
+        Engines that restart are not waited for: they will load the next version. The weights of the
+        current one may no longer be available.
         """
         self._running = False
         await self._call_all(lambda engine: engine.interrupt())
@@ -285,8 +286,8 @@ class EnginePool:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters, deaths and restarts of all working engines since the last call.
 
-        Tokens and processor time are added up. Other times, and means, are averaged. Of errors the
-        largest is returned. The first `MAX_LISTED` engines have metrics of their own, named
+        Tokens and processor time are summed. Other times, and means, are averaged. Of errors the
+        maximum is returned. The first `MAX_LISTED` engines also have metrics of their own, named
         `engine_<number>/...`.
         """
         members = self._up or self._members
@@ -309,7 +310,7 @@ class EnginePool:
         return totals | self._by_engine(dict(zip(map(id, members), counters, strict=True)))
 
     def _by_engine(self, counters: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Return the metrics of single engines. `counters` has those read, by id of the member."""
+        """Return the metrics of single engines. `counters` has their counters by `id(member)`."""
         return {
             f"engine_{number}/{name}": value
             for number, member in enumerate(self._members[:MAX_LISTED])
@@ -321,13 +322,13 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _hash_blocks(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the blocks of a context, by which `_route` chooses among several engines."""
+        """Return the block hashes of a context, or nothing if the pool has only one engine."""
         return hash_blocks(tokens) if len(self._members) > 1 else []
 
     def _route(self, blocks: Sequence[int]) -> _Member:
-        """Return the engine for a request: one that has enough of it cached, or the least loaded.
+        """Return the engine for a request: one with enough of its context cached, or little load.
 
-        `blocks` are those of the request's context.
+        `blocks` are the block hashes of the request's context.
         """
         free = [member for member in self._up if member.num_running < self.max_running]
         least = min(member.load for member in free or self._up)
@@ -377,7 +378,7 @@ class EnginePool:
     ) -> None:
         """Call every working engine, or those of `members`. Restart those that die during the call.
 
-        An error of another kind is raised after all engines have answered.
+        An error other than `EngineDied` is raised after all engines have answered.
         """
         self._pending_restarts()
         members = self._up if members is None else members
@@ -412,14 +413,17 @@ class EnginePool:
                 call.cancel()
 
     def _pending_restarts(self) -> "list[asyncio.Task[None]]":
-        """Return the restarts. Raise the last error if no engine works and there are none."""
+        """Return the tasks that restart engines.
+
+        Raise the last error if no engine works and none is being restarted.
+        """
         restarts = [member.restart for member in self._members if member.restart is not None]
         if not (restarts or self._up):
             raise self._error
         return restarts
 
     async def _wait_until_up(self) -> None:
-        """Wait until an engine works. Raise the last error if none will."""
+        """Wait until an engine works. Raise the last error if all restarts have failed."""
         while not self._up:
             ended, _ = await asyncio.wait(
                 self._pending_restarts(),
@@ -436,7 +440,7 @@ class EnginePool:
     def _lose(self, member: _Member, generation: int, died: EngineDied) -> None:
         """Begin to restart an engine that died.
 
-        Do nothing if the death of this generation was already reported.
+        Do nothing if the engine is down or was restarted since `generation` was read.
         """
         if not member.up or member.generation != generation:
             return
@@ -456,9 +460,9 @@ class EnginePool:
     async def _restart(self, member: _Member, died: EngineDied | None) -> None:
         """Restart an engine and load the pool's version. Repeat if it dies meanwhile.
 
-        `died` is None for a first start, which does not count as a restart. It runs in a separate
-        task, so that the cancellation of a request does not cancel the restart. Raises `EngineDied`
-        when no restart is left.
+        `died` is the reason for the restart. It is None for a first start, which does not count as
+        a restart. This runs in a separate task, so that the cancellation of a request does not
+        cancel the restart. Raises `EngineDied` when no restart is left.
         """
         event = "engine_back" if died else "engine_joined"
         while not member.up:
@@ -497,8 +501,8 @@ class EnginePool:
     async def _bring_up_to_date(self, engine: Engine) -> None:
         """Load the pool's version into a restarted engine, and let it sample if the others do.
 
-        Both may change while it loads. It then loads again. If the weights of its version are
-        replaced, it waits for the next version.
+        If the pool's version changes meanwhile, the engine loads again. If the weights of a version
+        are no longer available, it waits for the next version.
         """
         version = -1
         running = False
@@ -536,9 +540,9 @@ class EnginePool:
 
 
 def _is_complete(reply: Reply, params: SamplingParams) -> bool:
-    """Return True if a reply has ended, and not only the part of it that was requested.
+    """Return True if the whole reply has ended, not only the part that was requested.
 
-    A part that ends the reply with a stop text, which the caller finds, is not recognised.
+    Return False for a reply that ends with a stop text, which only the caller can find.
     """
     if reply.stop == "length":
         is_part = params.max_tokens < params.reply_limit
@@ -549,7 +553,7 @@ def _is_complete(reply: Reply, params: SamplingParams) -> bool:
 def _busy_shares(
     members: Sequence[_Member], counters: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the busy share of each group of engines that has a working engine."""
+    """Return the busy share of the prefill and the decode group, of those with a working engine."""
     shares = {}
     for name, prefills in (("prefill_busy_share", True), ("decode_busy_share", False)):
         group = [
@@ -565,9 +569,9 @@ def _busy_shares(
 
 
 def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
-    """Raise the first error of `starts` that is not an engine's death.
+    """Raise the first error of the ended tasks `starts` that is not `EngineDied`.
 
-    Such an engine rejects its settings, and would reject them again after a restart.
+    Such an error means that an engine rejects its settings. A restart would not help.
     """
     for start in starts:
         error = None if start.cancelled() else start.exception()
@@ -576,7 +580,7 @@ def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
 
 
 def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
-    """Return a pool that restarts the engine, or the engines of a pool, when they die."""
+    """Return a pool that restarts `engine`, or the engines of the pool `engine`, when they die."""
     if not isinstance(engine, EnginePool):
         return EnginePool([engine], recovery)
     return EnginePool(

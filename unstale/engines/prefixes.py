@@ -4,18 +4,16 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 BLOCK = 16
-"""Number of tokens in a block. The blocks of a server's cache have this length or a multiple of
-it.
-"""
+"""Number of tokens in a block. The blocks of a server's cache have this length or a multiple."""
 _MAX_BLOCKS = 1 << 17
 """Largest number of blocks to remember, which limits memory. The older half is dropped first."""
 
 
 class EpisodeTokens(list[int]):
-    """The tokens of an episode, to which others are only ever added.
+    """The tokens of an episode. Tokens may only be appended.
 
-    It keeps what was computed from the tokens, so that each call computes only what was added. A
-    copy in another process is a plain list.
+    The list keeps the hashes and checks of its tokens, so that each call computes only those of
+    appended tokens. Pickled, it becomes a plain list.
     """
 
     __slots__ = ("_blocks", "_num_valid", "_vocab_size")
@@ -34,7 +32,10 @@ class EpisodeTokens(list[int]):
         return self._blocks
 
     def unchecked(self, vocab_size: int) -> list[int]:
-        """Return the tokens that were not found to be in a vocabulary of this size yet."""
+        """Return the tokens that no earlier call found to be in a vocabulary of this size.
+
+        If all of them are in it, later calls leave them out.
+        """
         if vocab_size != self._vocab_size:
             self._num_valid, self._vocab_size = 0, vocab_size
         tokens = self[self._num_valid :]
@@ -56,7 +57,7 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._newer: set[int] = set()
-        """The blocks that were added last. If one is in it, so are all blocks before it."""
+        """The blocks that were added last. With each block, it has all blocks before it."""
         self._older: set[int] = set()
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -83,7 +84,7 @@ class CachedPrefixes:
 
 
 def hash_blocks(tokens: Sequence[int]) -> Sequence[int]:
-    """Return one hash per whole block of tokens. It depends on all blocks before it.
+    """Return one hash per whole block of tokens. A hash depends on its block and all earlier ones.
 
     >>> hash_blocks(range(40)) == hash_blocks(range(70))[:2]
     True
@@ -94,7 +95,7 @@ def hash_blocks(tokens: Sequence[int]) -> Sequence[int]:
 
 
 def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int]) -> list[int]:
-    """Return the hashes of a context and a reply. `known` are those of the context.
+    """Return the block hashes of a context and its reply. `known` are the hashes of the context.
 
     >>> known = hash_blocks(range(40))
     >>> add_blocks(range(40), range(40, 70), known) == hash_blocks(range(70))
@@ -105,7 +106,10 @@ def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int
 
 
 def _hashes(tokens: Sequence[int], known: Sequence[int], before: int = 0) -> list[int]:
-    """Return the hashes of all blocks after the `known` ones. `before` is the hash before these."""
+    """Return the hashes of all blocks of `tokens` after the `known` ones.
+
+    Without `known`, `before` is the hash of the block before `tokens`, or 0.
+    """
     number = known[-1] if known else before
     hashes = []
     for start in range(len(known) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):

@@ -1,8 +1,8 @@
 """The list of engine backends, which are the values of `engine.backend`.
 
-Each file of `engines/servers/` is a backend for one kind of server, and the embedded engine is
-another. Each of these modules defines `SPEC`, an `EngineSpec`. The name of the file is the name of
-the backend. Entry points of other distributions name further ones.
+Each file of `engines/servers/` is a backend for one kind of server. The embedded engine is another
+backend. Each of these modules defines `SPEC`, an `EngineSpec`. The name of the file is the name of
+the backend. Other packages add backends by entry points of the group `unstale.engines`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class EngineOptions:
     url: str = ""
     """The URL of a running server. If it is empty, the engine starts a process."""
     args: tuple[str, ...] = ()
-    """More command-line flags for the process. Flags that the run sets itself are refused."""
+    """More command-line flags for the server's process. Flags that the run sets are refused."""
     python: str = ""
     """The Python interpreter of a vLLM server. Empty uses that of this process."""
     gpu_memory_utilization: float = 0.0
@@ -37,55 +37,54 @@ class EngineOptions:
     loaded, and activations in each layer. `none` rounds nothing.
     """
     bitwise: bool = False
-    """Compute the log-probabilities of the trainer's bitwise passes (embedded engine only)."""
+    """Compute log-probabilities that equal the trainer's bit for bit (embedded engine only)."""
     threads: int = 1
     """Number of CPU threads of the process."""
     gpus: tuple[str, ...] = ()
-    """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty leaves all of them."""
+    """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty: all GPUs."""
     number: int = 0
-    """Number of the engine among those of its host. The process of an embedded engine computes on
-    the GPU with this number, of those that it may use.
+    """Number of the engine on its host, from 0. An embedded engine computes on the GPU with this
+    index among the GPUs that it may use.
     """
     gpus_each: int = 0
-    """The number of GPUs that each of several servers of a host takes, in the order of their
-    numbers, of those that they may use. 0 lets a server use all.
+    """Number of GPUs for each server of a host. The server with number 0 takes the first ones of
+    `gpus`, the next server the following ones. 0: each server may use all.
     """
     max_running: int = 128
-    """Number of replies sampled at once. Further requests wait. The embedded engine keeps as many
-    contexts in its cache. If it is slightly larger than the number of concurrent episodes, the
-    context of an episode is still cached at its next turn.
+    """Number of replies sampled at once. Further requests wait. The embedded engine caches as many
+    contexts. With a few more than there are concurrent episodes, the context of an episode is still
+    cached at its next turn.
     """
     max_context: int = 2048
     """Largest number of tokens in a sequence. A reply that reaches it ends with the reason
     "length".
     """
     keep_cache: bool = False
-    """Keep cached contexts of older weights when weights change. Tokens sampled after them are
-    marked as not clean.
+    """Keep cached keys and values when weights change. Tokens sampled after a context that was
+    cached with older weights are marked as not clean.
     """
     load_tokens: int = 0
-    """Context tokens that add one to a request's load in a pool of engines. 0 counts every request
-    as 1.
+    """Number of context tokens that add 1 to a request's load in a pool of engines. 0: each request
+    has load 1.
     """
     deltas: bool = False
-    """Let the engine load a version as its difference (delta) from the one before. The engine then
-    keeps one more copy of the weights.
+    """Let the engine load a version as the difference (delta) from the previous version. The engine
+    then keeps one more copy of the weights.
     """
     packed: bool = False
-    """Let the deltas be those of packed weights: values and scales of the format `quantise`. The
-    engine packs full weights itself.
+    """Let deltas be the differences of packed weights: values and scales of the format `quantise`.
+    The engine packs full weights itself.
     """
     transfer: Transfer = "auto"
-    """The way of weights to a vLLM server: by NCCL from the trainer's GPU, or as a file in memory.
-    """
+    """How weights reach a vLLM server: by NCCL from the trainer's GPU, or as a file in memory."""
     probe_tolerance: float = 0.0
-    """Largest mean absolute error, in nats, of the log-probabilities of a server's probe. 0 chooses
-    by the number format.
+    """Largest mean absolute error, in nats, of the log-probabilities in the probe, the test of a
+    server after each load. 0 chooses by the number format.
     """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_experts: bool = False
-    """Return the experts that an MoE model chose, with every reply."""
+    """Return, with every reply, the experts that an MoE model chose for each token."""
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
     Results then depend only on the order of calls, so that a run is deterministic.
@@ -102,32 +101,31 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A backend: the function that makes its engines, and facts about them."""
+    """A backend: the function that makes its engines, and what these engines accept."""
 
     make: Callable[[EngineOptions], Engine]
     """A function that makes an engine. It raises `ValueError` for options that the backend cannot
     use.
     """
     needs_urls: bool = False
-    """True if a run cannot start a server of this kind. Then `engine.urls` must name running
-    ones.
+    """True if a run cannot start a server of this kind. `engine.urls` must then name running
+    servers.
     """
     takes_packed: bool = False
-    """True if the engine accepts weights in values and scales of `EngineOptions.quantise`."""
+    """True if the engine accepts packed weights: values and scales of `EngineOptions.quantise`."""
     adapter_deltas: bool = False
-    """True if the engine accepts deltas of LoRA adapters, because it keeps the adapters that it
-    loaded.
+    """True if the engine accepts deltas of LoRA adapters. It must keep the adapters that it loaded.
     """
     deltas_in_parts: bool = False
-    """True if the engine accepts the deltas of trainer ranks, each of which has a part."""
+    """True if the engine accepts a `DeltaInParts`, such as one delta from each trainer rank."""
     reads_gpu: bool = False
-    """True if an engine on this machine reads weights from the memory of the trainer's GPU."""
+    """True if an engine on this machine can read weights in the memory of the trainer's GPU."""
 
 
 def engine_spec(backend: str) -> EngineSpec:
     """Return the declaration of an engine backend by its name, the value of `engine.backend`.
 
-    Raises `ConfigError` if a broken package adds it.
+    Raises `ConfigError` if another package adds the backend but it cannot be used.
     """
     if backend not in ("embedded", *modules("unstale.engines.servers")):
         return Plugins("unstale.engines", EngineSpec).load(backend)
@@ -136,9 +134,10 @@ def engine_spec(backend: str) -> EngineSpec:
 
 
 def packs_weights(config: RunConfig) -> bool:
-    """Return True if the engine gets values and scales of `engine.quantise`, not whole weights.
+    """Return True if the engine receives packed weights: values and scales of `engine.quantise`.
 
-    The differences between versions need an engine alone, which has each version in turn.
+    Later versions are sent as differences, which only a single engine can use: it loads every
+    version. LoRA runs and clusters send whole weights.
     """
     engine, cluster = config.engine, config.cluster
     is_single = engine.processes == 1 and not cluster.trainers and not cluster.engine_hosts

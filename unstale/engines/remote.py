@@ -2,9 +2,9 @@
 
 Two checks find a server that does not sample from the weights it was sent. First, the server
 returns the version that sampled each token, which must be the version loaded last. Second, after
-every load the engine samples a few tokens (the probe). It compares their log-probabilities with
-those of the trainer's model under the same weights. Until they agree, no reply of this version is
-returned. See docs/engines.md.
+every load the engine samples a few tokens (the probe) and compares their log-probabilities with
+those of the trainer's model under the same weights. No reply of this version is returned before
+they agree. See docs/engines.md.
 """
 
 import asyncio
@@ -64,18 +64,18 @@ HANG_S = 60.0
 LOAD_S = 600.0
 """Seconds after which a start, a load or a probe fails. These take longer than a request."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "fp8": 0.2}
-"""Default of `engine.probe_tolerance` in nats, by `engine.dtype` or `engine.quantise`. Rounding
-errors are smaller, also if only weights are rounded and not inputs.
+"""Default of `engine.probe_tolerance` in nats, by `engine.dtype` or `engine.quantise`. Errors by
+rounding are smaller, even if a server rounds only weights and not activations.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
-"""Sampling parameters of the probe. At temperature 1 it would not find a server whose
+"""Sampling parameters of the probe. A probe at temperature 1 would not find a server whose
 log-probabilities ignore the temperature.
 """
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
 """The value that vLLM sends for a token that has no log-probability."""
 _MAX_LOGP = 1e-3
-"""How far above 0, in nats, a log-probability may be by rounding."""
+"""Nats that a log-probability must be below. Values above 0 come from rounding."""
 NO_EXPERTS = memoryview(b"null")
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
@@ -86,7 +86,7 @@ class ProbeFailed(EngineDied):
 
 
 class VersionSpan(msgspec.Struct):
-    """A part of a server's reply that one version sampled. It ends before token `end`."""
+    """A part of a server's reply that one version sampled. The part ends before token `end`."""
 
     version: str
     end: int
@@ -100,18 +100,17 @@ class ServerReply:
     logps: tuple[float, ...]
     """The log-probability of each token, in nats."""
     logp_tokens: tuple[int, ...]
-    """The token ids that the server names beside the log-probabilities. They must equal `tokens`.
-    """
+    """The token ids to which the server's log-probabilities belong. They must equal `tokens`."""
     versions: tuple[tuple[str, int], ...]
-    """For each part of the reply sampled by one version: the version as text, and the end of the
-    part.
+    """For each part of the reply that one version sampled: the version as text, and the index of
+    the token after the part.
     """
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
     routed_experts: memoryview = NO_EXPERTS
-    """Routed experts from the first token that was asked for, as the JSON in which the server
-    encodes them. It may be null or an empty string.
+    """Routed experts as JSON text in the server's own encoding. They begin at the first token that
+    the request asked for. The text is null or an empty string if there are none.
     """
 
     @property
@@ -124,21 +123,23 @@ class RemoteEngine(ABC):
 
     Weights are passed in a file in memory, so the server must run on this host. With
     `options.deltas` the file is kept and changed in place. With `options.merging` the updates are
-    LoRA adapters, which are added to the base weights before the server gets them.
+    LoRA adapters. The engine adds them to the base weights and sends the sums to the server.
     """
 
     NAME: ClassVar[str]
     HEALTH_PATH: ClassVar[str]
     GENERATE_PATH: ClassVar[str]
     MIN_TEMPERATURE: ClassVar[float]
-    """Lowest temperature that the server applies. It replaces lower ones."""
+    """Lowest temperature above 0 that the server applies. It changes lower ones, so the engine
+    refuses them.
+    """
     REPLY: ClassVar[Any] = Any
-    """The type of the JSON of a reply, for msgspec. Fields that it does not name are skipped, which
+    """The msgspec type of a reply's JSON. Fields that the type does not name are skipped, which
     makes long replies faster to read.
     """
 
     def __init__(self, options: EngineOptions, server: VllmServer | None = None) -> None:
-        """Use the server at `options.url`, or a `server` that this engine starts."""
+        """Use the running server at `options.url`, or `server`, which this engine starts."""
         if options.deltas and options.merging:
             raise ValueError("deltas of adapters do not change merged weights: use full updates")
         self.options = options
@@ -168,7 +169,7 @@ class RemoteEngine(ABC):
         self._version = -1
         """The version that was loaded last."""
         self._staged: tuple[Update, int, Mapping[str, Tensor]] | None = None
-        """An update, its version, and the weights that `_share` made of it."""
+        """The last staged update, its version, and the weights that `_share` made of it."""
 
     @abstractmethod
     async def _handshake(self) -> int:
@@ -179,26 +180,26 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _pause(self, *, keep_cache: bool) -> None:
-        """Stop all replies on the server, and drop its cache unless it is kept."""
+        """Stop all replies on the server. Drop the server's cache unless `keep_cache` is set."""
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these requests, which reached the server after the pause."""
+        """Stop the requests with these IDs, which reached the server after the pause."""
 
     @abstractmethod
     async def _load_weights(self, folder: Path, version: int) -> None:
-        """Make the server load the file in `folder` with its version. Afterwards it can sample."""
+        """Make the server load the weight file in `folder` as `version`, and be able to sample."""
 
     @abstractmethod
     async def _loaded_version(self) -> str:
-        """Return the version of the weights that the server has.
+        """Return the version of the server's weights, as text.
 
         The server's engine process must answer this itself, so that a frozen process is noticed.
         """
 
     @abstractmethod
     async def _unpause(self) -> None:
-        """End the server's pause. `_load_weights` may already have ended it."""
+        """End the server's pause, which `_load_weights` may already have ended."""
 
     @abstractmethod
     def _request_body(
@@ -207,21 +208,25 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply:
-        """Return a reply from its JSON, which has the type `REPLY`. Large ones are parsed in a
-        thread.
+        """Return a reply from its decoded JSON, which has the type `REPLY`.
 
-        Raises LookupError, TypeError or ValueError if it is malformed.
+        Called in a thread for large replies. Raises LookupError, TypeError or ValueError if the
+        JSON is malformed.
         """
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
         """Return `ServerReply.routed_experts` as an array of expert numbers, `[tokens, layers, k]`.
 
-        A backend whose replies have `routed_experts` must define it.
+        A backend whose replies have `routed_experts` must define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode routed experts")
 
     async def start(self) -> None:
-        """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
+        """Start the server, or connect to a running one.
+
+        Raises ValueError if the server lacks what a run needs, and `EngineDied` if it does not
+        answer.
+        """
         await self._end_session("the engine was started again")
         session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
         self._version = -1
@@ -286,9 +291,9 @@ class RemoteEngine(ABC):
             raise self._fail(session, f"malformed routed experts: {error}") from error
 
     def _read_experts(self, encoded: memoryview, first: int, stop: int) -> RoutedExperts:
-        """Return the routed experts of a text of `stop` tokens, from the token `first` on.
+        """Return the routed experts of a sequence of `stop` tokens, from the token `first` on.
 
-        Raises ValueError if they are invalid.
+        Raises ValueError if the encoded experts are invalid, or have rows for more tokens.
         """
         decoded = self._decode_experts(encoded)
         experts = pack_experts(decoded, self._num_experts, routed=self._routed)
@@ -338,15 +343,16 @@ class RemoteEngine(ABC):
             session.probe.add_done_callback(partial(_probe_ended, until_probed.pop_all()))
 
     async def _send_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Pause the server and make it load the result of `_share`."""
+        """Pause the server and make it load the weights that `_share` returned."""
         assert isinstance(weights, SharedWeights)
         await self._pause(keep_cache=self.options.keep_cache)
         await self._load_weights(weights.folder, version)
 
     def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
-        """Write the weights to the file for the server, or apply a delta to it. Runs in a thread.
+        """Write the weights to the file for the server, or apply a delta to the file's weights.
 
-        A file that has exactly what the server loads is used as it is.
+        Return the weights in the file. If the update is a file with exactly these weights, that
+        file is used. Runs in a thread.
         """
         with _reading(update), self._weights.changing():
             if session.error:  # a later start has written other weights
@@ -368,7 +374,7 @@ class RemoteEngine(ABC):
         session.open.set()
 
     async def close(self) -> None:
-        """Close the engine. If it started the server, end the server and wait for its end."""
+        """Close the engine. If this engine started the server, end it and wait for its end."""
         await self._end_session("the engine is closed")
         self._weights.close()
         if self.server is not None:
@@ -406,7 +412,10 @@ class RemoteEngine(ABC):
         return reply
 
     def _decode_reply(self, body: Body) -> ServerReply:
-        """Return a reply from the bytes of its JSON. Raises ConnectionError if it is malformed."""
+        """Return a reply from the bytes of its JSON.
+
+        Raises ConnectionError if the JSON is malformed.
+        """
         routed_experts = None
         if self.options.record_experts and len(body) > LARGE_BODY_BYTES:
             body, routed_experts = cut_experts(body)
@@ -419,7 +428,8 @@ class RemoteEngine(ABC):
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
         """Return the tokens and log-probabilities of a reply.
 
-        Raises `EngineDied` if they were not sampled by `version`, or have no log-probabilities.
+        Raises `EngineDied` if another version than `version` sampled a token, or if a token has no
+        valid log-probability.
         """
         tokens = reply.tokens
         session = self._live_session()
@@ -438,7 +448,7 @@ class RemoteEngine(ABC):
         return Sampled(tokens, logps, version)
 
     async def _verified(self, session: "_Session") -> None:
-        """Wait until the probe of the loaded version has passed. Raise its error if it fails."""
+        """Wait until the probe of the loaded version has passed. If it fails, raise its error."""
         if session.probe is not None:
             await asyncio.wait((session.probe,))
             session.probe.result()
@@ -446,7 +456,10 @@ class RemoteEngine(ABC):
     async def _probe(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> None:
-        """Raise `ProbeFailed` if the mean absolute error exceeds `options.probe_tolerance`."""
+        """Sample tokens and compare their log-probabilities with those of the trainer's model.
+
+        Raises `ProbeFailed` if the mean absolute error exceeds `options.probe_tolerance`.
+        """
         try:
             errors = await self._probe_errors(session, version, weights)
         except EngineDied:
@@ -470,8 +483,9 @@ class RemoteEngine(ABC):
     async def _probe_errors(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> Tensor:
-        """Sample some tokens. Return the absolute differences, in nats, of their log-probabilities
-        from those of the trainer's model.
+        """Sample tokens. Return the absolute errors of their log-probabilities, in nats.
+
+        The true values are those of the trainer's model with `weights`.
         """
         prompt = self._probe_prompt(version)
         request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
@@ -492,12 +506,15 @@ class RemoteEngine(ABC):
         return (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
 
     def _expected_logps(self, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
-        """Return the log-probabilities of the probe's tokens. Runs in a thread."""
+        """Return the log-probabilities of all `tokens` but the first under `weights`, `[T - 1]`.
+
+        Runs in a thread.
+        """
         with _reading(weights):  # the thread may run on after the probe was cancelled
             return self._reference.logps(weights, tokens, temperature=_PROBE_PARAMS.temperature)
 
     def _probe_prompt(self, version: int) -> list[int]:
-        """Return random tokens for the probe, the same for every engine that loads this version."""
+        """Return random prompt tokens, which are the same for every engine that loads `version`."""
         noise = torch.Generator().manual_seed(version)
         length = min(_PROBE_PROMPT, self.options.max_context - 1)
         tokens: list[int] = torch.randint(
@@ -508,7 +525,8 @@ class RemoteEngine(ABC):
     async def _wait_until_reachable(self, session: "_Session") -> None:
         """Wait until the server answers.
 
-        Raises `EngineDied` at once if another program started the server and it has never answered.
+        Raises `EngineDied` at the first failure if this engine did not start the server and the
+        server has never answered, or if the process that this engine started has ended.
         """
         timeout_s = LOAD_S if self.server is not None else HANG_S
         async with self._deadline(session, timeout_s, "not ready"):
@@ -531,8 +549,9 @@ class RemoteEngine(ABC):
     ) -> None:
         """Send a command to the server.
 
-        Raises `EngineDied` if the server refuses it or takes longer than `timeout_s`. If the
-        refusal contains the text `retry_on`, the command is sent again until `timeout_s` is over.
+        Raises `EngineDied` if the server refuses the command or takes longer than `timeout_s`
+        (default: `HANG_S`). If the refusal contains the text `retry_on`, the command is sent again
+        until `timeout_s` is over.
         """
         session = self._live_session()
         async with self._deadline(session, timeout_s or HANG_S, f"no answer to {path}"):
@@ -552,7 +571,10 @@ class RemoteEngine(ABC):
     def _deadline(
         self, session: "_Session", seconds: float, failure: str
     ) -> AbstractAsyncContextManager[None]:
-        """Raise `EngineDied` with the reason `failure` if the context's body takes too long."""
+        """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
+
+        `failure` is the reason in the error's text.
+        """
         return deadline(seconds, partial(self._fail, session), failure)
 
     async def _end_session(self, reason: str) -> None:
@@ -569,14 +591,14 @@ class RemoteEngine(ABC):
         return self._session
 
     async def _while_alive(self, session: "_Session", awaitable: Awaitable[_T]) -> _T:
-        """Wait for a result while the server works. Raises `EngineDied` when it does not."""
+        """Wait for a result. Raises `EngineDied` if the server or a request to it fails."""
         try:
             return await session.while_alive(awaitable)
         except OSError as error:
             raise self._fail(session, str(error)) from error
 
     async def _check_health(self, session: "_Session") -> None:
-        """Raise `EngineDied` if the server is frozen or has another version than was loaded."""
+        """Raise `EngineDied` if the server does not answer, or reports an unexpected version."""
         async with self._deadline(session, HANG_S, "its engine did not answer"):
             with malformed_as_connection_error():
                 version = await self._loaded_version()
@@ -585,9 +607,9 @@ class RemoteEngine(ABC):
             raise self._fail(session, reason)
 
     def _fail(self, session: "_Session", reason: str) -> EngineDied:
-        """Make all calls until the next start fail. Kill the server if this engine started it.
+        """Return the error to raise for a failure of the server.
 
-        Return the error to raise.
+        All calls until the next start fail, too. The server is killed if this engine started it.
         """
         if session.error:
             return EngineDied(session.error)
@@ -601,7 +623,7 @@ class RemoteEngine(ABC):
 
 
 def _reading(weights: Update) -> AbstractContextManager[None]:
-    """Return a context in which nobody changes `weights`, if they are in a file."""
+    """Return a context in which `weights` that are in a shared file are not changed."""
     return weights.reading() if isinstance(weights, SharedWeights) else contextlib.nullcontext()
 
 
@@ -612,14 +634,14 @@ def _probe_ended(resources: ExitStack, probe: "asyncio.Future[None]") -> None:
 
 
 def _in_range(logps: Sequence[float]) -> bool:
-    """Return True if these may be log-probabilities of sampled tokens. NaN may not."""
+    """Return True if all values can be log-probabilities of sampled tokens. NaN cannot."""
     if not logps:
         return True
     return math.isfinite(sum(logps)) and min(logps) > _MIN_LOGP and max(logps) < _MAX_LOGP
 
 
 def _describe_fault(reply: ServerReply) -> str:
-    """Return what is wrong with the log-probabilities of a reply."""
+    """Return a message about the first invalid log-probability of a reply."""
     tokens, logps, named = reply.tokens, reply.logps, reply.logp_tokens
     if not len(logps) == len(named) == len(tokens):
         return (
@@ -642,7 +664,7 @@ def _describe_fault(reply: ServerReply) -> str:
 
 @contextlib.contextmanager
 def malformed_as_connection_error() -> Iterator[None]:
-    """Turn errors from a malformed answer into connection errors, within a context."""
+    """Return a context that raises ConnectionError in place of errors from a malformed answer."""
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:

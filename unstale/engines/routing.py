@@ -1,8 +1,8 @@
-"""LossSpec by which a pool of engines chooses an engine for a request.
+"""Rules by which a pool of engines chooses an engine for a request.
 
 The engines may be divided into two groups: one for requests with much new context (prefill), one
-for the others (decode). This is P/D-Serve's division, and RollArt's map of phases to hardware. The
-pool of a run and the simulated pool use the same functions.
+for the others (decode). P/D-Serve divides engines like this, and RollArt maps phases to hardware.
+The pool of a run and the planner's simulated pool use the same functions.
 """
 
 from collections import deque
@@ -14,22 +14,22 @@ MAX_EXTRA_REPLIES = 8
 request without context has load 1.
 """
 CACHED_TOKENS_PER_REPLY = 128
-"""Number of cached tokens that are worth one additional reply on an engine. For a small model,
-computing them takes as long as the wait.
+"""Number of cached context tokens that outweigh one more reply on an engine. For a small model,
+computing them takes as long as the wait for that reply.
 """
 FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
-"""Number of cached tokens that keep a request on an engine of the other group. They are worth as
-many replies as an engine with a useful cache may have beyond the least loaded one.
+"""A request goes to the other group if an engine there has cached more than this many tokens more
+of its context. They outweigh `MAX_EXTRA_REPLIES` replies.
 """
 _KEPT = 50
-"""Number of replies whose lengths are kept. More would follow a change of lengths too late."""
+"""Number of reply lengths that are kept. With more, the mean would follow a change too late."""
 
 
 def request_weight(context: int, load_tokens: int) -> int:
     """Return the load of a request with `context` tokens: 1 + floor(context / load_tokens).
 
-    It is 1 if `load_tokens` is 0. A reply reads its whole context for each token that it samples.
-    The formula is AgentMath's, with w_base = 1.
+    The load is 1 if `load_tokens` is 0. The context counts because each sampled token attends to
+    all of it. The formula is AgentMath's, with w_base = 1.
     """
     return 1 + (context // load_tokens if load_tokens else 0)
 
@@ -39,10 +39,10 @@ class Phases:
     """The division of a pool's engines into a prefill group and a decode group."""
 
     prefill_engines: int = 0
-    """Number of engines in the prefill group. These are the first ones. 0 makes no groups."""
+    """Number of engines in the prefill group: the first ones of the pool. 0 makes no groups."""
     ratio: float = 8.0
-    """A request belongs to the prefill group if its new context tokens are more than this many
-    times the tokens of its reply.
+    """A request belongs to the prefill group if it has more than this many new context tokens for
+    each expected token of its reply.
     """
 
     def is_prefill(self, new_tokens: int, reply_tokens: float) -> bool:
@@ -62,20 +62,20 @@ NO_PHASES = Phases()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine that works, as one request sees it."""
+    """The state of a working engine that a request may be sent to."""
 
     load: int
-    """Sum of the weights of its running and waiting requests, see `request_weight`."""
+    """Sum of the loads of the engine's running and waiting requests (`request_weight`)."""
     cached: int
-    """Number of the request's context tokens that it has cached."""
+    """Number of the request's context tokens that the engine has cached."""
     is_free: bool
-    """False if it has no place, so that it rejects the request."""
+    """False if the engine already runs as many requests as it can, so that it rejects this one."""
     prefills: bool = False
-    """True if it belongs to the prefill group."""
+    """True if the engine belongs to the prefill group."""
     takes_prefill: bool = True
-    """False if it rejects requests of the prefill group."""
+    """False if the engine rejects requests of the prefill group."""
     pending: int = 0
-    """Number of context tokens that it has to compute first, for other requests."""
+    """Number of context tokens of other requests that the engine has to compute first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class Choice:
     """The engine for a request."""
 
     index: int
-    """Its index among the candidates."""
+    """The engine's index among the candidates."""
     has_place: bool
     """False if all engines reject the request, so that it waits."""
     rejects: int
-    """Number of engines that come first in order of preference, but have no place or other context
-    to compute.
+    """Number of engines that are preferred to this one, but have no place or other context to
+    compute.
     """
     is_prefill: bool
     """True if the request belongs to the prefill group."""
@@ -99,11 +99,11 @@ def choose(
 ) -> Choice:
     """Choose an engine by the phase of a request with `context` tokens.
 
-    The request belongs to the prefill group if the decode engine that has most of its context
-    would have to compute too many new tokens (`Phases.is_prefill`). It goes to this group if an
-    engine there has a place, otherwise to the other group. If all engines reject it, it waits in
-    its group. It also goes to the other group if the engine there has more than `FOREIGN_TOKENS`
-    more of its context. A group without a working engine is left out.
+    The request's group is prefill if the decode engine with most of its context cached would still
+    have to compute too many tokens (`Phases.is_prefill`), else decode. The request is sent to an
+    engine of its group. It is sent to the other group if only that one has a place, or if an engine
+    there has cached more than `FOREIGN_TOKENS` more of its context. If all engines reject it, it
+    waits in its group. A group without a working engine is ignored.
 
     >>> prefill = Candidate(load=1, cached=0, is_free=True, prefills=True)
     >>> decode = Candidate(load=5, cached=0, is_free=True)
@@ -135,9 +135,9 @@ def choose_in(
 
     The preferred engine has the least load and context to compute, where `CACHED_TOKENS_PER_REPLY`
     tokens count as a load of 1. Engines whose load is more than `MAX_EXTRA_REPLIES` above the least
-    come last. An engine without a place rejects the request, which then goes to the next one. So
-    does an engine with pending context, unless waiting for it is shorter than to compute the
-    request's context elsewhere. If all reject the request, it waits at the preferred one.
+    come last. Engines without a place are skipped. An engine with pending context of other requests
+    is skipped if computing the request's context elsewhere takes fewer tokens. If no engine has a
+    place, the request waits at the preferred one.
     """
     most = min(candidates[index].load for index in group) + MAX_EXTRA_REPLIES
 
@@ -162,7 +162,7 @@ def choose_in(
 
 
 class ReplyLengths:
-    """The lengths of the last complete replies, from which the length of another is expected.
+    """The lengths of the last complete replies, to estimate the length of another reply.
 
     >>> lengths = ReplyLengths()
     >>> lengths.expected(64)
@@ -179,14 +179,14 @@ class ReplyLengths:
         self._lengths: deque[int] = deque(maxlen=_KEPT)
 
     def add(self, tokens: int) -> None:
-        """Add the length of a complete reply, from its first token on."""
+        """Add the length of a complete reply, in tokens, including parts of earlier requests."""
         self._lengths.append(tokens)
 
     def expected(self, max_tokens: int, sampled: int = 0) -> float:
         """Return the expected length of the rest of a reply, at most `max_tokens` tokens.
 
-        It is the mean rest of the replies that were longer than the `sampled` tokens so far. If
-        none was, it is `max_tokens`.
+        The reply has `sampled` tokens so far. The result is the mean rest of the recorded replies
+        that were longer than that, or `max_tokens` if none was.
         """
         rests = [length - sampled for length in self._lengths if length > sampled]
         return min(float(max_tokens), sum(rests) / len(rests)) if rests else float(max_tokens)

@@ -1,7 +1,7 @@
 """A fake engine that returns given tokens, for tests of code that uses an engine.
 
 It runs in this process, deterministically and without a model. Replies take time only in
-`token_delay`. So a test decides which reply is slow, and at which token an interrupt ends it.
+`token_delay`. So a test decides which reply is slow, and at which token an interruption ends it.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from unstale.records import Sampled
 from unstale.weights.store import Delta
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""A function from a context to the tokens of the reply, up to a stop token or `max_tokens`
-tokens.
+"""A function from a context to the tokens of the reply. They must contain a stop token or be at
+least `max_tokens`.
 """
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""A function of context and reply so far. It is awaited before each token, and so controls the
-speed.
+"""A function of the context with the reply so far. It is awaited before each token, and so controls
+the speed.
 """
 
 
@@ -39,8 +39,8 @@ class ScriptedEngine:
     """An engine that returns tokens from a script instead of sampling.
 
     `script` returns the reply to a context. It is called again when an interrupted reply continues.
-    `logp` is the log-probability of every token, or a function of (context, token). `load` accepts
-    only weights with the names and shapes of `parameters`, or any weights if these are not given.
+    `logp` is the log-probability of every token, or a function of (context, token). If `parameters`
+    are given, `load` accepts only weights with their names and shapes.
 
     >>> async def hello() -> Reply:
     ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
@@ -178,7 +178,7 @@ class ScriptedEngine:
                 halt.reschedule(0.0)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the number of tokens since the last call. The other counters are 0."""
+        """Return the number of sampled tokens since the last call. The other counters are 0."""
         sampled_tokens = float(self._sampled_tokens)
         self._sampled_tokens = 0
         return dict.fromkeys(REQUIRED_COUNTERS, 0.0) | {"sampled_tokens": sampled_tokens}

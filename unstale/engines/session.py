@@ -1,6 +1,6 @@
-"""The state of an engine in other processes, and functions that wait for its calls.
+"""The state of an engine that runs in other processes, and functions that wait for its answers.
 
-A call fails when the engine dies, or after a time limit.
+A wait fails when the engine dies, or after a time limit.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ _T = TypeVar("_T")
 
 
 class EngineSession:
-    """The state of an engine in other processes, from one start to the next.
+    """The state of an engine that runs in other processes, from one start to the next.
 
     The caller's function `check_health` is awaited every `CHECK_S` seconds while replies are
-    pending. It must raise `EngineDied` for an engine that does not work.
+    pending. It must raise `EngineDied` if the engine does not work.
     """
 
     def __init__(self, check_health: Callable[[], Awaitable[None]]) -> None:
         self.error = ""
-        """The reason why the session ended."""
+        """The reason why the session ended. Empty while it lasts."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
         """Set while the engine may sample, from `resume` to `interrupt`."""
@@ -50,7 +50,7 @@ class EngineSession:
             self.quiet.set()
 
     async def while_alive(self, awaitable: Awaitable[_T]) -> _T:
-        """Await a result. Raises `EngineDied` once the session has ended."""
+        """Await and return a result. Raises `EngineDied` if the session ends first."""
         task = asyncio.ensure_future(awaitable)
         try:
             while not task.done():
@@ -69,7 +69,10 @@ class EngineSession:
                 task.exception()  # marks it as retrieved
 
     def _check_due(self) -> bool:
-        """Return True if the last check is too long ago, and count this as a check."""
+        """Return True if the last health check was `CHECK_S` seconds ago or more.
+
+        The caller must then check: this time is recorded as that of the last check.
+        """
         now = time.monotonic()
         due = now >= self._checked_at + CHECK_S
         if due:
@@ -81,10 +84,10 @@ class EngineSession:
 async def deadline(
     seconds: float, died: Callable[[str], EngineDied], what: str
 ) -> AsyncIterator[None]:
-    """Limit a `with` block to `seconds`. If it takes longer, raise an `EngineDied`.
+    """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
 
-    `died` makes this error from the text "<what> within <seconds> s". `what` says what did not
-    happen, such as "no answer".
+    `died` makes this error from the text "<what> within <seconds> s". `what` is a failure, such as
+    "no answer".
     """
     try:
         async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""Counters of an engine on a server, and a record of what the server has in its cache."""
+"""Counters of an engine on a server, and a record of the contexts in the server's prefix cache."""
 
 import time
 from collections.abc import Sequence
@@ -37,32 +37,32 @@ class UsageCounters:
         self._busy_since: float | None = None
 
     def begin(self) -> None:
-        """Note that the server is busy from now on, to count its busy and idle time."""
+        """Count the time from now on as busy, until `end`."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
 
     def end(self) -> None:
-        """Note that the server is idle from now on, to count its busy and idle time."""
+        """Count the time from now on as idle, until `begin`."""
         if self._busy_since is not None:
             self._counters["busy_s"] += time.monotonic() - self._busy_since
             self._busy_since = None
 
     def probed(self, error: float) -> None:
-        """Count the mean log-probability error of a probe in nats."""
+        """Record a probe's mean log-probability error, in nats. The largest since `read` counts."""
         self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], error)
 
     def loaded(self) -> None:
-        """Count a weight update."""
+        """Record a weight update: cached contexts are from now on those of older weights."""
         if self._keep_cache:
             self._current.update(self._older)
         self._older = self._current
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply. `cached` is how many tokens of its context the server found in its cache.
+        """Count a reply. Return True if it is clean.
 
-        Return True if the reply is clean. An empty reply is not counted, because the server may not
-        have begun to compute it.
+        `cached` is the number of context tokens that the server found in its cache. An empty reply
+        is not counted, because the server may not have begun to compute it.
         """
         if not reply:
             return True
@@ -83,8 +83,8 @@ class UsageCounters:
     def read(self) -> dict[str, float]:
         """Return the counters since the last call, and set them to 0.
 
-        The time for computing dropped contexts again is estimated: its share of the busy time is
-        taken as its share of the tokens.
+        `reprefill_s`, the time for computing dropped contexts again, is estimated: its share of the
+        busy time is taken as the share of these tokens in all computed tokens.
         """
         if self._busy_since is not None:
             self.end()

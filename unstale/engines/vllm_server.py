@@ -22,8 +22,8 @@ from unstale.weights.child_process import visible_gpus
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 _WORKER = "unstale_vllm_worker"
-"""The name of `vllm_worker.py` in the server's process. A link with this name is all of this
-package that is importable there, so the interpreter needs no other packages than vLLM's.
+"""The module name of `vllm_worker.py` in the server's process. Nothing else of this package can be
+imported there, so the interpreter needs only the packages of vLLM.
 """
 EXTENSION = f"{_WORKER}.Extension"
 _CHECK_S = 60.0
@@ -37,8 +37,8 @@ _SOCKET_NAME_BYTES = 36
 ACTIVATIONS_SHARE = 0.15
 """Share of GPU memory that is left free for the trainer's activations and caches."""
 QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
-"""The values of vLLM's `--quantization` for `EngineOptions.quantise`. `fp8_per_block` has the
-blocks of `model.quantisation.FORMATS`. It quantises bfloat16 weights each time they are loaded.
+"""The value of vLLM's `--quantization` for each value of `EngineOptions.quantise`. `fp8_per_block`
+uses the blocks of `model.quantisation.FORMATS`, and quantises bfloat16 weights at each load.
 """
 _MEMORY_FLAG = "--gpu-memory-utilization"
 _OPTIONS = {
@@ -50,21 +50,22 @@ _OPTIONS = {
     "--weight-transfer-config": "engine.transfer",
     _MEMORY_FLAG: "engine.gpu_memory_utilization",
 }
-"""The option of a run that sets each flag, where there is one."""
+"""Flags of vLLM that an option of the run sets, with this option's name."""
 
 
 class VllmServer:
     """A vLLM server and its child processes. They end with `close`, or when this process ends.
 
-    The server starts with random weights. So the probe after the first load finds every parameter
-    that the load did not change.
+    The server starts with random weights. So the probe after the first load fails if the load left
+    a parameter unchanged.
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
-        """Start nothing yet.
+        """Prepare the command. `start` starts the server.
 
-        Raises ValueError for flags that the run sets, a long `TMPDIR`, a Python that is missing
-        and too few GPUs.
+        vLLM adds the class `extension` to its workers. Raises ValueError if `options.args` has a
+        flag that the run sets, the path of `TMPDIR` is too long, the Python interpreter is missing,
+        or there are too few GPUs.
         """
         self._folder = _socket_folder()
         self._resources = contextlib.ExitStack()
@@ -75,7 +76,7 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
         self._lock = threading.Lock()
-        """Held during `start` and `close`, which run in threads."""
+        """The lock that `start` and `close` hold, because they run in threads."""
         self._arguments = [
             f"--model={options.model_folder.resolve()}",
             f"--uds={self._folder}/http",
@@ -121,8 +122,8 @@ class VllmServer:
         """End the present process, if there is one, and start a new one.
 
         The call does not wait until the server can answer requests. No process is started if
-        `is_wanted` returns False. A caller that closes the server meanwhile lets it return False
-        first, because `close` may run before this call or after it.
+        `is_wanted` returns False. `close` may run in another thread before or after this call, so
+        whoever calls `close` must first let `is_wanted` return False.
         """
         with self._lock:
             self._end()
@@ -173,9 +174,10 @@ class VllmServer:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the server and wait for it.
+        """End the server and wait for its end.
 
-        SIGTERM is sent first, because a kill leaves shared memory behind.
+        SIGTERM is sent first, because a kill leaves shared memory behind. After `_TERMINATE_S`
+        seconds the server is killed.
         """
         with self._lock:
             if self._process is not None and self.alive:
@@ -195,7 +197,7 @@ class VllmServer:
 
 
 def require_vllm(python: str) -> None:
-    """Raise ValueError if the interpreter `python`, or that of this process, has no vLLM."""
+    """Raise ValueError if vLLM is not installed for the interpreter `python` ("": this one)."""
     if python:
         _require_vllm_of(python, find_python(python))
     elif find_spec("vllm") is None:
@@ -207,9 +209,9 @@ def require_vllm(python: str) -> None:
 
 
 def find_python(python: str) -> str:
-    """Return the path of the interpreter `python`, or that of this process if it is empty.
+    """Return the path of the interpreter `python`, or of this process's interpreter if it is "".
 
-    Raises ValueError if it is no program.
+    Raises ValueError if `python` is not an executable program.
     """
     if not python:
         return sys.executable
@@ -242,7 +244,10 @@ def _require_vllm_of(python: str, path: str) -> None:
 
 
 def _socket_folder() -> Path:
-    """Return the path of a new folder for sockets. ValueError if their paths would be too long."""
+    """Return the path of a new folder for sockets, without creating the folder.
+
+    Raises ValueError if the paths of the sockets would be too long.
+    """
     parent = tempfile.gettempdir()
     folder = Path(parent, f"{_PREFIX}{secrets.token_hex(6)}")
     over = len(os.fsencode(folder)) + 1 + _SOCKET_NAME_BYTES - _MAX_SOCKET_BYTES
@@ -257,9 +262,10 @@ def _socket_folder() -> Path:
 
 
 def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
-    """Return the user's flags. Raises `ValueError` for a flag that the run sets itself.
+    """Return the user's flags. Raises ValueError for a flag that the run sets itself.
 
-    Beginnings of a flag's name are also found, because vLLM accepts them.
+    `own` are the flags that the run sets. Abbreviated flags are also found, because vLLM accepts
+    them.
     """
     taken = [*(each.partition("=")[0] for each in own), _MEMORY_FLAG]
     for flag in flags:
@@ -275,7 +281,10 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
 
 
 def gpus_here() -> list[str]:
-    """Return the GPUs that this process may use, without making use of one."""
+    """Return the GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`.
+
+    No GPU is initialised for that.
+    """
     if not torch.cuda.is_available():
         return []
     count = torch.cuda.device_count()
@@ -286,7 +295,10 @@ def gpus_here() -> list[str]:
 
 
 def _own_gpus(options: EngineOptions) -> Sequence[str]:
-    """Return the GPUs of a server. Raises ValueError if there are too few."""
+    """Return the GPUs of the server with `options.number`, of those that its host may use.
+
+    Raises ValueError if there are too few.
+    """
     gpus = options.gpus or gpus_here()
     if not options.gpus_each or not gpus:
         return options.gpus
@@ -308,9 +320,9 @@ def can_quantise(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int) -> float:
     """Return the share of one GPU's memory that a server may use next to the trainer.
 
-    `total` is the GPU's memory in bytes. `trainer_bytes` and `engine_bytes` are per weight of the
-    model. The trainer keeps 15% more, for activations. Raises `ValueError` if trainer and server do
-    not fit together.
+    `weights` is the model's number of weights, and `total` the GPU's memory in bytes.
+    `trainer_bytes` and `engine_bytes` are bytes per weight. Another 15% of the memory are left for
+    the trainer's activations. Raises ValueError if trainer and server do not fit together.
 
     >>> gpu_share(4_000_000_000, total=140_000_000_000, trainer_bytes=18, engine_bytes=2)
     0.33
@@ -328,10 +340,12 @@ def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int
 
 
 def server_environment(modules: Path, *, python: str, threads: int) -> dict[str, str]:
-    """Return the environment variables of a server, whose sockets are beside the folder `modules`.
+    """Return the environment variables of a server.
 
-    The variables of this process replace the defaults, except those that a run requires. The
-    folder of `python` comes first in `PATH`, because vLLM starts tools that are installed there.
+    `modules` is the folder from which the server imports `vllm_worker.py`. The server's sockets are
+    in the parent of this folder. Variables of this process replace the defaults, but not those that
+    a run requires. The folder of `python` comes first in `PATH`, because vLLM starts tools that are
+    installed there.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

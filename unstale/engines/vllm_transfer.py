@@ -1,11 +1,11 @@
-"""Sending weights from the trainer's GPU to the workers of a vLLM server, by vLLM's NCCL transfer.
+"""Send weights from the trainer's GPU to the workers of a vLLM server, by vLLM's NCCL transfer.
 
 The trainer and the workers of one server form a group, in which the trainer has rank 0. An HTTP
 request makes the workers receive, and a thread of the trainer sends meanwhile. The request has a
 time limit. NCCL has none, so the thread must never delay the end of the run.
 
-The weights are whole before the first is sent. So the collectives of trainer ranks never wait for
-those of the group.
+With several trainer ranks, all weights are gathered before the first one is sent. So the
+collectives of the trainer ranks never wait for those of this group.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 PACKET_BYTES = 1 << 28
-"""Bytes after which a packet of weights is sent.
+"""Size in bytes above which a packet of weights is sent.
 
-It ends with the tensor that exceeds this number, so a packet may be larger by one tensor. The
-trainer holds the tensors of a packet and their copy, the workers up to two packets.
+A packet ends with the tensor that exceeds this size, so it may be larger by one tensor. The trainer
+holds the tensors of a packet and their copy, the workers up to two packets.
 """
 
 
 class TransferGroup(Protocol):
-    """The trainer and all workers of a server. Methods block; other threads may call `close`."""
+    """The trainer and all workers of a server. Methods block. Other threads may call `close`."""
 
     id: str
-    """The text with which workers join the group: 128 bytes in base64 for NCCL."""
+    """The identifier with which workers join the group: for NCCL, 128 bytes in base64."""
     device: torch.device
     """The device of the data to broadcast."""
 
@@ -44,9 +44,9 @@ class TransferGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """End the group, and a `broadcast` that waits for a dead worker.
+        """Close the group. A `broadcast` that waits for a dead worker then ends.
 
-        A `join` that waits may not end, but its group is then closed when it is complete.
+        A `join` that waits may not end. If it does, the group is closed then.
         """
         ...
 
@@ -96,7 +96,10 @@ class NcclGroup:
 
 
 def nccl_groups() -> MakeGroup:
-    """Return the function that makes NCCL groups. Raises ValueError if NCCL cannot be used here."""
+    """Return the function that makes NCCL groups.
+
+    Raises ValueError if this process has no CUDA GPU or no vLLM.
+    """
     if not torch.cuda.is_available():
         raise ValueError(
             "engine.transfer = nccl sends weights from a GPU of the trainer, and torch finds no "
@@ -125,7 +128,7 @@ def join_request(group: TransferGroup, size: int) -> dict[str, Any]:
 
 
 def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the body of the request with which the workers receive `weights`, in this order."""
+    """Return the body of the request that makes the workers receive `weights`, in this order."""
     return {
         "update_info": {
             "names": list(weights),
@@ -136,7 +139,7 @@ def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def send(group: TransferGroup, weights: Mapping[str, Tensor]) -> None:
-    """Send weights in packets. A packet ends after the tensor with which it exceeds its size."""
+    """Send weights in packets. A packet ends with the tensor that exceeds `PACKET_BYTES`."""
     packet: list[Tensor] = []
     size = 0
     for tensor in weights.values():
@@ -151,9 +154,9 @@ def send(group: TransferGroup, weights: Mapping[str, Tensor]) -> None:
 
 
 def run_in_thread(call: Callable[[], None]) -> "asyncio.Future[None]":
-    """Run a function in a new thread, which the end of the process does not wait for.
+    """Run a function in a new daemon thread. Return a future that is done when the function ends.
 
-    The result is a ConnectionError if the function raises an error.
+    If the function raises an error, the future raises ConnectionError.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()

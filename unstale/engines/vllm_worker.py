@@ -1,4 +1,4 @@
-"""The code that runs inside vLLM: loading of weights, and the entry point of the server.
+"""The code that runs inside vLLM's processes: loading of weights, and the server's entry point.
 
 This file and `vllm_transfer.py` import vllm, inside functions. No other file does.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 TERMINATE_S = 5
-"""Seconds in which the server must end by itself. Then its processes are killed."""
+"""Seconds that the server has to end after SIGTERM. Then its processes are killed."""
 
 
 class Extension:
@@ -24,13 +24,13 @@ class Extension:
     reload_weights: Any
 
     def unstale_quantization(self) -> list[str | None]:
-        """Return the value of `--quantization` with which the server was started, in a list."""
+        """Return a list with one entry: the server's `--quantization`, or None if it has none."""
         return [self.vllm_config.model_config.quantization]
 
     def unstale_load(self, path: str) -> None:
         """Load all weights from a safetensors file with the names of a checkpoint.
 
-        With `--quantization` vLLM quantises them again, layer by layer.
+        If the server was started with `--quantization`, vLLM quantises the weights layer by layer.
         """
         self.reload_weights(
             weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True
@@ -38,7 +38,7 @@ class Extension:
         self.unstale_repack()
 
     def unstale_repack(self) -> None:
-        """Convert the weights of the output head again, for vLLM's CPU build.
+        """Convert the weights of linear layers again. Only vLLM's CPU build needs this.
 
         That build converts an output head that is tied to the embedding only when it creates the
         model. A load changes the embedding, but not the converted head.
@@ -64,10 +64,10 @@ def main() -> None:
 
 
 def end_with_parent() -> None:
-    """End the server when its parent process has ended.
+    """Wait until standard input closes, which means that the parent has ended. End the server then.
 
-    SIGTERM is sent first, because a kill leaves the server's shared memory behind. A shell then
-    kills the process group, because this process may have ended by then.
+    SIGTERM is sent first, because a kill leaves the server's shared memory behind. `TERMINATE_S`
+    seconds later a shell kills the process group, because this process may have ended by then.
     """
     sys.stdin.buffer.read()
     try:

@@ -1,6 +1,6 @@
-"""Attention for packed sequences that share prefixes: a token attends only within its sequences.
+"""Attention for packed sequences that share prefixes: a token attends only to its own sequence.
 
-transformers calls it for models whose attention implementation is `ATTENTION`.
+transformers calls `packed_attention` in models whose attention implementation is `ATTENTION`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.model.tree_attention import TreeAttention, can_attend, layout_of
 
 ATTENTION = "unstale_packed"
-"""The name under which transformers knows this attention function."""
+"""The name under which `packed_attention` is registered with transformers."""
 
 BLOCK = 128
-"""Number of queries in one causal block on a CPU. Half of the products of a block are masked and
-wasted, so a block is small.
+"""Number of queries in one causal block on a CPU. The block is small, because half of its products
+are masked and wasted.
 """
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 checked_length: ContextVar[int] = ContextVar("the length for which masks are checked", default=0)
-"""In a pass of `check_length`, the number of tokens up to which masks must be those that packed
-attention applies. 0 in any other pass.
+"""In a pass of `check_length`: the length for which the model's masks must equal those of packed
+attention. 0 in any other pass.
 """
 
 
@@ -45,10 +45,11 @@ def packed_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention within the sequences of the prefix tree that the model runs now.
+    """Return the attention output `[1, N, heads, width]` for the tokens of the current prefix tree.
 
     A prefix tree is a set of packed sequences in which shared prefixes are stored once. Without
-    one, torch's scaled dot-product attention is called.
+    one, torch's scaled dot-product attention is called. Raises NotImplementedError for an
+    unsupported kind of attention.
     """
     run = running.get()
     if run is None:
@@ -92,9 +93,9 @@ def sees_all(run: PrefixTree, window: int | None) -> bool:
 def packed_mask(
     mask_function: Callable[..., Tensor], device: torch.device | str = "cpu", **options: Any
 ) -> Tensor | None:
-    """Return no mask in a packed pass, because `packed_attention` applies its own.
+    """Return transformers' mask, or None in a packed pass: `packed_attention` needs no mask.
 
-    In a pass of `check_length` it is `[1, 1, 1, 1]` and holds the window of `mask_function`.
+    In a pass of `check_length`, return a tensor `[1, 1, 1, 1]` with the window of `mask_function`.
     """
     if running.get() is None:
         return sdpa_mask(mask_function=mask_function, device=device, **options)
@@ -106,10 +107,9 @@ def packed_mask(
 def window_of(
     mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
 ) -> int:
-    """Return the number of tokens that the last of `length` tokens attends to, with itself.
+    """Return the number of tokens that the last of `length` tokens attends to, itself included.
 
-    Raises NotImplementedError unless each token attends to as many before it as there are, up to
-    that number.
+    Raises NotImplementedError unless the mask is causal or a sliding window of this size.
     """
     last = length - 1
     queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
@@ -139,7 +139,7 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_tree(
     query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, scale: float | None
 ) -> Tensor:
-    """Return attention `[1, N, heads, width]` by kernels, which `can_attend` allows."""
+    """Return attention `[1, N, heads, width]`, computed by kernels. `can_attend` must be True."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     inputs = (each[0].transpose(0, 1) for each in (query, key, value))
     out: Tensor = TreeAttention.apply(*inputs, (layout_of(run, query.device), scale))
@@ -149,17 +149,14 @@ def attend_by_tree(
 def attend_by_block(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on a CPU.
-
-    Flash attention is called on blocks of tokens.
-    """
+    """Return attention `[1, heads, N, width]` on a CPU, by flash attention on blocks of tokens."""
     out: Tensor = _BlockAttention.apply(query, key, value, (segments, scale))
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of flash attention: `num` blocks of queries, each with its block of keys."""
+    """One call of flash attention: `num` blocks of queries, each with its own block of keys."""
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -172,13 +169,13 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
     """Return the calls of flash attention that together are causal attention in every sequence.
 
     Each token attends (1) within its own block, causally, (2) to the part of its segment before the
-    block, and (3) to all earlier segments of its sequence. A segment is a stretch of tokens that
-    the same sequences contain. The calls for (1) come first, because they cover every token. The
-    results of (2) and (3) are added to theirs.
+    block, and (3) to all earlier segments of its sequence. A segment is a run of tokens that the
+    same sequences contain. The calls for (1) come first, because they cover every token. The
+    results of (2) and (3) are added to those of (1).
 
-    With `batched`, the blocks of (1) with equal length are one call. A token's value must not
-    depend on what it is packed with. So calls that could round differently are not combined: (2)
-    and (3) never are, and with a single attention head `batched` must be False.
+    With `batched`, the blocks of (1) with equal length are one call. The calls of (2) and (3) are
+    never combined, because they could then round differently: a token's value must not depend on
+    the other packed sequences. For the same reason, `batched` must be False with a single head.
     """
     own_blocks: dict[int, list[int]] = {}
     """For each length of block: the positions where blocks of that length start."""
@@ -205,7 +202,7 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
 
 
 def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
-    """Return an index of all blocks of one length: a slice if the blocks are adjacent."""
+    """Return the index of the tokens of all blocks of one length: a slice if they are adjacent."""
     if all(after - before == length for before, after in pairwise(starts)):
         return slice(starts[0], starts[-1] + length)
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
@@ -213,10 +210,10 @@ def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
 
 @cache
 def _flash() -> tuple[Any, ...]:
-    """Return torch's flash attention for CPUs, and the function of its gradient.
+    """Return torch's flash attention for CPUs, and the function that computes its gradient.
 
-    The first also returns the logarithm of the softmax's denominator, and the second takes it. The
-    result is empty if this version of torch does not have both.
+    The first function also returns the logarithm of the softmax's denominator, which is an argument
+    of the second. The result is empty if this version of torch lacks one of the functions.
     """
     name = "_scaled_dot_product_flash_attention_for_cpu"
     functions = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
@@ -226,9 +223,9 @@ def _flash() -> tuple[Any, ...]:
 class _BlockAttention(torch.autograd.Function):
     """The sum of several calls of flash attention, with a gradient.
 
-    Each call returns its softmax and the logarithm of its denominator, with which results are
-    combined. The gradient of each call is computed from the combined values, as in ring attention
-    (arXiv 2310.01889).
+    Each call returns its output and the logarithm of the softmax's denominator, which gives the
+    weight of the output in the sum. The gradient of each call is computed from the combined values,
+    as in ring attention (arXiv 2310.01889).
     """
 
     @staticmethod
@@ -316,8 +313,8 @@ def attend_by_segment(  # noqa: PLR0913 - attention and its tree
 ) -> Tensor:
     """Return attention `[1, heads, N, width]` on any device, with one call per segment.
 
-    A segment is a stretch of tokens that the same sequences contain. `window` limits attention to
-    that many tokens before each query, if the model has sliding windows.
+    A segment is a run of tokens that the same sequences contain. `window` is the size of a sliding
+    window: the number of tokens to which a query attends, its own included. None is no limit.
     """
     outputs = []
     for segment in run.segments:

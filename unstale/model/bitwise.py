@@ -1,11 +1,11 @@
 """Models whose log-probabilities have the same bits in the engine and in the trainer, on CPUs.
 
-Between matrix products, the kernels of a packed pass compute each token from its own sequence, with
-sums in a fixed order. Here the products, the rotary angles and the output head do so too. The
+The kernels of a packed pass compute each token only from its own sequence, with sums in a fixed
+order. With this module, the matrix products, the rotary angles and the output head do so too. The
 embedded engine (`engines/embedded/bitwise.py`) calls the same functions. So a log-probability
-depends on the weights and the tokens before it alone. All states between the layers are float32;
-only the inputs of matrix products are rounded if the weights are bfloat16. The gradient is the
-ordinary one.
+depends only on the weights, its token and the tokens before it. All states between the layers are
+float32. If the weights are bfloat16, the inputs of matrix products are rounded to it. The gradient
+is the ordinary one.
 """
 
 from functools import cache
@@ -23,21 +23,21 @@ from unstale.model.kernels import WIDTH, kernels
 from unstale.model.linear import Linear
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Architectures of transformers whose layers are computed here."""
+"""Architectures of transformers that this module supports."""
 
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose angles depend on the position alone."""
+"""Kinds of rotary embeddings whose angles depend only on the position."""
 
 ANGLE_ROWS = 256
-"""Number of positions whose angles are computed together. It never changes, because torch may
-compute the cosine of a number otherwise in a tensor of another size.
+"""Number of positions whose angles are computed together. It is constant, because torch may round
+the cosine of a number differently in a tensor of another size.
 """
 
 
 def use(model: PreTrainedModel, *, max_context: int | None = None) -> None:
-    """Make a model's packed passes bitwise equal to those of the engine, in place.
+    """Make the log-probabilities of a model's packed passes equal the engine's bit for bit.
 
-    Raises ConfigError if the model cannot be computed here.
+    The model is changed in place. Raises ConfigError if it is not supported (`require_supported`).
     """
     require_supported(model, max_context)
     head: Any = model.get_output_embeddings()
@@ -53,7 +53,10 @@ def use(model: PreTrainedModel, *, max_context: int | None = None) -> None:
 
 
 def require_supported(model: PreTrainedModel, max_context: int | None = None) -> None:
-    """Raise ConfigError unless the layers of a model on a CPU can be computed here."""
+    """Raise ConfigError unless this module can compute the model, and the kernels compile.
+
+    With `max_context`, a sliding window shorter than this number of tokens is not supported.
+    """
     if problem := _problem(model, max_context):
         raise ConfigError(
             f"engine.bitwise must be false with {type(model).__name__}: {problem}. It computes "
@@ -65,7 +68,7 @@ def require_supported(model: PreTrainedModel, max_context: int | None = None) ->
 
 
 def _problem(model: PreTrainedModel, max_context: int | None) -> str:
-    """Return why a model cannot be computed here, or ""."""
+    """Return the reason why a model is not supported, or ""."""
     config: Any = model.config
     weight = next(model.parameters())
     if not any(type(model).__name__ == f"{name}ForCausalLM" for name in ARCHITECTURES):
@@ -123,14 +126,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of transformers of a module, also after `fused.use`."""
+    """Return the class of a module in transformers, even if `fused.use` has replaced it."""
     kinds = [each for each in type(module).__mro__ if each.__module__.startswith("transformers.")]
     return kinds[0] if kinds else type(module)
 
 
 @cache
 def _bitwise_class(base: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """Return a subclass of a layer that runs `forward` in a packed pass, else that of `base`."""
+    """Return a subclass of a layer. It runs `forward` in a packed pass, else `base.forward`."""
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if running.get() is None:
@@ -153,7 +156,7 @@ def _wide_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a rotary embedding that looks angles up in a packed pass."""
+    """Return a subclass of a rotary embedding that uses the table `_angles` in a packed pass."""
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if running.get() is None:
@@ -166,7 +169,7 @@ def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def angles(rotary: nn.Module, count: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines `[positions, width]` of at least `count` positions, float32."""
+    """Return the rotary cosines and sines `[positions, width]` of at least `count` positions."""
     return _angles(rotary, type(rotary), count)
 
 
@@ -199,4 +202,4 @@ def _mlp(self: Any, hidden: Tensor) -> Tensor:
 
 
 _FORWARDS: dict[str, Any] = {"RMSNorm": fused.normed, "Attention": _attention, "MLP": _mlp}
-"""The forward function of a module, by the end of its class's name."""
+"""The forward function of a module in a packed pass, by the end of the module's class name."""

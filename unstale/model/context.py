@@ -1,8 +1,8 @@
 """Divide one forward pass among ranks by its tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Each rank of a context group runs the layers on an equal slice of the tokens. Around attention the
-ranks exchange slices for heads: there each rank has all tokens of some of the heads. So the memory
-of activations is divided by the number of ranks, and attention is computed as in one process.
+Each rank of a context group runs the layers on an equal slice of the tokens. For attention, the
+ranks exchange data so that each has all tokens of some of the heads. So the memory of activations
+is divided by the number of ranks, and attention is computed as in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ContextGroup:
     """The ranks that run a forward pass together by dividing its tokens.
 
-    The object shows the group as one of the ranks sees it.
+    `rank` is the position in the group of the process that has this object.
     """
 
     group: ProcessGroup
@@ -42,9 +42,9 @@ class ContextGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def slice_of(self, num_tokens: int) -> slice:
-        """Return the range of tokens that this rank runs.
+        """Return the range of the pass's `num_tokens` tokens that this rank runs.
 
-        ValueError if they cannot be divided evenly.
+        Raises ValueError if the tokens cannot be divided evenly.
         """
         length, rest = divmod(num_tokens, self.size)
         if rest:
@@ -52,22 +52,21 @@ class ContextGroup:
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def mine(self, rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return which of `rows` `[R]` are in this rank's slice of tokens, and where in it.
+        """Select the token indices `rows` `[R]` that are in this rank's slice of the tokens.
 
-        Both results are `[r]`: positions in `rows`, and indices into the hidden states of the
-        slice.
+        Return the positions `[r]` of these indices in `rows`, and the indices `[r]` of the tokens
+        within the slice.
         """
         tokens = self.slice_of(num_tokens)
         here = ((rows >= tokens.start) & (rows < tokens.stop)).nonzero().squeeze(1)
         return here, rows[here] - tokens.start
 
     def assemble(self, values: Tensor, here: Tensor, count: int) -> Tensor:
-        """Return the values `[count]` of all ranks.
+        """Join the values of all ranks. Return them all, `[count]`, on every rank.
 
-        This rank gives its own, `[r]`, for places `here`.
-
-        The gradient of each value goes to the rank that computed it. All ranks compute the same
-        loss from the result, so the sum of their gradients is that of one process.
+        This rank gives `values` `[r]` for the places `here` `[r]` of the result. The gradient of
+        each value goes to the rank that computed it. All ranks compute the same loss from the
+        result, so the sum of their gradients is that of one process.
         """
         whole: Tensor = _Assemble.apply(values, here, count, self.group)
         return whole
@@ -77,10 +76,10 @@ class ContextGroup:
     ) -> Tensor:
         """Call `attend` on all tokens, for this rank's share of the heads.
 
-        `query`, and the key and value in `keys`, are `[1, heads, n, width]` of this rank's slice of
-        the tokens. `attend` returns `[1, N, heads, width]` for all `N = size * n` tokens, and the
-        result is `[1, n, heads, width]`. Raises ConfigError if the heads cannot be divided among
-        the ranks.
+        `query`, and the key and value in `keys`, are `[1, heads, n, width]`, for this rank's slice
+        of the tokens. `attend` must return `[1, N, heads, width]` for all `N = size * n` tokens and
+        a share of the heads. The result is `[1, n, heads, width]` for this rank's slice. Raises
+        ConfigError if the heads cannot be divided among the ranks.
         """
         check_heads(query.shape[1], keys[0].shape[1], self.size)
         key, value = (self._repeat(each) for each in keys)
@@ -93,10 +92,11 @@ class ContextGroup:
         return keys if heads >= self.size else keys.repeat_interleave(self.size // heads, 1)
 
     def _swap(self, tensor: Tensor) -> Tensor:
-        """Divide dimension 1 of `[1, a, b, d]` among the ranks. Join their parts in dimension 2.
+        """Divide dimension 1 of `[1, a, b, d]` among the ranks. Join the parts in dimension 2.
 
-        The result is `[1, a / size, size * b, d]`. So all heads of a slice of the tokens become all
-        tokens of a share of the heads, and after attention the reverse.
+        The result is `[1, a / size, size * b, d]`. Before attention, this turns all heads of a
+        slice of the tokens into all tokens of a share of the heads. After attention it does the
+        reverse.
         """
         parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)
         flat = parts.flatten()
@@ -108,7 +108,10 @@ class ContextGroup:
 
 
 def check_heads(heads: int, key_heads: int, ranks: int) -> None:
-    """Raise ConfigError unless attention and key-value heads can be divided among the ranks."""
+    """Raise ConfigError unless attention heads and key-value heads can be divided among ranks.
+
+    Fewer key-value heads than ranks are repeated.
+    """
     if heads % ranks:
         raise ConfigError(f"cluster.context must divide the {heads} attention heads, got {ranks}")
     if key_heads % ranks and ranks % key_heads:
@@ -119,10 +122,7 @@ def check_heads(heads: int, key_heads: int, ranks: int) -> None:
 
 
 class _Assemble(torch.autograd.Function):
-    """The sum over the ranks of their values, each in its place, with a gradient.
-
-    `ContextGroup.assemble` uses it.
-    """
+    """The operation of `ContextGroup.assemble`: the values of all ranks joined, with gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, here: Tensor, count: int, group: ProcessGroup) -> Tensor:

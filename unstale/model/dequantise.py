@@ -1,6 +1,6 @@
-"""The program that writes a GGUF file as a model folder: python -m unstale.model.dequantise.
+"""A program that writes a GGUF file as a model folder: python -m unstale.model.dequantise.
 
-It is a process of its own, because the memory for all weights is freed only at its end.
+It runs as a separate process, because the memory for all weights is freed only at its end.
 """
 
 import json
@@ -19,16 +19,17 @@ from unstale.config import ConfigError
 from unstale.config.gguf import ORIGIN
 
 WRONG_FILE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
-"""Errors of transformers and gguf for a damaged file, or for a model that they do not support."""
+"""The kinds of errors that transformers and gguf raise for a damaged file or unsupported model."""
 BYTES_PER_WEIGHT = 4
-"""Weights are saved in float32, which holds every dequantised value exactly."""
+"""Bytes of a saved weight: float32, which represents every dequantised value exactly."""
 
 
 def dequantise(file: Path, folder: Path) -> None:
     """Write the float32 weights, configuration and tokenizer of a GGUF file to a new folder.
 
-    The folder appears complete or not at all. Its name begins with the file's checksum. Raises
-    `ConfigError` if the disk has too little space, and the errors of `WRONG_FILE`.
+    The folder appears complete or not at all. Its name must begin with the file's SHA-256 and a
+    hyphen. Raises `ConfigError` if the file is damaged or the disk has too little space, and
+    errors of the kinds `WRONG_FILE`.
     """
     try:
         origin, weights = describe(file)
@@ -53,7 +54,10 @@ def dequantise(file: Path, folder: Path) -> None:
 
 
 def describe(file: Path) -> tuple[dict[str, str], int]:
-    """Return the name, architecture and quantisation of a GGUF file, and its number of weights."""
+    """Return facts about a GGUF file, and its number of weights.
+
+    The facts are `file` (its name), `architecture` and `quantisation`.
+    """
     from gguf import GGUFReader, LlamaFileType
 
     reader = GGUFReader(file)
@@ -112,7 +116,8 @@ def _save(file: Path, folder: Path) -> None:
 def _print_reason(kind: type[BaseException], error: BaseException, trace: object) -> None:
     """Print an error in one line on standard output, which the parent process reads.
 
-    It is for errors of all classes: tokenizers raises bare exceptions for damaged vocabularies.
+    All classes of errors are printed: the library tokenizers raises plain `Exception` for damaged
+    vocabularies.
     """
     text = re.sub(r"\s+", " ", str(error))[:300]
     sys.stdout.write(f"{text or kind.__name__}\n")

@@ -1,8 +1,8 @@
 """The experts of MoE models on CPUs: one matrix product for all rows of an expert.
 
-transformers calls `_experts` in place of its own functions. The rows of an expert are padded with
-zeros to a multiple of `linear.WHOLE`. As in a dense layer, the result of a row then does not depend
-on the other rows.
+transformers calls `_experts` in place of its own functions. The rows (tokens) of an expert are
+padded with zero rows to a multiple of `linear.WHOLE`. As in a dense layer, the result of a row then
+does not depend on the other rows.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,16 @@ from unstale.model import linear
 from unstale.routed_experts import num_experts
 
 EXPERTS = "unstale_experts"
-"""The name under which transformers knows the function of this file."""
+"""The name under which `_experts` is registered with transformers."""
 ON_GPU = "batched_mm"
-"""The function of transformers that gives each token its own products, for tensors on a GPU."""
+"""The name of transformers' function that computes each token separately, for tensors on a GPU."""
 
 
 def use(model: PreTrainedModel) -> None:
-    """Make an MoE model on the CPU compute its experts by this file, in place.
+    """Make an MoE model on the CPU compute its experts with `_experts`, in place.
 
-    A model that is divided among ranks must be loaded with this implementation.
+    Other models are not changed. A model that is divided among ranks must be loaded with the
+    implementation `EXPERTS` instead.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if num_experts(model.config.to_dict()) and on_cpu:
@@ -34,9 +35,9 @@ def use(model: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sizes depend on the choices
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the chosen experts of each row, `[T, H]`.
+    """Return the weighted sum of the outputs of each token's chosen experts, `[T, H]`.
 
-    `hidden` is `[T, H]`, `chosen` and `weights` are `[T, k]`.
+    `hidden` is `[T, H]`. `chosen` and `weights`, the numbers and weights of experts, are `[T, k]`.
     """
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         result: Tensor = ALL_EXPERTS_FUNCTIONS[ON_GPU](module, hidden, chosen, weights)
@@ -61,10 +62,10 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 def group(chosen: Tensor, num_experts: int, whole: int) -> tuple[Tensor, list[int]]:
-    """Group the rows of chosen experts `[T, k]` by expert.
+    """Group the pairs of token and chosen expert `[T, k]` by expert: each pair gets one row.
 
-    Return the place `[T, k]` of each among the grouped rows, and the number of rows of each expert,
-    which is padded to a multiple of `whole`.
+    Return the row `[T, k]` of each pair, and the number of rows of each expert, padded to a
+    multiple of `whole`.
 
     >>> group(torch.tensor([[2, 0, 2]]), 3, 4)
     (tensor([[4, 0, 5]]), [4, 0, 4])
@@ -80,7 +81,7 @@ def group(chosen: Tensor, num_experts: int, whole: int) -> tuple[Tensor, list[in
 
 
 def _layer(module: Any, name: str) -> Callable[[int, Tensor], Tensor]:
-    """Return a function that applies a linear layer of one of the experts to rows."""
+    """Return a function of (expert, rows) that applies the expert's linear layer `name`."""
     weight: Tensor = getattr(module, name)
     weights = (weight.mT if module.is_transposed else weight).unbind(0)
     biases = getattr(module, f"{name}_bias").unbind(0) if module.has_bias else None
@@ -92,7 +93,7 @@ def _layer(module: Any, name: str) -> Callable[[int, Tensor], Tensor]:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each row `[T, K]` to its places `[T, k]` among `count` rows. The others are zero."""
+    """A copy of each row `[T, K]` to its places `[T, k]` among `count` rows. The rest is zero."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor, count: int) -> Tensor:
@@ -107,7 +108,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Returns the rows `[T, k, N]` at the places `[T, k]` of `[R, N]` rows."""
+    """A selection of the rows `[T, k, N]` at the places `[T, k]` of `[R, N]` rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor) -> Tensor:

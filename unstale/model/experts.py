@@ -1,6 +1,6 @@
 """Routed experts in a model: record the experts that its routers choose, or use recorded ones.
 
-Recorded experts are weighted by the current probabilities of the router, so gradients reach it.
+Recorded experts are weighted by the router's current probabilities, so gradients reach the router.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from unstale.model.sharding import gather_whole
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model, in the order of its layers. ConfigError if there are none.
+    """Return the routers of a model, in the order of its layers.
 
-    A router returns `(logits [N, experts], weights [N, k], indices [N, k])`, or the reverse.
+    A router returns `(logits [N, experts], weights [N, k], indices [N, k])`, or the reverse order.
+    Raises ConfigError if there is none.
     """
     routers = [
         module
@@ -36,7 +37,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 
 class ExpertRecorder:
-    """Collects the experts that the routers of a model choose."""
+    """A recorder of the experts that the routers of a model choose."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = find_routers(model)
@@ -66,9 +67,10 @@ class ExpertLayers:
     """Number of experts that a token uses in a layer."""
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Return the rows `[N, layers, k]` of the routed layers, None if nothing was recorded.
+        """Return recorded experts only for the layers with a router, `[N, routed layers, k]`.
 
-        Servers may also send rows of layers without a router. ValueError for another shape.
+        `rows` `[N, layers, k]` may have all layers, because some servers send them. Return None if
+        nothing was recorded (no layers). Raises ValueError for another shape.
         """
         if not rows.shape[1]:
             return None
@@ -83,11 +85,11 @@ class ExpertLayers:
 
 
 def replay_experts(model: PreTrainedModel) -> ExpertLayers:
-    """Make the routers replay the experts of the current prefix tree, if it has some.
+    """Make the routers use the recorded experts of the current prefix tree, if it has some.
 
-    If the model is divided among ranks, all ranks must call this. ConfigError if a router weights
-    its experts by another rule than softmax probabilities of all experts, normalized over the
-    chosen ones where the model does so.
+    Return the layers with routers. If the model is divided among ranks, all ranks must call this.
+    Raises ConfigError unless the routers weight experts by their softmax probabilities, which may
+    be normalised over the chosen experts.
     """
     routers = find_routers(model)
     for place, router in enumerate(routers):
@@ -100,7 +102,10 @@ def replay_experts(model: PreTrainedModel) -> ExpertLayers:
 
 
 def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
-    """Return for each layer of a model if it has a router. ConfigError if none has."""
+    """Return a bool for each layer of a model: True if it has a router.
+
+    Raises ConfigError if none has.
+    """
     routers = find_routers(model)
     layers: Any = model.base_model.layers
     return tuple(any(module in routers for module in layer.modules()) for layer in layers)
@@ -108,7 +113,10 @@ def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
 def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
-    """Replace the experts that a router chose by recorded ones. Missing rows keep its choice."""
+    """Replace the experts that a router chose by recorded ones. Missing rows are not replaced.
+
+    `place` is the index of the router among the routers.
+    """
     run = running.get()
     if run is None or run.routed_experts is None:
         return None
@@ -121,7 +129,7 @@ def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _parts(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, weights and experts of a router's output.
+    """Return a router's output in the order logits, weights, experts.
 
     Some families of transformers 5.19, such as Granite-MoE, return them in the reverse order.
     """
@@ -139,7 +147,7 @@ def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check_weights(router: nn.Module) -> None:
-    """Raise ConfigError if `_weights` differs from how the model's router weights its experts.
+    """Raise ConfigError unless `_weights` returns the weights that the router itself computes.
 
     If the router is divided among ranks, all ranks must call this.
     """

@@ -18,16 +18,17 @@ from unstale.model.prefix_tree import PrefixTree
 before_layer: ContextVar[Callable[[], object]] = ContextVar(
     "called before each layer of a pass, forward and backward", default=lambda: None
 )
-"""The trainer's thread sets it to change its number of cores within a pass, which may take seconds.
+"""A function that is called before each layer. The trainer's thread changes its number of cores
+with it, because a pass may take seconds.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. All but `quantise` change results only by rounding."""
+    """Options of a forward pass. All but `quantise` change results only within rounding errors."""
 
     share_prompts: bool = True
-    """Compute a prefix that several sequences share only once."""
+    """Compute a prefix that several sequences have in common only once."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of the layers in memory, and compute the layers again in the backward
     pass.
@@ -39,7 +40,7 @@ class ForwardOptions:
     published_dtype: str = "float32"
     """The dtype in which engines receive weights. Weights are rounded to it before `quantise`."""
     bitwise: bool = False
-    """Compute log-probabilities with the bits of the embedded engine (`unstale.model.bitwise`)."""
+    """Compute log-probabilities that equal the embedded engine's bit for bit (`model.bitwise`)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "ForwardOptions":
@@ -56,9 +57,10 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities and entropies `[T]` on the CPU, and the tokens in the forward passes.
+    """Log-probabilities and entropies `[T]` on the CPU, and the number of tokens in the passes.
 
-    Tokens that were not asked for have 0. The entropies are empty unless asked for.
+    Tokens whose log-probability was not requested have 0. `entropy` is empty if entropies were not
+    requested.
     """
 
     logp: Tensor
@@ -67,10 +69,11 @@ class Scored:
 
 
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
-    """Run the model on packed sequences. Return the final hidden states `[rows, H]` of some tokens.
+    """Run a model on a prefix tree. Return the last hidden states `[R, H]` of the tokens `rows`.
 
-    If the model's head is more than one linear map (`plain_head` False), return logits `[rows, V]`.
-    If the tree has a context group, `rows` are places in this rank's slice of the tokens.
+    `rows` `[R]` are indices in the tree's tokens, or, with a context group, in this rank's slice of
+    them. `body` is the model without its output head. If the head is more than one linear map
+    (`plain_head` False), `body` is the whole model, and logits `[R, V]` are returned.
     """
     tokens = run.own_tokens
     token = running.set(run)
@@ -86,7 +89,7 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
 
 
 def announce_layers(model: nn.Module) -> None:
-    """Let each layer of a model call `before_layer`, before its forward and its backward pass."""
+    """Make each layer of a model call `before_layer` before its forward and its backward pass."""
     for layer in _layers(model):
         layer.register_forward_pre_hook(_before_forward)
         layer.register_forward_hook(_before_backward)
@@ -113,9 +116,9 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Turn on gradient checkpointing.
+    """Turn on gradient checkpointing for the layers of a model, in place.
 
-    Raises ConfigError if transformers does not support it here.
+    Raises ConfigError if transformers does not support it for this model.
     """
     layers = _layers(model)
     if not layers:

@@ -1,9 +1,8 @@
-"""Modules of transformers that run as few operations with a gradient of their own.
+"""Faster attention, MLP and norms for models of transformers, each as one autograd operation.
 
-In a packed pass, in float32 on CPUs and in any usual dtype on GPUs, the attention, the MLP and the
-norms of a decoder layer are one operation each. Between the matrix products they run compiled
-kernels. In all other passes they run the code of transformers, and `packing_check` compares the two
-when a model is loaded.
+They are used in packed passes, in float32 on CPUs and in any usual dtype on GPUs. Between the
+matrix products they run compiled kernels. All other passes run the code of transformers.
+`packing_check` compares the two when a model is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ from unstale.model.linear import FAST, Linear, Products
 from unstale.model.tree_attention import Layout, can_attend, layout_of
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
-"""Architectures of transformers whose attention, MLP and norms are the functions below."""
+"""Architectures of transformers whose attention, MLP and norms this module computes."""
 
 
 def use(model: nn.Module) -> None:
-    """Make the known modules of a model run fused operations, in place."""
+    """Make attention, MLP and norm modules of `ARCHITECTURES` run fused operations, in place."""
     for module in model.modules():
         for suffix, forward in _FORWARDS.items():
             if is_known(type(module), suffix):
@@ -32,9 +31,9 @@ def use(model: nn.Module) -> None:
 
 
 def is_known(kind: type[nn.Module], suffix: str) -> bool:
-    """Return True for a class of `ARCHITECTURES` with this suffix, also after FSDP2 divided it.
+    """Return True for a module class of `ARCHITECTURES` whose name ends with `suffix`.
 
-    FSDP2 replaces the class of a module that is a group of parameters by a subclass.
+    The subclass by which FSDP2 replaces a module's class is recognised, too.
     """
     names = {f"{name}{suffix}" for name in ARCHITECTURES}
     if issubclass(kind, FSDPModule):
@@ -44,7 +43,10 @@ def is_known(kind: type[nn.Module], suffix: str) -> bool:
 
 @cache
 def _fused_class(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass whose `forward` is called with the forward function of `base`."""
+    """Return a subclass of `base` that runs `forward` in a packed pass.
+
+    `forward` receives `base.forward` as an argument.
+    """
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() or running.get() is None:
@@ -61,14 +63,14 @@ def _norm(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
 
 
 def normed(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of a known norm."""
+    """Return the output of an RMS norm module of `ARCHITECTURES`."""
     weight = module.weight.to(hidden.dtype)
     out: Tensor = _Norm.apply(hidden, weight, module.variance_epsilon)
     return out
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of contiguous rows `[..., width]`, and the inverse roots of the rows."""
+    """Return the RMS norm of contiguous rows `[..., width]`, and their inverse RMS `[rows]`."""
     out = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
@@ -80,10 +82,10 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def turn_heads(
     part: Tensor, norm: Tensor | None, angles: tuple[Tensor, Tensor], width: int, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return heads `[rows, heads, width]` after their norm and rotation, and their inverse roots.
+    """Return normalised and rotated heads `[rows, heads, width]`, and inverse RMS `[rows, heads]`.
 
-    `part` is `[rows, heads * width]`. `angles` are the cosines and sines `[rows, width]`. Without
-    `norm` the heads are not normalized.
+    `part` is `[rows, heads * width]`. `angles` are the cosines and sines `[rows, width]` of the
+    rotary embedding. If `norm` is None, heads are not normalised, and the second result is None.
     """
     rows, num = len(part), part.shape[1] // width
     out = part.new_empty(rows, num, width)
@@ -93,7 +95,7 @@ def turn_heads(
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """Return `silu(gate) * up` for rows that have gate and then up."""
+    """Return `silu(gate) * up` `[R, width]`. A row of `both` `[R, 2 * width]` has gate, then up."""
     width = both.shape[1] // 2
     inner = both.new_empty(len(both), width)
     kernels_for(both).swiglu(both, inner, len(both), width)
@@ -159,7 +161,10 @@ def attend(
     position_embeddings: tuple[Tensor, Tensor],
     products: Products,
 ) -> Tensor:
-    """Return the output of a known attention module in the packed pass that runs now."""
+    """Return the output of an attention module of `ARCHITECTURES` in the current packed pass.
+
+    `products` computes its matrix products.
+    """
     run = running.get()
     assert run
     width = module.head_dim
@@ -203,12 +208,12 @@ class _Heads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The columns of query, key and value in the product with their joined weights."""
+        """The numbers of columns of query, key and value in the product with joined weights."""
         return self.heads * self.width, self.key_heads * self.width, self.key_heads * self.width
 
 
 class _Attention(torch.autograd.Function):
-    """Projections, normalization of heads, rotary positions, attention and output projection."""
+    """Attention layer: projections, norms of heads, rotary positions, attention, output product."""
 
     @staticmethod
     def forward(
@@ -299,7 +304,7 @@ def _mlp(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
 
 
 def gated_mlp(module: Any, hidden: Tensor, products: Products) -> Tensor:
-    """Return the output of a known MLP module."""
+    """Return the output of an MLP module of `ARCHITECTURES`. `products` multiplies matrices."""
     layers = (module.gate_proj, module.up_proj, module.down_proj)
     out: Tensor = _GatedMLP.apply(
         hidden.reshape(-1, hidden.shape[-1]), *(each.weight for each in layers), products
@@ -348,7 +353,7 @@ class _GatedMLP(torch.autograd.Function):
 def _split_gradients(
     joined: Tensor, sizes: Sequence[int], needs: Sequence[bool], results: list[Any]
 ) -> None:
-    """Write the gradients of joined weights into `results`, where they are needed."""
+    """Split the gradient of joined weights into `results`, with None where `needs` is False."""
     results[: len(sizes)] = [
         each if needed else None
         for each, needed in zip(joined.split(list(sizes)), needs, strict=True)
@@ -361,7 +366,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def is_unchanged(layer: nn.Module) -> bool:
-    """Return True if nobody has replaced a module's forward function, or added hooks."""
+    """Return True if a module has no hooks and its own class's forward function."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
     return not hooks and "forward" not in vars(layer)
 
@@ -371,4 +376,4 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "Attention": _attention,
     "MLP": _mlp,
 }
-"""The forward function of a module, by the end of its class's name."""
+"""The forward function of a module in a packed pass, by the end of the module's class name."""

@@ -1,9 +1,9 @@
 """Parts of a decoder layer and of the output head as Triton kernels, forward and backward, on GPUs.
 
-Triton is part of torch's builds for CUDA. The functions compute what those of `kernels.c` compute,
-in float32, and round where transformers rounds: a normalized value and an activation are rounded
-before they are multiplied. No sum of these kernels depends on the order in which a GPU runs its
-blocks. Flash attention, which they leave to torch, adds gradients in any order.
+Triton is part of torch's builds for CUDA. The functions compute in float32 what those of
+`kernels.c` compute, and round where transformers rounds: a normalised value and an activation are
+rounded before they are multiplied. No sum depends on the order in which a GPU runs its blocks. Only
+torch's flash attention, which is used with these kernels, adds gradients in any order.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Number of rows of one piece of work, which makes one partial sum of a weight's gradient."""
+"""Number of rows that one GPU block processes. It adds them to one partial sum of a weight's
+gradient.
+"""
 COLUMNS = 1024
-"""Number of columns of one piece of an elementwise function."""
+"""Number of columns that one GPU block of an elementwise function processes."""
 LOGITS = 4096
 """Number of logits of a row that are read at once."""
 
@@ -24,13 +26,13 @@ LOGITS = 4096
 class GpuKernels:
     """The kernels, with the arguments of the functions of `kernels.c`.
 
-    The tensors are bfloat16, float16 or float32, all the same, except inverse roots and `sums`,
-    which are float32. A tensor may be a slice of the columns of a contiguous one where a `stride`
-    is given.
+    All tensors have the same dtype (bfloat16, float16 or float32), except inverse roots and `sums`,
+    which are float32. A tensor with an argument `stride` may be a slice of the columns of a
+    contiguous tensor.
     """
 
     def pieces(self, rows: int) -> int:
-        """Return the number of rows of `sums`."""
+        """Return the number of rows of `sums`, the partial sums of a gradient, for `rows` rows."""
         return triton.cdiv(rows, ROWS)
 
     def norm(
@@ -154,8 +156,8 @@ class GpuKernels:
         """Add the logits `[R, W]` of a part of the vocabulary to the sums of an online softmax.
 
         `targets` `[R]` are the tokens whose log-probability is computed, and `low` is the id of the
-        part's first token. `logp`, `highest`, `total` and `entropy`, each `[R]`, are the sums of
-        `head._Sums` and are updated in place. `entropy` may be None.
+        part's first token. `logp`, `highest`, `total` and `entropy`, each `[R]`, are the fields of
+        `head._Sums`. They are updated in place. `entropy` may be None.
         """
         rows, width = logits.shape
         with device_of(logits):
@@ -187,8 +189,8 @@ class GpuKernels:
         """Replace the logits `[R, W]` of a part of the vocabulary by their gradients.
 
         `total` `[R]` is the logarithm of the softmax's denominator, and `grad` `[R]` the gradient
-        of the log-probability of `targets`. `entropies` are the entropy `[R]` and its gradient, if
-        it has one.
+        of the log-probability of `targets`. `entropies` are the entropy `[R]` and its gradient, or
+        None if the loss does not depend on the entropy.
         """
         rows, width = logits.shape
         entropy, grad_entropy = (total, total) if entropies is None else entropies
@@ -218,7 +220,11 @@ class GpuKernels:
         high: int,
         half: bool,
     ) -> None:
-        """Round `weights` `[count]` into `out`, float16 or bfloat16, as `rounding.c` does."""
+        """Round float32 `weights` `[count]` stochastically into `out`, as `rounding.c` does.
+
+        `out` is float16 with `half`, else bfloat16. `first` is the index of the first weight, and
+        `low` and `high` are the keys of the random bits (`rounding.Draw.keys`).
+        """
         with device_of(weights):
             _round_weights[(triton.cdiv(count, COLUMNS),)](
                 weights.view(torch.int32),
@@ -233,7 +239,7 @@ class GpuKernels:
 
 
 def _word(number: int) -> int:
-    """Return a number of 32 bits as the int32 that has them."""
+    """Return the int32 with the same bits as an unsigned number of 32 bits."""
     return number - (1 << 32) if number >= 1 << 31 else number
 
 

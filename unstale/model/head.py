@@ -30,20 +30,20 @@ faster.
 """
 
 HEAD_ROWS = 96
-"""Number of rows whose whole logits are in memory at once in a `_RowwiseHead`."""
+"""Number of tokens whose full logits are in memory at once in a `_RowwiseHead`."""
 
 LEAST = -1e30
-"""Replaces a log-probability of minus infinity. Its product with the probability 0 would otherwise
-be NaN.
+"""The number that replaces a log-probability of minus infinity, whose product with the probability
+0 would be NaN.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LogpQuery:
-    """What a forward pass computes from `[R]` hidden states: log-probabilities and entropies."""
+    """The log-probabilities and entropies that a forward pass computes from R hidden states."""
 
     targets: Tensor
-    """The token `[R]` after each hidden state, whose log-probability is computed."""
+    """`[R]`: the token after each hidden state. Its log-probability is computed."""
     temperature: float
     with_entropy: bool = False
     """True to compute the entropy of every row, with a gradient."""
@@ -57,7 +57,10 @@ class LogpQuery:
 
 
 def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies `[R]`. An entropy that is not asked for is 0."""
+    """Return the log-probabilities and entropies `[R]` of a query, from hidden states `[R, H]`.
+
+    An entropy that the query does not ask for is 0.
+    """
     logp, entropy = token_logps(
         head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
     )
@@ -81,8 +84,8 @@ def token_logps(
     """Return the log-probability `[R]` of each token in `targets` `[R]`, and the entropy `[R]`.
 
     `rows` `[R, H]` are the hidden states before these tokens. The entropy is 0 without
-    `with_entropy`. Both are float32, or float64 for float64 rows. A head that is not one linear
-    layer is run by autograd on parts of the rows, which the backward pass computes again.
+    `with_entropy`. Both results are float32, or float64 for float64 rows. A head that is not one
+    linear layer is run on parts of the rows, and the backward pass computes their logits again.
     """
     if isinstance(head, RowwiseLinear):
         options = (targets, temperature, with_entropy)
@@ -128,7 +131,7 @@ class _Head(torch.autograd.Function):
     """Log-probability and entropy by an online softmax (arXiv 1805.02867), with a gradient.
 
     The sums of a row are rescaled after each part of the vocabulary. The backward pass computes the
-    logits again. So only the hidden states and two numbers per row are saved for it.
+    logits again, so that only the hidden states and two numbers per row are saved.
     """
 
     @staticmethod
@@ -199,10 +202,13 @@ class _Head(torch.autograd.Function):
 
 
 class RowwiseLinear(nn.Linear):
-    """An output head whose logits and log-probabilities are those of `rowwise.c`."""
+    """An output head whose logits and log-probabilities are computed by `rowwise.c`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return float32 logits, without gradient. In a wider precision they are torch's."""
+        """Return float32 logits, without gradient.
+
+        For a weight of another dtype than `rowwise.DTYPES`, return the logits of `nn.Linear`.
+        """
         if self.weight.dtype not in rowwise.DTYPES:
             return super().forward(input)
         rows = input.reshape(-1, self.in_features).float()
@@ -211,7 +217,7 @@ class RowwiseLinear(nn.Linear):
 
 
 class _RowwiseHead(_Head):
-    """Log-probability and entropy as the engine computes them. The gradient is that of `_Head`."""
+    """Log-probability and entropy by `rowwise.c`, as in the engine. The gradient is `_Head`'s."""
 
     @staticmethod
     def forward(
@@ -236,15 +242,15 @@ class _RowwiseHead(_Head):
 
 
 class _Sums(NamedTuple):
-    """The sums of an online softmax so far, `[R]` each."""
+    """The running sums of an online softmax over parts of the vocabulary, `[R]` each."""
 
     logp: Tensor
-    """The logit of the target token, once its part of the vocabulary was added."""
+    """The logit of the target token. 0 until the token's part of the vocabulary was added."""
     highest: Tensor
     total: Tensor
     """The sum of exp(logit - highest)."""
     entropy: Tensor | None
-    """The sum of exp(logit - highest) * (logit - highest). None if it is not needed."""
+    """The sum of exp(logit - highest) * (logit - highest). None if no entropy is computed."""
 
 
 class _Tile(NamedTuple):
@@ -254,8 +260,8 @@ class _Tile(NamedTuple):
     rows: slice
     logits: Tensor
     place: Tensor
-    """`[R, 1]`: the column of each target token in `logits`. A token in another part of the
-    vocabulary gets the nearest column, and `inside` is False.
+    """`[R, 1]`: the column of each target token in `logits`. For a target in another part of the
+    vocabulary it is the first or last column, and `inside` is False.
     """
     inside: Tensor
     """`[R]` bool: True if the target token is in this part of the vocabulary."""
@@ -285,7 +291,7 @@ def _logit_slopes(
     """Return the gradient of a tile's logits, times the temperature.
 
     `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient of the
-    log-probability. `entropies` are the entropy `[R]` and its gradient, if it has one.
+    log-probability. `entropies` are the entropy `[R]` and its gradient, or None without entropy.
     """
     logits = tile.logits.sub_(total[:, None])
     if entropies:
@@ -306,9 +312,10 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
     *,
     products: Products = FAST,
 ) -> Iterator[_Tile]:
-    """Divide the logits into tiles, and by the temperature, in float32 or float64.
+    """Yield the logits in tiles, divided by the temperature, in float32 or float64.
 
-    Without a temperature they are in the dtype of the rows, for kernels that divide them.
+    If `temperature` is None, logits are not divided and have the dtype of the rows: GPU kernels do
+    the rest.
     """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)

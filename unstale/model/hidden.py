@@ -1,4 +1,4 @@
-"""Hidden states of one layer, read during a forward pass."""
+"""Read the hidden states of one layer during a forward pass."""
 
 import math
 from collections.abc import Iterator
@@ -14,10 +14,12 @@ from unstale.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HiddenMeans:
-    """Mean hidden states of n sequences, and entropies of their `[T]` tokens, on the CPU."""
+    """Mean hidden states of n sequences, and entropies of their T tokens, on the CPU."""
 
     means: Tensor
-    """`[n, m, H]`: the means over the tokens of each of m marks. NaN where a sequence has none."""
+    """`[n, m, H]`: for each sequence and each of m sets of tokens, the mean over the tokens. NaN if
+    a sequence has no token of the set.
+    """
     entropy: Tensor
     """`[T]`: the entropy, in nats, of the distribution from which a sampled token was chosen. 0 for
     other tokens.
@@ -27,9 +29,9 @@ class HiddenMeans:
 
 
 def find_layer(model: PreTrainedModel, depth: float) -> nn.Module:
-    """Return the layer after which the share `depth` of all layers has been run.
+    """Return the layer at the share `depth` of the model's depth (1 is the last layer).
 
-    Raises ConfigError for a model whose layers are not one list.
+    Raises ConfigError for a model whose layers are not one list of modules.
     """
     config: Any = model.config.get_text_config()
     count = config.num_hidden_layers
@@ -45,7 +47,7 @@ def find_layer(model: PreTrainedModel, depth: float) -> nn.Module:
 
 @contextmanager
 def outputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Return a context in which each pass adds the layer's hidden states `[N, H]` to a list."""
+    """Return a context with a list, to which each pass appends the layer's output `[N, H]`."""
     found: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,8 +1,8 @@
 """Compiled functions for parts of a decoder layer, forward and backward.
 
-On CPUs they are those of `kernels.c`. They need float32 tensors whose widths are multiples of
-`WIDTH`, and use as many threads as torch, of torch's OpenMP library. If it is not found, they use
-one thread and warn. On GPUs they are those of `gpu_kernels`.
+On CPUs these are the functions of `kernels.c`. They need float32 tensors whose widths are multiples
+of `WIDTH`, and use as many threads as torch, from torch's OpenMP library. If this library is not
+found, they use one thread and warn. On GPUs they are the functions of `gpu_kernels`.
 """
 
 import ctypes
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("kernels.c")
 
 WIDTH = 16
-"""Divisor of the widths of all tensors."""
+"""The number by which the last dimension of each tensor must be divisible."""
 
 ROWS = 64
-"""Number of rows of one piece of work, as in `kernels.c`."""
+"""Number of rows that a thread processes at once, as in `kernels.c`."""
 
 BLOCK = 64
 """Number of queries of one block of attention, as in `kernels.c`."""
 
 _OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
-"""Libraries with `GOMP_parallel` that a torch without a library of its own may use."""
+"""Libraries with the function `GOMP_parallel`. A torch that brings no such library uses one."""
 
 Argument = Tensor | int | float | None
 
@@ -42,17 +42,17 @@ Argument = Tensor | int | float | None
 class Kernels:
     """The compiled functions of `kernels.c`, or of another file, as attributes.
 
-    Their arguments are numbers and float32 tensors, or int64 tensors where they are indices. A
-    tensor may be a slice of the columns of a contiguous one.
+    The arguments of a function are numbers, float32 tensors, and int64 tensors of indices. Nothing
+    is checked. A tensor may be a slice of the columns of a contiguous tensor.
     """
 
     def __init__(self, source: Path = SOURCE) -> None:
-        """Compile a file of this folder. Raises what `compile_library` raises."""
+        """Compile a C file. Raises NotCompiled or OSError, as `compile_library` does."""
         self.library = compile_library(source)
         self._parallel = _openmp()
 
     def pieces(self, rows: int) -> int:
-        """Return the number of pieces of work into which the functions divide `rows`."""
+        """Return the number of parts of up to `ROWS` rows into which functions divide `rows`."""
         return -(-rows // ROWS)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -77,7 +77,7 @@ class Kernels:
 def _openmp() -> int | None:
     """Return the address of the function with which torch's OpenMP library starts threads.
 
-    None if torch uses an unknown library. The kernels then run in one thread.
+    Return None if torch uses an unknown library. The kernels then run in one thread.
     """
     folder = Path(torch.__file__).parent
     own = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
@@ -118,7 +118,7 @@ def kernels(source: Path = SOURCE) -> Kernels | None:
 
 @cache
 def gpu_kernels() -> "GpuKernels | None":
-    """Return the functions for GPUs. If Triton is missing or cannot compile, warn, return None."""
+    """Return the functions for GPUs, or warn and return None if Triton is missing or fails."""
     try:
         from unstale.model.gpu_kernels import GpuKernels
 
@@ -137,14 +137,17 @@ def gpu_kernels() -> "GpuKernels | None":
 
 
 def kernels_for(x: Tensor) -> "Kernels | GpuKernels":
-    """Return the functions for the device of a tensor that `fits`."""
+    """Return the functions for the device of a tensor for which `fits` is True."""
     found = gpu_kernels() if x.is_cuda else kernels()
     assert found
     return found
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Return True if the kernels can run on tensors of these devices, dtypes and widths."""
+    """Return True if the kernels can run on tensors of these devices, dtypes and widths.
+
+    The width is the last dimension. Return False while torch.compile compiles.
+    """
     if torch.compiler.is_compiling():
         return False
     if tensors[0].is_cuda:

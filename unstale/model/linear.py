@@ -1,12 +1,12 @@
 """Faster matrix products on CPUs, by the library oneDNN.
 
-On AMD CPUs with AVX-512, torch's default library (MKL) has less than half of this speed, forward
-and backward. Without AVX-512 both are equally fast, except that a call of oneDNN takes longer:
-small matrices are then multiplied by MKL. MKL is the faster one there for gradients of weights.
+On AMD CPUs with AVX-512, torch's default library (MKL) has less than half of oneDNN's speed,
+forward and backward. Without AVX-512 both are equally fast, but a call of oneDNN takes longer. MKL
+then multiplies small matrices, and computes the gradients of weights, for which it is faster there.
 
-x86 CPUs without instructions for bfloat16 or float16 are slow with it: with float16, torch had 40%
-of the speed of float32 on a Zen 5. There the rows and weights of a linear layer are converted to
-float32, multiplied, and the result is rounded. Sums are float32 either way.
+x86 CPUs without instructions for bfloat16 or float16 are slow with these formats: with float16,
+torch had 40% of the speed of float32 on a Zen 5. There the rows and weights of a linear layer are
+converted to float32, multiplied, and the result is rounded. Sums are float32 either way.
 """
 
 import platform
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WHOLE = 32
-"""oneDNN receives only sizes that are multiples of this number, so that few different shapes occur.
-It compiles code for each new shape, which takes milliseconds.
+"""oneDNN receives only sizes that are multiples of this number. It compiles code for each new
+shape, which takes milliseconds, so few different shapes should occur.
 """
 
 
@@ -30,7 +30,9 @@ def _has_fast_mkl() -> bool:
 
 
 HAS_FAST_MKL = _has_fast_mkl()
-"""The answer on this CPU, for code that torch.compile compiles."""
+"""True on CPUs where MKL computes some products faster. A constant for code that torch.compile
+compiles.
+"""
 
 
 def _multiplies_bfloat16() -> bool:
@@ -41,7 +43,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
-"""The answer on this CPU, for the same reason."""
+"""True if this CPU has instructions for bfloat16. A constant, as `HAS_FAST_MKL` is."""
 
 
 def _multiplies_float16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -53,19 +55,19 @@ def _multiplies_float16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 MULTIPLIES_FLOAT16 = _multiplies_float16()
-"""The same for float16."""
+"""True if this CPU has instructions for float16. A constant, as `HAS_FAST_MKL` is."""
 
 
 def supported(dtype: torch.dtype) -> bool:
     """Return True if oneDNN is enabled in torch and can multiply this dtype on this CPU.
 
-    bfloat16 and float16 may be multiplied as float32.
+    This includes bfloat16 and float16 if they are converted to float32 for the product.
     """
     return bool(torch.backends.mkldnn.enabled) and _works(_multiplied(dtype))
 
 
 def _multiplied(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which this CPU computes products of a dtype."""
+    """Return the dtype in which this CPU multiplies tensors of `dtype`: the same or float32."""
     is_slow = (dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16) or (
         dtype == torch.float16 and not MULTIPLIES_FLOAT16
     )
@@ -104,15 +106,16 @@ def _by_onednn(rows: Tensor) -> bool:
 
 
 BLOCK = 192
-"""Terms that `accurate_product` adds up in one product."""
+"""About the number of terms that `accurate_product` sums in one product."""
 
 
 def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `product` returns, with a smaller error of long float32 sums.
 
-    oneDNN adds many products one after another. For sums of 1,536, as in SmolLM2's widest layer,
-    its mean error is twice that of MKL, which adds up short blocks. Here blocks are products of
-    their own, and the error is MKL's. With 512 rows this takes 9% to 14% longer.
+    oneDNN adds many products one after another. For sums of 1,536 terms, as in SmolLM2's widest
+    layer, its mean error is twice that of MKL, which sums short blocks. This function multiplies
+    blocks separately and adds the results, so its error is MKL's. With 512 rows this takes 9% to
+    14% longer.
     """
     terms = rows.shape[1]
     if terms < 2 * BLOCK or not _by_onednn(rows):
@@ -128,21 +131,23 @@ def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 USUAL_ROWS = 64
-"""Number of rows for which the layout of a prepared weight is best. Others are slightly slower."""
+"""Number of rows for which the layout of a prepared weight is best. Products with other numbers of
+rows are slightly slower.
+"""
 
 
 SMALL_WEIGHTS = 1 << 17
-"""Largest number of weights of a matrix for which MKL is used without AVX-512. With 8 to 64 rows,
-it takes 7 to 30 microseconds for 128 x 128 weights, and oneDNN 30 to 50. With `SMALL_WEIGHTS` they
-are equal.
+"""Largest number of weights of a matrix for which MKL is used on CPUs without AVX-512. With 8 to 64
+rows, MKL takes 7 to 30 microseconds for 128 x 128 weights, and oneDNN 30 to 50. With
+`SMALL_WEIGHTS` both take the same time.
 """
 
 
 def prepare(weight: Tensor) -> Tensor:
-    """Return a weight `[N, K]` in the layout in which `prepared_product` is fastest, as a copy.
+    """Return a copy of a weight `[N, K]` in the layout in which `prepared_product` is fastest.
 
-    It needs a dtype that is `supported`. The copy of a narrower weight is float32 if this CPU is
-    faster with it.
+    Its dtype must be `supported`. The copy of a bfloat16 or float16 weight is float32 if this CPU
+    multiplies float32 faster.
     """
     dtype = _multiplied(weight.dtype)
     if _is_small(weight.numel(), dtype):
@@ -178,7 +183,7 @@ def _is_slow(rows: Tensor) -> bool:
 
 @torch.library.custom_op("unstale::product", mutates_args=())
 def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the same as `product`, as an operation that torch.compile does not compile.
+    """Return the same as `product`, as an operation that torch.compile leaves as it is.
 
     torch.compile cannot compile the call of oneDNN.
     """
@@ -206,7 +211,7 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
 
 
 class Products(Protocol):
-    """The products of a linear layer with weight `[N, K]`, without gradients of their own."""
+    """The three products of a linear layer with weight `[N, K]`, not recorded by autograd."""
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `rows [R, K] @ weight^T + bias [N]`."""
@@ -257,7 +262,7 @@ def apply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use(model: nn.Module) -> None:
-    """Replace all `nn.Linear` layers of a model by layers that multiply faster, in place."""
+    """Turn all `nn.Linear` layers of a model into `Linear` layers, which are faster, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear

@@ -28,16 +28,17 @@ DTYPES = {
 """The precisions of a forward pass by name. float64 is for tests."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files of a tokenizer, of which one must exist. Without any, transformers makes an empty tokenizer
-and reports no error.
+"""Files of a tokenizer, of which at least one must exist. Without any of them, transformers makes
+an empty tokenizer and reports no error.
 """
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder.
 
-    `chat_template` replaces its chat template: a name in `NAMED`, or a text. Raises ConfigError if
-    the folder has no tokenizer, or if the template is missing or wrong.
+    `chat_template` replaces the tokenizer's chat template, unless it is "". It is a name in
+    `NAMED`, or the text of a template. Raises ConfigError if the folder has no tokenizer, or if
+    there is no template or it fails.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -61,7 +62,10 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
 
 
 def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
-    """Set the chat template. A named one begins with a token if encoded texts begin with it."""
+    """Set the chat template: a name in `NAMED`, or the text of a template.
+
+    A named template is made to begin with the BOS token if the tokenizer begins texts with it.
+    """
     lacking = [
         token
         for token in CONTROL_TOKENS.get(chosen, ())
@@ -80,7 +84,7 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
 
 
 def _require_question(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ConfigError` if the chat template leaves out a user's message, or is wrong."""
+    """Raise ConfigError if the chat template fails, or leaves out the text of a user's message."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
@@ -118,7 +122,7 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
 
 @contextmanager
 def _named_damage(folder: Path) -> Iterator[None]:
-    """Turn an error of safetensors into one that names the file."""
+    """Return a context that turns an error of safetensors into one with the file's name."""
     try:
         yield
     except SafetensorError as error:

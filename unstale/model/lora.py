@@ -1,8 +1,8 @@
 """LoRA training (arXiv 2106.09685): W = W0 + alpha / rank * B @ A, where only A and B are trained.
 
-A and B are the adapters of a layer, and W0 is its base weight. The trainer computes base and
-adapters separately. An engine adds the adapters to its base weights in float32 and rounds to its
-own precision. Adapters have the names of PEFT's files, such as
+A and B are the adapters of a layer, and W0 is its base weight. The trainer multiplies by base and
+adapters separately. An engine adds the adapters to its base weights in float32 and rounds the sums
+to its own precision. Adapters have the names that PEFT writes, such as
 `model.layers.0.mlp.up_proj.lora_A.weight`.
 """
 
@@ -31,14 +31,14 @@ _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
 class Lora:
     """The rank, scale and layers of the adapters.
 
-    B starts at 0, so they do not change the model at first.
+    B starts at 0, so new adapters do not change the model.
     """
 
     rank: int
     alpha: float = 32.0
     targets: str = ALL
-    """`all-linear` (all linear layers but the head), or ends of module names, separated by
-    spaces.
+    """`all-linear` (all linear layers but the output head), or the ends of the names of modules,
+    separated by spaces.
     """
     seed: int = 0
     """Seed of the random initial values of A."""
@@ -46,14 +46,14 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What an engine must know to add adapters to its base weights."""
+    """The facts that an engine needs to add adapters to its base weights."""
 
     base: int
     """Checksum of the base weights on which the adapters are trained (`base_checksum`)."""
     dtype: str
     """Precision of the base weights in the trainer."""
     scale: float
-    """Factor on B @ A: alpha / rank."""
+    """The factor alpha / rank by which B @ A is multiplied."""
 
 
 class Base:
@@ -79,7 +79,7 @@ class Base:
         """Return all weights with the adapters added, on the CPU, in `dtype`.
 
         If `dtype` is None, weights with an adapter are float32 and the others have the trainer's
-        precision. Raises ValueError if the adapters belong to another model.
+        precision. Raises ValueError if the adapters do not fit the base weights.
         """
         layers = self._layers_of(adapters)
         trainer_dtype = getattr(torch, self._merging.dtype)
@@ -169,7 +169,10 @@ def inject(model: Any, lora: Lora) -> None:
 
 
 def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raise ConfigError for a name that no layer ends with. PEFT ignores it if another one fits."""
+    """Raise ConfigError if one of the names `targets` fits the end of no module's name.
+
+    PEFT would ignore such a name if another one fits.
+    """
     names = [f".{name}" for name, _ in model.named_modules()]
     linear = {
         name.rpartition(".")[2]: None
@@ -184,7 +187,7 @@ def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters of a model by their names in PEFT's files."""
+    """Return the adapters of a model by the names that PEFT writes."""
     return {
         name.replace(f".{_ADAPTER}.", "."): weight
         for name, weight in model.named_parameters()
@@ -201,9 +204,9 @@ def twin(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def plain(model: nn.Module, *, scale: float) -> Any:
-    """Return the model with its adapters added to the weights at `scale`. Scale 0 gives the base.
+    """Return a model without adapters, whose weights are W0 + `scale` * B @ A. Scale 0 gives W0.
 
-    All weights without an adapter are shared with `model`.
+    Weights that do not change are shared with `model`.
     """
     bare: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     for name, layer in _layers(bare):
@@ -238,14 +241,17 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the layers that have an adapter, with their names."""
+    """Return (name, layer) for each layer that has an adapter."""
     return [
         (name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")
     ]
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the safetensors files that transformers would read from this folder."""
+    """Return the tensors of the safetensors files that transformers would read from a folder.
+
+    The files are memory-mapped.
+    """
     require_safe_weights(folder)
     files = [folder / "model.safetensors"]
     if not files[0].is_file():

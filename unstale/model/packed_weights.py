@@ -1,7 +1,8 @@
-"""Weights in the bytes of a number format, in which they are sent to an engine that rounds.
+"""Packed weights: values and scales of a number format, for an engine that rounds weights to it.
 
-A rounded weight is stored as its values, a byte each, and the scales of its blocks. Between two
-versions few values change, so their differences are smaller than those of bfloat16 words.
+A rounded weight is stored as its values, one byte each, and the scales of its blocks. Few values
+change from one version to the next, so a difference of packed versions is smaller than one of
+bfloat16 weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,14 +13,14 @@ from torch import Tensor
 from unstale.model.quantisation import FORMATS, is_quantised
 
 SCALES = ".scales"
-"""Added to the name of a weight in the name of its scales."""
+"""The suffix that turns the name of a weight into the name of its scales."""
 
 
 class RoundedWeights(Mapping[str, Tensor]):
-    """Weights that are already rounded, as a mapping. Each is computed when it is read."""
+    """Packed weights as a mapping of rounded weights. Each is computed when it is read."""
 
     def __init__(self, packed: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> None:
-        """Use weights that `pack` returned for the format `kind`, in the precision `dtype`."""
+        """Use weights that `pack` returned for the format `kind`. They are read in `dtype`."""
         self._packed = packed
         self._format = FORMATS[kind]
         self._dtype = dtype
@@ -38,10 +39,10 @@ class RoundedWeights(Mapping[str, Tensor]):
 
 
 def pack(weights: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights as values and scales of the format `kind`, if the engine rounds them.
+    """Return weights as values and scales of the format `kind`.
 
-    The others are copied. All are converted to `dtype` first. Weights that are packed already are
-    returned unchanged.
+    Weights that this format does not round (`is_quantised`) are copied. All weights are converted
+    to `dtype` first. Weights that are packed already are returned unchanged.
     """
     if any(name.endswith(SCALES) for name in weights):
         return dict(weights)

@@ -1,4 +1,4 @@
-"""Packing: distribute sequences over forward passes of limited size."""
+"""Packing: distribute sequences over forward passes with a limited number of tokens."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,16 +10,16 @@ from unstale.model.prefix_tree import Packed, build_prefix_tree
 from unstale.records import token_positions
 
 HEAD_ROWS = 4
-"""Largest number of log-probabilities that a pass computes, as a multiple of its limit of tokens. A
-token that siblings share may need one log-probability per sibling.
+"""Largest number of log-probabilities that a pass computes, as a multiple of its token limit. After
+a token that several sequences share, each of them may need a log-probability of its own.
 """
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide sequences into groups whose lengths sum to at most `budget`. Return their indices.
+    """Divide sequences into groups of at most `budget` tokens. Return the indices in each group.
 
-    The longest sequence is placed first, each in the first group with room. A sequence longer than
-    the budget has a group to itself.
+    Sequences are placed from the longest to the shortest, each in the first group with enough room.
+    A sequence longer than the budget has a group to itself.
 
     >>> pack([3, 8, 5, 2], budget=8)
     [[1], [2, 0], [3]]
@@ -41,9 +41,9 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
     """Divide sequences that share prefixes into groups of at most `budget` tokens, like `pack`.
 
     A shared token counts once, so siblings (sequences with the same prompt) stay together. `wanted`
-    is the number of log-probabilities that each sequence needs. Siblings are split if they exceed
-    the budget, or need more than `HEAD_ROWS * budget` log-probabilities. Each part then runs the
-    shared prefix again. No sequence may be empty.
+    has the number of log-probabilities that each sequence needs. Siblings are split if they exceed
+    the budget, or need more than `HEAD_ROWS * budget` log-probabilities. Each part then computes
+    the shared prefix again. No sequence may be empty.
     """
     if not len(packed.tokens):
         return []
@@ -78,14 +78,14 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return how much of a pass's limit of tokens some sequences use. Needed logits count, too."""
+    """Return the part of a pass's limit that `tokens` tokens and `rows` log-probabilities use."""
     return max(tokens, -(-rows // HEAD_ROWS))
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """Return the spans `(start, end)` that contain a token of `where`, cut after their last one.
+    """Return the spans `(start, end)` with a token where `where` (`[T]` bool) is True.
 
-    `where` is `[T]` bool.
+    Each span is cut after its last such token.
     """
     wanted = where.nonzero().squeeze(1).cpu().numpy()
     cut_spans = []
@@ -97,7 +97,7 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
 
 
 def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """Return some spans of tokens as packed sequences, and the positions of their tokens."""
+    """Return spans of tokens as packed sequences, and their tokens' positions `[t]` in `packed`."""
     index = token_positions(spans)
     offsets = accumulate((end - start for start, end in spans), initial=0)
     routed_experts = (

@@ -1,15 +1,15 @@
-"""A check that sequences packed into one forward pass have the log-probabilities of single ones.
+"""A check that packing sequences into one forward pass does not change their log-probabilities.
 
-Three properties are tested, each on text of the model's own tokenizer:
+Three properties are tested, on text of the model's own tokenizer:
 
 1. Packed sequences do not affect each other. A dense model must give the same bits.
 2. Each sequence has its own positions. In a wider precision, where rounding is small, packing must
-   change far less than rounding to the model's precision does.
+   change logits far less than rounding to the model's precision does.
 3. In the model's precision a packed pass rounds as transformers does: its error is at most a few
-   times that of a single sequence.
+   times the error of a single sequence in transformers.
 
-No limit is absolute, because the error by rounding differs between models: a trained network with
-massive activations (arXiv 2402.17762) has a hundred times that of a random one.
+No limit is absolute, because rounding errors differ between models: a trained network with massive
+activations (arXiv 2402.17762) has a hundred times the error of a random one.
 """
 
 import math
@@ -32,14 +32,14 @@ from unstale.model.prefix_tree import MIN_SHARED, ROUND, Packed, build_prefix_tr
 from unstale.routed_experts import num_experts
 
 MAX_ROUNDING = 8
-"""Largest error of a packed pass, as a multiple of the error of transformers in that precision.
-Sums in another order had up to 4 times that error.
+"""Largest error of a packed pass, as a multiple of the error of transformers in the same precision.
+In measurements, summing in another order gave up to 4 times that error.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The output `[N, :]` of one packed forward pass, and the rows that belong to each sequence."""
+    """The output of one packed forward pass: of all tokens, `[N, :]`, and of each sequence."""
 
     output: Tensor
     by_sequence: list[Tensor]
@@ -47,15 +47,15 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Packability:
-    """Properties of a model whose packed log-probabilities are those of single sequences."""
+    """Properties of a model that passed the check."""
 
     plain_head: bool
-    """Logits are the head applied to the last hidden state."""
+    """True if the logits are the output head applied to the last hidden state, nothing more."""
     noise: float
-    """Largest change in nats of a log-probability by other sequences in the passes of the check.
+    """Largest change of a log-probability, in nats, by other sequences in the passes of the check.
 
-    A dense model is refused unless it is 0. On a CPU it is then 0 in every pass. On a GPU, kernels
-    may divide the sums of longer passes in other ways, and then round otherwise.
+    A dense model is refused unless this is 0. On a CPU the change is then 0 in every pass. On a
+    GPU, kernels may divide the sums of longer passes in other ways and round differently.
     """
 
 
@@ -63,10 +63,10 @@ class Packability:
 def check_packing(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Packability:
-    """Check that packed sequences have the log-probabilities of single ones.
+    """Check that packing sequences does not change their log-probabilities.
 
-    Without a tokenizer the sequences are token ids 0, 1, 2 and so on. Raises ConfigError that names
-    the property which does not hold, and for a model that cannot be packed.
+    Without a tokenizer, small token ids are used instead of text. Raises ConfigError, with the
+    property that does not hold, if the model fails.
     """
     name = type(model).__name__
     sequences, changed = _probes(tokenizer, vocab_size(model.get_input_embeddings()))
@@ -130,9 +130,10 @@ def check_packing(
 
 @torch.no_grad()
 def check_bitwise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Check that the packed passes of `unstale.model.bitwise` compute the model.
+    """Check a model that `unstale.model.bitwise.use` has changed.
 
-    Raises ConfigError if other sequences change a bit, or if the error is not that of rounding.
+    Raises ConfigError if other sequences in a pass change a bit of a sequence's logits, or if their
+    error is too large for rounding.
     """
     sequences, changed = _probes(tokenizer, vocab_size(model.get_input_embeddings()))
     packed, other = (_run(model, each).by_sequence for each in (sequences, changed))
@@ -158,11 +159,10 @@ def check_bitwise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 def check_length(
     model: PreTrainedModel, max_context: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Check that sequences of up to `max_context` tokens can be packed.
+    """Raise ConfigError if sequences of up to `max_context` tokens cannot be packed.
 
-    Layers must attend causally or within a sliding window, and a late position in one sequence must
-    not change others, as it does if rotary frequencies depend on the longest position of a pass.
-    Raises ConfigError otherwise.
+    Layers must attend causally or within a sliding window. A late position in one sequence must not
+    change other sequences. It does if rotary frequencies depend on the longest position of a pass.
     """
     vocabulary = vocab_size(model.get_input_embeddings())
     (other, short, *_), _ = _probes(tokenizer, vocabulary)
@@ -202,8 +202,8 @@ def _probes(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return four short sequences, and the same four with the first and the last one changed.
 
-    If packing keeps sequences apart, the results of the middle two are the same in both. The third
-    and the fourth share a prefix, which tests the prefix tree.
+    If packing keeps sequences apart, the logits of the middle two are the same in both lists. The
+    third and the fourth share a prefix, which tests the prefix tree.
     """
     texts = _texts(tokenizer) if tokenizer else []
     if any(len(set(text)) < 4 or max(text) >= vocabulary for text in texts):
@@ -229,7 +229,7 @@ def _cut_alike(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of short texts and of a chat's prompt: first, second, trunk and so on."""
+    """Return the tokens of seven short texts. The third is a chat prompt, which can be a prefix."""
 
     def encode(text: str, *, begins: bool = True) -> list[int]:
         return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
@@ -266,8 +266,8 @@ def _run(
 ) -> _Pass:
     """Run packed sequences. Return logits, or with `hidden` the last hidden states.
 
-    With `last_position` the last sequence ends at this position. All positions are multiplied by
-    `stretch`.
+    With `last_position`, positions of the last sequence are shifted so that it ends there. All
+    positions are multiplied by `stretch`.
     """
     lengths = [len(sequence) for sequence in sequences]
     packed = Packed(torch.cat(list(sequences)), tuple(accumulate(lengths, initial=0)))
@@ -283,7 +283,7 @@ def _run(
 
 
 def _run_alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits `[T, V]` of each sequence, from a pass of its own."""
+    """Return the logits `[T, V]` of each sequence, from one unpacked pass for each."""
     device = next(model.parameters()).device
     return [
         model(input_ids=sequence[None].to(device), use_cache=False).logits[0]
@@ -295,8 +295,7 @@ def _run_alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tens
 def _in_precision(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Return a context in which the model computes in `dtype`, which is not narrower than its own.
 
-    The weights of a layer are converted only while it runs, so that a model fits which fills most
-    of a device's memory.
+    The weights of a layer are converted only while the layer runs, so that little memory is needed.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(part) for each in lists for layer in each for part in layer.modules()}
@@ -343,16 +342,19 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _allowed(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest error of logits by rounding, as a share of their norm."""
+    """Return the largest error of logits that may come from rounding, as a share of their norm.
+
+    `rounding` is the error of transformers in `dtype`.
+    """
     return max(MAX_ROUNDING * rounding, MAX_ROUNDING * torch.finfo(dtype).eps)
 
 
 def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest difference of logits in the wider precision, as a share of their norm.
+    """Return the largest allowed difference of logits in the wider precision, by their norm.
 
-    It lies between the errors by rounding in the two precisions. Some models compute parts in
-    float32 also in a float64 pass. A layer that jumps with rounding has a large error in float32
-    even alone, so float32 must keep half of its digits.
+    It lies between the rounding errors of the two precisions: some models compute parts in float32
+    even in a float64 pass. A model with discontinuous layers has a large error in float32 even
+    without packing, so in float32 at least half of the digits must agree.
     """
     eps = torch.finfo(torch.float32).eps
     if torch.finfo(dtype).bits >= 32:
@@ -361,10 +363,10 @@ def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
 
 
 def _largest(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
-    """Return the largest error of a sequence's logits. NaN counts as infinite.
+    """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
 
-    With `median` the first tokens count, too: a layer that mixes adjacent tokens changes them in
-    all sequences but the first of a pass, and rounding does so in few.
+    With `median`, the error of first tokens counts, too. A layer that mixes adjacent tokens changes
+    them in all sequences but the first of a pass, and rounding in few sequences.
     """
     pairs = list(zip(some, expected, strict=True))
     errors = [_error(a, b, median=median) for a, b in pairs]
@@ -377,8 +379,8 @@ def _largest(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool
 def _error(logits: Tensor, expected: Tensor, *, median: bool) -> float:
     """Return the error of a sequence's logits `[T, V]`, as a share of their norm.
 
-    With `median` it is that of a token in the middle, because rounding may change the choice of an
-    expert, and with it all logits of a few tokens.
+    With `median`, return the median over the tokens: in a model with experts, rounding may change
+    the choice of an expert, and so all logits of a few tokens.
     """
     difference = (logits.double() - expected.double()).norm(dim=-1)
     norm = expected.double().norm(dim=-1)

@@ -1,6 +1,7 @@
 """The number of tokens of the largest forward pass that fits into memory.
 
-It follows from the bytes that the layers keep of each token, and from the memory that is free.
+It is computed from the bytes that layers keep for each token until the backward pass, and from the
+free memory.
 """
 
 from pathlib import Path
@@ -14,17 +15,22 @@ if TYPE_CHECKING:  # `unstale plan` imports this file without torch
 
 _WORD = 2
 _FREE_SHARE = 0.75
-"""Share of the free memory for activations. The rest is for fragments and for the head's tiles."""
+"""Share of a GPU's free memory for activations. The rest is for fragmentation and for the logits of
+the output head.
+"""
 _CPU_SHARE = 0.25
-"""The same on a CPU, whose memory other processes use, too."""
+"""Share of free main memory for activations. Other processes need some of the rest."""
 _STEP = 256
-"""The result is a multiple of this many tokens, and at least as many."""
+"""The number of tokens of a pass is a multiple of this, and at least this."""
 MOST = {"cuda": 65_536, "cpu": 8_192}
-"""Largest results by kind of device. Longer passes compute no faster."""
+"""Largest number of tokens of a pass, by kind of device. Longer passes are not faster."""
 
 
 class DecoderSizes(Protocol):
-    """The sizes of a decoder model with gated MLPs or experts, as `planner.models.Model` has."""
+    """The sizes of a decoder model with gated MLPs or experts.
+
+    `planner.models.Model` has these attributes, for example.
+    """
 
     @property
     def layers(self) -> int: ...
@@ -62,13 +68,13 @@ class _Sizes(NamedTuple):
 
 
 def layer_bytes(sizes: DecoderSizes, *, word: int = _WORD) -> int:
-    """Return the bytes that a layer keeps of each token until its backward pass.
+    """Return the bytes that a layer keeps for each token until its backward pass.
 
-    A number of the model has `word` bytes. They were counted in a pass of transformers' Qwen3 and
-    Qwen3-MoE in bfloat16. Per norm: its input in float32, twice its output. Queries and keys: the
-    same, or once without norms of their own. Values; the attention output twice. In an MLP: four
-    times its width. In experts: for each that the token uses, its input, its output and four times
-    its width.
+    `word` is the size of an activation in bytes. The formula was found by counting, for Qwen3 and
+    Qwen3-MoE of transformers in bfloat16. For each norm, a layer keeps its input in float32, and
+    its output twice. For queries and keys with norms it keeps the same, without norms one copy. It
+    keeps the values once, and the attention output twice. An MLP keeps four times its width. Each
+    expert of a token keeps its input, its output and four times its width.
     """
     each = 4 if sizes.qk_norm else 1
     queries = (each + 2) * sizes.heads
@@ -80,10 +86,10 @@ def layer_bytes(sizes: DecoderSizes, *, word: int = _WORD) -> int:
 
 
 def token_bytes(sizes: DecoderSizes, *, checkpointing: bool, word: int = _WORD) -> int:
-    """Return the bytes that all layers keep of each token until their backward passes.
+    """Return the bytes that all layers keep for each token until their backward passes.
 
-    With gradient checkpointing, one layer at a time keeps everything that its backward pass needs,
-    and the others keep only their input.
+    `word` is the size of an activation in bytes. With gradient checkpointing, each layer keeps only
+    its input, and one layer at a time everything that its backward pass needs.
     """
     layer = layer_bytes(sizes, word=word)
     if checkpointing:
@@ -96,7 +102,8 @@ def largest_pass(
 ) -> int:
     """Return the number of tokens of the largest pass whose activations take `free` bytes.
 
-    A pass that does not train keeps the activations of one layer at a time.
+    `word` is the size of an activation in bytes. A pass without gradient (`trains` False) keeps the
+    activations of one layer at a time.
     """
     sizes = _sizes_of(model)
     one = token_bytes(sizes, checkpointing=checkpointing, word=word)
@@ -108,7 +115,7 @@ def largest_pass(
 
 
 def free_bytes(device: "torch.device") -> float:
-    """Return the bytes of memory that activations on a device may take now."""
+    """Return the number of bytes that activations on a device may take: a share of free memory."""
     if device.type == "cuda":
         import torch
 
@@ -118,14 +125,14 @@ def free_bytes(device: "torch.device") -> float:
 
 
 def total_bytes(device: "torch.device") -> int:
-    """Return the bytes of memory of a GPU."""
+    """Return the size of a GPU's memory in bytes."""
     import torch
 
     return torch.cuda.mem_get_info(device)[1]
 
 
 def _free_main_memory(root: Path = Path("/")) -> int:
-    """Return the free bytes of main memory, of this machine or of its container if that is less."""
+    """Return the free bytes of main memory, or of the container's memory limit if that is less."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     found = {
         name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)

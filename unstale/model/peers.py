@@ -1,6 +1,7 @@
-"""The processes (ranks) that share one divided model, as seen from one of them.
+"""The group of processes (ranks) that share one divided model.
 
-Every rank must call the same methods in the same order, each with its own values.
+Every rank has a `RankGroup`. All ranks must call the same methods in the same order, each with its
+own values.
 """
 
 import heapq
@@ -32,8 +33,8 @@ class RankGroup:
     rank: int = 0
     count: int = 1
     context: ContextGroup | None = None
-    """The ranks that divide the tokens of each forward pass with this one. None if a pass runs on
-    one rank.
+    """The group of ranks that divide the tokens of each forward pass, with this rank among them.
+    None if each pass runs on one rank.
     """
     replicas: int = 1
     """Number of copies of the divided model. Each copy is divided among `count // replicas`
@@ -48,9 +49,9 @@ class RankGroup:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def in_context_groups(self, size: int) -> "RankGroup":
-        """Return these ranks in groups of `size`, which divide the tokens of each pass.
+        """Return a copy in which groups of `size` ranks divide the tokens of each pass.
 
-        All ranks must call this. Raises ValueError unless `size` divides their number.
+        All ranks must call this. Raises ValueError unless `size` divides the number of ranks.
         """
         if self.count % size:
             raise ValueError(f"{self.count} ranks cannot be divided into groups of {size}")
@@ -60,7 +61,9 @@ class RankGroup:
         return replace(self, context=ContextGroup.of(groups[self.rank // size]))
 
     def in_replicas(self, count: int) -> "RankGroup":
-        """Return these ranks with `count` copies of the model. ValueError unless that divides them.
+        """Return a copy in which the ranks have `count` copies of the model.
+
+        Raises ValueError unless `count` divides the number of ranks.
 
         >>> RankGroup(3, 4).in_replicas(2).is_first_replica
         False
@@ -75,9 +78,9 @@ class RankGroup:
         return self.rank < self.count // self.replicas
 
     def for_another_thread(self) -> "RankGroup":
-        """Return the same ranks with a second group, which one other thread may use meanwhile.
+        """Return a copy with a second process group, for use by one other thread at the same time.
 
-        All ranks must call this. The group exchanges values in main memory only.
+        All ranks must call this. The group exchanges only values in main memory.
         """
         if self.count == 1:
             return self
@@ -85,15 +88,15 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the values of its passes. One rank of a context group does."""
+        """True if this rank reports the values of its passes: one rank of each context group."""
         return self.context is None or self.context.rank == 0
 
     def deal(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
-        """Return the passes that this rank runs: indices in `costs`, and True if they count.
+        """Divide passes with these costs among the ranks. Return those that this rank runs.
 
-        All ranks run equally many passes, because the ranks exchange weights in each pass. Every
-        pass counts on one rank, or on all ranks of one context group. A rank with too few passes
-        runs the cheapest one again, and that result must not count.
+        A pass is (index in `costs`, True if its result counts). All ranks run equally many passes,
+        because they exchange weights in each. Every pass counts on one rank, or on all ranks of one
+        context group. A rank with too few passes runs the cheapest one again, which must not count.
 
         >>> RankGroup(0, 2).deal([5, 9, 1]), RankGroup(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
@@ -115,7 +118,7 @@ class RankGroup:
         return [(i, True) for i in mine] + [(cheapest, False)] * (rounds - len(mine))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks of tensors of one shape."""
+        """Return the sum over all ranks of a tensor of the same shape. `tensor` is overwritten."""
         if self.count > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -128,7 +131,7 @@ class RankGroup:
         return int(largest)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks. They are copied by pickle."""
+        """Return the values of all ranks, in the order of the ranks. Values must be picklable."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -156,11 +159,11 @@ class RankGroup:
 
     @contextmanager
     def fail_together(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-        """If any rank raises an error of these kinds in the context, raise it on every rank.
+        """Return a context that raises an error of one rank's body on every rank.
 
-        Without this, the other ranks would wait for that rank forever. The body of the context may
-        have collectives, such as those of a divided model, only if errors of these kinds are raised
-        after the last one, or on all ranks.
+        `kinds` are the classes of these errors. Without this, the other ranks would wait for the
+        failed rank forever. The body may have collectives, such as the passes of a divided model,
+        only if errors of these kinds are raised after the last collective, or on all ranks.
         """
         error: Exception | None = None
         try:
@@ -180,12 +183,12 @@ SINGLE_PROCESS = RankGroup()
 
 @cache
 def _divided_groups(world: "ProcessGroup", count: int, size: int) -> "tuple[ProcessGroup, ...]":
-    """Return groups of `size` neighbouring ranks. A process makes them once, with the others."""
+    """Return groups of `size` successive ranks. The first call makes them: all ranks must call."""
     starts = range(0, count, size)
     return tuple(dist.new_group(list(range(start, start + size))) for start in starts)
 
 
 @cache
 def _second_group(world: "ProcessGroup") -> "ProcessGroup":
-    """Return a further group of all ranks. A process makes it once, with the others."""
+    """Return a second group of all ranks. The first call makes it: all ranks must call."""
     return dist.new_group(backend="gloo")

@@ -1,7 +1,7 @@
 """The policy: a language model with its tokenizer, which computes log-probabilities of tokens.
 
-Sequences are packed end to end without padding. A beginning that several sequences share is
-computed once (`prefix_tree`).
+Sequences are packed end to end without padding. A prefix that several sequences share is computed
+once (`prefix_tree`).
 """
 
 import copy
@@ -54,19 +54,20 @@ from unstale.records import Batch, count_tokens
 from unstale.routed_experts import num_experts
 
 Placement = Literal["twin", "own"]
-"""Where past versions are scored: in a second model, or in the trained model (`own`)."""
+"""The model that scores with past versions: a second one (`twin`), or the trained one (`own`)."""
 
 
 class Policy:
     """A causal language model with its tokenizer and the version number of its weights.
 
-    `version` counts published weights. `weights_match_version` is True until the next optimizer
-    step, while the weights are still those of `version`. The model is in eval mode, so a
+    `version` counts published weights. `weights_match_version` is True while the weights are still
+    those of `version`: until the next optimizer step. The model is in eval mode, so a
     log-probability depends only on weights and tokens. With LoRA, the weights of the policy are
-    those of the adapters, and `base` is the checksum of the frozen model.
+    only the adapters, and `base` is the checksum of the frozen model.
 
-    If the model is divided among `peers`, all ranks call the same methods in the same order. Each
-    rank then holds its part of the weights and runs its share of the passes of `score`.
+    If the model is divided among the ranks `peers` (sharded), all ranks must call the same methods
+    in the same order. Each rank holds its part of the weights and runs its share of the passes of
+    `score`.
     """
 
     def __init__(
@@ -86,23 +87,25 @@ class Policy:
         self.model = _use_packing(model)
         self.tokenizer = tokenizer
         self._dtype: torch.dtype | None = None
-        """The precision of forward passes, if it is not that of the parameters."""
+        """The precision of forward passes. None: the precision of the parameters."""
         self._held: dict[str, Tensor] | None = None
-        """Weights in main memory, which are put into the model only during a forward pass."""
+        """Weights in main memory that are copied into the model only during `score`. None if the
+        model has this policy's weights.
+        """
         self._version = 0
         self.weights_match_version = True
         self.version_gaps: VersionGaps = ()
         self._checked_length = 0
-        """The number of tokens for which `check_length` has checked the model."""
+        """The largest number of tokens for which `check_length` has checked the model."""
         self._short_copy: PreTrainedModel | None = None
-        """A whole model with few layers, until `check_length` has checked it. Only if sharded."""
+        """For a sharded model: a whole model with few layers, kept until `check_length` has run."""
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
         packability = check_packing(self._short_copy or model, tokenizer)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
-        """Largest change in nats of a log-probability by what it is packed with; see
-        `has_experts`."""
+        """Largest change of a log-probability, in nats, by the sequences it is packed with, as
+        measured at the start. 0 in a dense model."""
         if self._is_sharded:
             sharding.prepare_passes(model, plain_head=self._plain_head)
         if not self._plain_head:
@@ -113,10 +116,10 @@ class Policy:
                 stacklevel=2,
             )
         self._folder: Path | None = None
-        """The folder whose weights the model has. None if they are others."""
+        """The folder from which the weights were loaded. None once they have changed."""
         self.passes = ForwardOptions()
         self.independent_rows = False
-        """True if the model was loaded with this option."""
+        """True if the model was loaded with the option `independent_rows` of `load`."""
         self._expert_layers: ExpertLayers | None = None
         self._body: Callable[..., Any] = self._whole
 
@@ -136,11 +139,11 @@ class Policy:
         """Load a Hugging Face causal-LM folder from the local disk.
 
         If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
-        adds adapters. With several `peers`, each loads its part to its own device. With
-        `independent_rows` no value of an MoE model depends on what it is packed with. On a GPU this
-        takes more memory and time, because each token's experts are computed apart. A policy that
-        is not `trained` only scores, and has no float32 weights for an optimizer. `chat_template`
-        is as in `load_tokenizer`.
+        adds adapters. With several `peers`, each rank loads its part to its own device. With
+        `independent_rows`, a log-probability of an MoE model does not depend on the sequences it is
+        packed with. On a GPU this takes more memory and time, because each token's experts are
+        computed separately. A policy that is not `trained` only scores, and has no float32 weights
+        for an optimizer. `chat_template` is that of `load_tokenizer`.
         """
         folder = Path(folder)
         require_model(folder)
@@ -178,16 +181,14 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The model without its output head.
-
-        If the head is not one linear map, the model with it.
-        """
+        """The model without its output head, or with it if the head is not one linear map."""
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
-        """Set options of the forward pass. Copies that `twin` makes later get them, too.
+        """Set the options of forward passes. Copies that `twin` makes later have them, too.
 
-        Raises ConfigError if the model does not support gradient checkpointing.
+        Raises ConfigError if the model does not support an option, and ValueError if the number
+        format changes after it was set.
         """
         if passes == self.passes:
             return
@@ -210,9 +211,7 @@ class Policy:
 
     @property
     def has_experts(self) -> bool:
-        """True for an MoE model. On a CPU, packing can change how a value rounds only in such a
-        model.
-        """
+        """True for an MoE model. On a CPU, packing can change rounding only in such a model."""
         return num_experts(self.model.config.to_dict()) > 0
 
     @property
@@ -231,8 +230,8 @@ class Policy:
     def check_length(self, max_context: int) -> None:
         """Raise ConfigError if sequences of up to `max_context` tokens cannot be packed.
 
-        A model with another pattern of attention, or with position embeddings that depend on other
-        sequences, would get wrong log-probabilities from some length on.
+        Beyond some length, a model with another attention pattern, or with position embeddings that
+        depend on other sequences, would have wrong log-probabilities.
         """
         if max_context <= self._checked_length:
             return
@@ -243,7 +242,7 @@ class Policy:
         self._checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
-        """Raise ConfigError unless that many ranks can divide the tokens of a pass."""
+        """Raise ConfigError unless the tokens of a pass can be divided among `ranks` ranks."""
         if ranks == 1:
             return
         if ROUND % ranks:
@@ -261,7 +260,7 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """What an engine must know to add the LoRA adapters to its base weights.
+        """The facts that an engine needs to add the LoRA adapters to its base weights.
 
         None without adapters.
         """
@@ -290,9 +289,10 @@ class Policy:
         self.weights_match_version = True
 
     def assign_new_version(self, version: int) -> None:
-        """Give the current weights a new version number.
+        """Give the current weights a new, higher version number.
 
-        The numbers in between were published before a crash and must not be used again.
+        The numbers in between were published before a crash and must not be used again. Raises
+        ValueError if `version` is not higher than all earlier numbers.
         """
         highest = max([self._version, *(first for first, _ in self.version_gaps)])
         if version <= highest:
@@ -304,7 +304,7 @@ class Policy:
         self._version = version
 
     def follow_version(self, version: int, version_gaps: VersionGaps) -> None:
-        """Use the version numbers of the policy object in the run's main process.
+        """Set the version and the version gaps to those of the policy in the run's main process.
 
         Trainer ranks call this, because the main process counts the versions.
         """
@@ -315,7 +315,7 @@ class Policy:
             self.version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return the number of batches between each of `version` and the policy's own version."""
+        """Return the number of batches by which the policy is ahead of each version (`lag_of`)."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -328,21 +328,24 @@ class Policy:
         return self._dtype or next(self.model.parameters()).dtype
 
     def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
-        """Return the dtype of weights sent to an engine: the engine's, or that of the adapters."""
+        """Return the dtype of weights that are sent to an engine whose dtype is `engine`.
+
+        It is the engine's dtype. Adapters are sent in the precision of forward passes.
+        """
         return self.dtype if self.lora else engine
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a reply, from the model's generation config."""
+        """The token ids that end a reply, from the model's generation config. May be empty."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
     def twin(self, placement: Placement = "twin") -> "Policy":
-        """Return a frozen copy with separate weights, into which other versions are loaded.
+        """Return a frozen copy with separate weights, into which other versions can be loaded.
 
         With the placement `own`, the copy takes no memory on the device. It shares this policy's
-        model, and its weights are in main memory except during `score`, when they are exchanged
-        with the model's.
+        model. Its weights are in main memory, and during `score` they take the place of the model's
+        weights.
         """
         twin = copy.copy(self)
         if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
@@ -372,17 +375,17 @@ class Policy:
     def with_weights(self, weights: dict[str, Tensor]) -> "Policy":
         """Return a policy that shares this model and has other `weights`, in main memory.
 
-        During `score` they are exchanged with the model's, one tensor after another.
+        During `score` these weights take the place of the model's.
         """
         other = copy.copy(self)
         other._held = weights
         return other
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that a forward pass uses, by name.
+        """Return the weights that a forward pass uses, by name, without a copy.
 
-        They are not copied; tied ones appear once. On a sharded model these are this rank's parts,
-        and copies if the optimizer's weights have another precision.
+        Tied weights appear once. For a sharded model, return this rank's parts, which are copies if
+        the optimizer's weights have another precision.
         """
         if self._held is not None:
             return self._held
@@ -391,10 +394,11 @@ class Policy:
         return {name: tensor.to(self.dtype) for name, tensor in self._live().items()}
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Return the float32 weights that the model's folder has, by name, on the CPU.
+        """Return the weights in the model's folder as float32, by name, on the CPU.
 
-        They are empty if the model has all their digits, has other weights by now, or is divided
-        among ranks, whose parts are float32 already. Adapters are in no folder.
+        An optimizer with float32 weights starts from them, because the model in bfloat16 or float16
+        has lost digits. Return {} if the model has all digits, if its weights have changed, if it
+        is sharded (its parts are float32 already), and with LoRA.
         """
         if self._folder is None or self._is_sharded or self.lora:
             return {}
@@ -409,9 +413,9 @@ class Policy:
         return {name: parameter.detach() for name, parameter in wide.named_parameters()}
 
     def part_starts(self) -> dict[str, int] | None:
-        """Return where each part of `weights` begins in its whole weight, as a flat list.
+        """Return for each weight the index, in the flattened whole weight, of its part's start.
 
-        None if this process has whole weights, like adapters.
+        Return None if this process has whole weights, which adapters always are.
         """
         tensors = self._tensors()
         if not any(map(sharding.is_sharded, tensors.values())):
@@ -419,7 +423,7 @@ class Policy:
         return {name: sharding.first_number(tensor) for name, tensor in tensors.items()}
 
     def whole_weights(self) -> WholeWeights:
-        """Return the whole weights of the forward pass, to be read one at a time."""
+        """Return the weights of forward passes, gathered from all ranks, to read one at a time."""
         tensors = self._tensors()
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         if self._is_sharded:  # the optimizer's weights may be wider
@@ -443,14 +447,14 @@ class Policy:
         return sum(part.nbytes for part in parts)
 
     def parts_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of the given whole weights."""
+        """Return this rank's parts of whole weights, by name."""
         return sharding.parts_of(weights, self._tensors()) if self._is_sharded else dict(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` into the model. `weights_match_version` becomes False.
 
-        On a sharded model they are this rank's parts. Raises ValueError unless names and shapes
-        match.
+        For a sharded model, `weights` are this rank's parts. Raises ValueError unless names and
+        shapes match.
         """
         current = self.weights()
         if current.keys() != weights.keys():
@@ -473,9 +477,9 @@ class Policy:
             tensor.copy_(weights[name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's weights by name, tied ones once.
+        """Return the model's weights by name. Tied weights appear once.
 
-        A sharded model has distributed tensors.
+        The tensors of a sharded model are DTensors.
         """
         if self._is_sharded:
             sharding.release(self.model)
@@ -494,7 +498,7 @@ class Policy:
 
     @contextmanager
     def _weights_in_model(self) -> Iterator[None]:
-        """Return a context in which weights from main memory are in the model."""
+        """Return a context in which the model has this policy's weights, also if in main memory."""
         if self._held is None:
             yield
             return
@@ -511,9 +515,9 @@ class Policy:
     def save(self, folder: Path | str, *, base: bool = False) -> None:
         """Save a Hugging Face model folder with tokenizer and chat template.
 
-        With LoRA, the saved weights include the adapters, which are also saved alone in the
-        subfolder `adapter` in PEFT's format. With `base` the model is saved without adapters.
-        Raises `OSError` if a file cannot be written.
+        With LoRA, the adapters are added to the saved weights. They are also saved separately, in
+        the subfolder `adapter` in PEFT's format. With `base` the model is saved without adapters.
+        Raises OSError if a file cannot be written.
         """
         whole = self.model
         if self.merging:
@@ -593,7 +597,10 @@ class Policy:
         return scaled.log_softmax(-1).cpu()
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
-        """Run one forward pass. Return what `query` asks for at some tokens of the prefix tree."""
+        """Run one forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
+
+        `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
+        """
         rows = rows.to(self.device)
         if self._is_sharded:
             run = replace(run, context=self.peers.context)
@@ -610,9 +617,9 @@ class Policy:
     ) -> float:
         """Return the norm of the gradient of the sum of log-probabilities of the tokens in `where`.
 
-        The gradient is that of all trained parameters, or of the output head alone. Existing
-        gradients do not change. Raises ValueError for a sharded model, and with `head_only` for a
-        head that is not one trained linear map.
+        The gradient is with respect to all trained parameters, or only the output head's. `where`
+        is `[T]` bool. The parameters' `grad` does not change. Raises ValueError for a sharded
+        model, and with `head_only` for a head that is not one trained linear map.
         """
         if self._is_sharded:
             raise ValueError("a sharded model has no gradient of one sequence")
@@ -694,9 +701,10 @@ class Policy:
     ) -> HiddenMeans:
         """Return means of the hidden states of one layer, and the entropies of sampled tokens.
 
-        `marks` `[T, m]` bool has m sets of tokens. The mean is over those of one sequence and one
-        set. `depth` is the share of the layers that have been run, above 0 and at most 1. Passes
-        are limited as those of `score`. Raises ValueError for a sharded model.
+        `marks` `[T, m]` bool has m sets of tokens. Each mean is over one sequence's tokens of one
+        set. `depth`, above 0 and at most 1, is the layer's share of the model's depth. Passes are
+        limited to `max_tokens_per_microbatch` tokens as in `score`. Raises ValueError for a sharded
+        model.
         """
         if self._is_sharded:
             raise ValueError("the hidden states of a sharded model cannot be read")
@@ -738,12 +746,11 @@ class Policy:
         *,
         where: Tensor,
     ) -> list[list[int]]:
-        """Distribute spans of tokens over forward passes.
+        """Distribute spans `(start, end)` of tokens over forward passes.
 
-        Return the indices of the spans of each pass.
-
-        A forward pass has at most `max_tokens_per_microbatch` tokens, unless one span is longer.
-        `where` (`[T]` bool) are the tokens whose log-probability is needed.
+        Return the indices of the spans of each pass. A pass has at most `max_tokens_per_microbatch`
+        tokens, unless one span is longer. `where` (`[T]` bool) is True for the tokens whose
+        log-probability is needed.
         """
         if self.passes.share_prompts:
             packed, index = cut(self._packed(batch, where), spans)
@@ -756,9 +763,9 @@ class Policy:
     ) -> PrefixTree:
         """Return packed sequences as a prefix tree, in which shared prefixes appear once.
 
-        A prefix tree is returned unchanged. `where` (`[T]` bool) are the tokens whose
-        log-probability is needed, by default all that were sampled. The rows of routed experts
-        depend on them (`ExpertTable.rows`).
+        A prefix tree is returned unchanged. `where` (`[T]` bool) is True for the tokens whose
+        log-probability is needed, by default the sampled tokens. The recorded experts that the pass
+        uses depend on it (`ExpertTable.rows`).
         """
         if isinstance(batch, PrefixTree):
             return batch
@@ -776,7 +783,7 @@ class Policy:
 
 
 def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dict[str, str]:
-    """Return the options with which an MoE model is loaded. They are empty for other models."""
+    """Return the options of `load_model` for an MoE model, or {} for other models."""
     if not num_experts(read_mapping(folder / "config.json")):
         return {}
     if device == "cpu":

@@ -1,8 +1,8 @@
 """Prefix trees: packed sequences in which a prefix that several sequences share appears once.
 
-The nodes of the tree are segments of tokens. A sequence is a path from a root to a node. Segments
-are stored depth first. So everything that continues a segment is one contiguous span, which can
-attend to the segment in one call.
+The nodes of the tree are segments, which are runs of tokens. A sequence is a path from a root to a
+node. Segments are stored depth first. So all tokens that continue a segment are one contiguous
+span, which can attend to the segment in one call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class Packed:
     tokens: Tensor
     offsets: tuple[int, ...]
     routed_experts: Tensor | None = None
-    """`[T, layers, k]`: the experts that each token replays."""
+    """`[T, layers, k]`: the recorded experts that the pass uses for each token. None: no replay."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -42,9 +42,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens `[start, end)` of a pass, which a set of sequences has in common.
+    """A run of tokens, `[start, end)` of a pass, that a set of sequences has in common.
 
-    The tokens that continue it, in any of these sequences, are `[end, last)`.
+    The tokens after the segment in any of these sequences are `[end, last)`.
     """
 
     start: int
@@ -61,10 +61,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The `[N]` tokens of one forward pass, computed for `[T]` packed tokens.
+    """The N tokens of one forward pass, which computes T packed tokens.
 
-    `N` is a multiple of `ROUND`, so the last segment may be padding. `N` is smaller than `T` if
-    prefixes are shared.
+    N is a multiple of `ROUND`, so the last segment may be padding. N may be smaller than T, because
+    shared prefixes appear once.
     """
 
     tokens: Tensor
@@ -77,21 +77,25 @@ class PrefixTree:
     num_tokens: int
     """The number of tokens without padding."""
     routed_experts: Tensor | None = None
-    """`[N, layers, k]`: the experts that each token replays."""
+    """`[N, layers, k]`: the recorded experts that the pass uses for each token. None: no replay."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
-    """Attention masks that the layers share, by `(queries, depth, window)`."""
+    """Attention masks that all layers use, by `(queries, depth, window)`. Filled by `mask`."""
     layouts: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The tree as attention kernels read it, once `layout_of` has made it, by device."""
+    """The tree in the form that attention kernels read, by device. Filled by `layout_of`."""
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 
     @property
     def own_tokens(self) -> slice:
-        """The range of `tokens` that this process runs."""
+        """The range of `tokens` that this process computes."""
         return self.context.slice_of(len(self.tokens)) if self.context else slice(None)
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-        """Return the keys to which each query attends: `[queries, depth + queries]` bool."""
+        """Return `[queries, depth + queries]` bool: True where a query attends to a key.
+
+        The queries are tokens of one segment, after `depth` tokens. `window` is the number of
+        tokens to which a query attends, its own included, or None for all earlier tokens.
+        """
         key = queries, depth, window
         if key not in self.masks:
             causal = torch.ones(queries, depth + queries, dtype=torch.bool, device=device)
@@ -103,7 +107,7 @@ class PrefixTree:
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
     """Return the prefix tree of packed sequences. Without `share`, no prefix is shared.
 
-    Sequences share a token only if they also replay the same experts for it.
+    Sequences share a token only if the recorded experts to use for it are the same, too.
     """
     tokens = packed.tokens.cpu()
     routed_experts = packed.routed_experts
@@ -155,7 +159,10 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Sequences that are equal up to `depth`, and also in at least the next tokens."""
+    """Sequences with the same first `depth` tokens, and at least `MIN_SHARED` equal tokens after.
+
+    A branch may also be a single sequence.
+    """
 
     members: list[int]
     path: tuple[tuple[int, int], ...]
@@ -163,21 +170,22 @@ class _Branch:
 
 
 class _Builder:
-    """Builds a prefix tree: a depth-first walk that stores segments and the index of each token."""
+    """A depth-first walk over a prefix tree, which stores segments and the index of each token."""
 
     def __init__(
         self, keys: np.ndarray, place: np.ndarray, spans: Sequence[tuple[int, int]]
     ) -> None:
         """Start without segments.
 
-        `keys` are `[T]` or `[T, n]` numbers of the packed tokens. Sequences share tokens with equal
-        keys. `place` `[T]` will be the index of each token in the tree. `spans` are the sequences.
+        `keys` are `[T]` or `[T, n]`, numbers for each packed token. Sequences share tokens with
+        equal keys. `build` writes the index of each token in the tree to `place` `[T]`. `spans` are
+        the sequences' spans `(start, end)`.
         """
         self._sequences = [keys[start:end] for start, end in spans]
         self._places = [place[start:end] for start, end in spans]
         self._starts = [start for start, _ in spans]
         self.sources: list[tuple[int, int]] = []
-        """The span, among the packed tokens, of each segment that is stored so far."""
+        """For each stored segment, a span of the packed tokens with the same tokens."""
         self.segments: list[Segment] = []
         self._size = 0
 
@@ -219,7 +227,7 @@ class _Builder:
     ) -> list[_Branch]:
         """Group sequences that have more than `depth` tokens by their next `MIN_SHARED` tokens.
 
-        A sequence with fewer than `MIN_SHARED` tokens left is a group alone. The groups are in
+        A sequence with fewer than `MIN_SHARED` tokens left is a group of its own. The groups are in
         reverse order, because the caller puts them on a stack.
         """
         groups: dict[object, list[int]] = {}

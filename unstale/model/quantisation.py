@@ -1,12 +1,12 @@
-"""Weights and activations in FP8, INT8 or INT4, by rounding.
+"""Simulate FP8, INT8 and INT4 by rounding weights and activations.
 
-A format has few values. A block of numbers shares one scale, with which its largest number becomes
-the largest value of the format. Each number is rounded to the nearest value times the scale, and
-then to the usual precision, in which products are computed. Nothing becomes faster.
+A format has few values. A block of numbers shares one scale, which maps the block's largest number
+to the largest value of the format. Each number is rounded to the nearest value times the scale, and
+then to the usual precision, in which products are computed. So nothing becomes faster.
 
 An engine rounds the weights that it loads and, in `fp8` and `int8`, the input of each layer. The
-trainer can do the same (arXiv 2601.14243, Jet-RL). Its gradient is then that of the rounded weights
-and activations (straight-through, arXiv 1308.3432).
+trainer can do the same (arXiv 2601.14243, Jet-RL). Weights then get the gradient of the rounded
+weights (straight-through, arXiv 1308.3432).
 """
 
 import re
@@ -24,7 +24,8 @@ from unstale.model import linear
 _IN_LAYER = re.compile(r"\.\d+\.")
 _ROUTER = re.compile(r"(^|[._])(gate|router)\.weight$")
 _STACKED = (".gate_up_proj", ".down_proj")
-"""Names of the weights of all experts of a layer in one tensor `[experts, out, in]`."""
+"""Ends of the names of weights that have all experts of a layer in one tensor `[experts, out, in]`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,13 @@ class Format:
     nearest: Callable[[Tensor], Tensor]
     """A function that rounds float32 numbers of at most `largest` to values of the format."""
     weight_block: tuple[int, int]
-    """Rows and columns of the block of a weight `[out, in]` that shares a scale. 0 stands for all
-    columns.
-    """
+    """Number of rows and columns of the blocks of a weight `[out, in]`. 0 columns: all columns."""
     activation_block: int | None
-    """Number of successive features of a token that share a scale. 0 stands for all features. None
-    leaves activations unrounded.
+    """Number of successive features of a token that share a scale. 0: all features. None:
+    activations are not rounded.
     """
     stored: torch.dtype
-    """The dtype in which values of the format are stored, a byte each."""
+    """The dtype in which values of the format are stored. It has one byte."""
 
     def weight(self, weight: Tensor) -> Tensor:
         """Return a weight `[..., out, in]` rounded to this format, in its dtype."""
@@ -58,16 +57,17 @@ class Format:
         return self._rounded(flat, 1, self.activation_block).view(rows.shape)
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values `[..., out, in]` of a rounded weight, a byte each, and their scales.
+        """Return the values of a rounded weight, `[..., out, in]` int8, and their scales.
 
-        The scales are float32, `[..., out / rows, in / columns]` for blocks of rows and columns.
+        The int8 numbers are the bytes of `stored`. The scales are float32, one for each block:
+        `[..., out / rows, in / columns]`.
         """
         values, scales = self._divided(weight, *self.weight_block)
         codes = _joined(values, weight.shape).to(self.stored)
         return codes.view(torch.int8), scales.squeeze(-1).squeeze(-2)
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rounded weight from `pack`, bit for bit that of `weight`."""
+        """Return the rounded weight, given the results of `pack`: the same bits as `weight`."""
         values = _blocks(codes.view(self.stored).float(), *self.weight_block)
         return _joined(values * scales[..., :, None, :, None], codes.shape).to(dtype)
 
@@ -90,7 +90,7 @@ class Format:
 
 
 def _blocks(numbers: Tensor, rows: int, columns: int) -> Tensor:
-    """Divide `[..., R, C]` numbers into blocks. The last ones are filled with zeros."""
+    """Divide `[..., R, C]` numbers into blocks. The last blocks are padded with zeros."""
     height, width = numbers.shape[-2:]
     rows = min(rows, height)
     columns = min(columns or width, width)
@@ -99,7 +99,7 @@ def _blocks(numbers: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Return the numbers of blocks in their `shape`, without the filling."""
+    """Join blocks to numbers of a shape `[..., R, C]`, without the padding."""
     return blocks.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
 
 
@@ -117,15 +117,15 @@ FORMATS = {
     "int4": Format(7.0, _nearest_integer, (1, 32), None, torch.int8),
 }
 """The formats, by their name in `engine.quantise`. `fp8` is e4m3 with the blocks of DeepSeek-V3
-(arXiv 2412.19437). `int8` has one scale for each output and each token, as LLM.int8() (arXiv
-2208.07339). `int4` rounds only weights, in groups of 32, as GPTQ and AWQ do.
+(arXiv 2412.19437). `int8` has one scale for each output row of a weight and for each token, as
+LLM.int8() (arXiv 2208.07339). `int4` rounds only weights, in groups of 32, as GPTQ and AWQ do.
 """
 
 
 def is_quantised(name: str, weight: Tensor) -> bool:
     """Return True if a weight is rounded: the matrix of a linear layer, or those of experts.
 
-    Routers, embeddings and the output head are not.
+    Routers, embeddings and the output head are not rounded.
 
     >>> is_quantised("model.layers.0.mlp.up_proj.weight", torch.ones(2, 2))
     True
@@ -140,9 +140,9 @@ def is_quantised(name: str, weight: Tensor) -> bool:
 
 
 def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
-    """Return a weight as the engine computes with it: rounded to the format `kind` if it should be.
+    """Return a weight, rounded to the format `kind` if `is_quantised`, else unchanged.
 
-    `none` is no format, so that the weight is returned unchanged.
+    With the `kind` "none" it is returned unchanged.
     """
     if kind == "none" or not is_quantised(name, weight):
         return weight
@@ -150,9 +150,10 @@ def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
 
 
 def round_activations(model: nn.Module, kind: str) -> None:
-    """Make a model round the inputs of its linear layers, in place, if the format `kind` does so.
+    """Make a model round the inputs of its linear layers to the format `kind`, in place.
 
-    It is for models that compute no gradient.
+    Nothing is done for "none", and for a format that rounds only weights. Use this only for models
+    that compute no gradient.
     """
     if kind == "none" or FORMATS[kind].activation_block is None:
         return
@@ -164,9 +165,9 @@ def round_activations(model: nn.Module, kind: str) -> None:
 def quantise_passes(model: nn.Module, kind: str, published: torch.dtype) -> None:
     """Make the forward passes of a model round its weights and activations, in place.
 
-    The parameters keep their values, and get the gradient of the rounded ones. `published` is the
-    dtype in which an engine receives the weights: they are rounded to it first, so that both sides
-    round the same numbers.
+    The parameters keep their values, and get the gradient of the rounded weights. `published` is
+    the dtype in which an engine receives the weights. They are rounded to it first, so that trainer
+    and engine round the same numbers. Nothing is done for the `kind` "none".
     """
     if kind == "none":
         return
@@ -218,7 +219,7 @@ def _rounded_weight(weight: Tensor, kind: str, published: torch.dtype) -> Tensor
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds a weight. The gradient of the rounded weight is that of the weight."""
+    """Rounding of a weight. The weight gets the gradient of the rounded weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, kind: str, published: torch.dtype) -> Tensor:
@@ -232,7 +233,7 @@ class _StraightThrough(torch.autograd.Function):
 class _RoundedLinear(torch.autograd.Function):
     """A linear layer with rounded weight and input.
 
-    Both are rounded again in the backward pass, so that no rounded copy is kept until then.
+    Both are rounded again in the backward pass, so that no rounded copy takes memory until then.
     """
 
     @staticmethod

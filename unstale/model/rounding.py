@@ -1,14 +1,14 @@
 """Stochastic rounding of float32 weights to bfloat16 or float16 (arXiv 2010.06192).
 
-A number between two neighbours of the narrower format becomes the upper one with a probability
-equal to its distance from the lower one, as a share of the distance between them. So the mean of
-the result is the number itself, and an update smaller than that distance is not lost. A number that
-the format has is not changed. A finite number below 65536 never becomes infinite.
+A number lies between two adjacent numbers of the narrower format. It becomes the upper one with a
+probability that is its distance from the lower one, as a share of the distance of the two. So the
+expected result is the number itself, and an update smaller than that distance is not lost. A number
+that the format can represent is not changed. A finite number below 65536 never becomes infinite.
 
 The random bits are a function of the run's seed, the optimizer step, the name of the tensor and the
-index in the whole tensor. They depend neither on the device nor on how a tensor is divided among
-ranks, and a resumed run draws the same ones. `rounding.c`, `gpu_kernels` and `_round` give the same
-bits.
+index in the whole tensor. They do not depend on the device or on how a tensor is divided among
+ranks, and a resumed run draws the same bits. `rounding.c`, `gpu_kernels` and `_round` compute the
+same results.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ NARROW = (torch.bfloat16, torch.float16)
 """The formats to which weights can be rounded."""
 
 CHUNK = 1 << 20
-"""Number of weights that torch rounds at once: each takes up to 50 bytes meanwhile."""
+"""Number of weights that torch rounds at once. Rounding takes up to 50 bytes for each."""
 
 BLOCK = 1 << 32
-"""Number of elements of a tensor with the same key, because a hashed index has 32 bits."""
+"""Number of elements of a tensor with the same keys. The hashed index of an element has 32 bits."""
 
 _INFINITE = 0x7F800000
 _NOT_NEGATIVE = 0x7FFFFFFF
@@ -44,7 +44,10 @@ class Draw:
     """The optimizer step that made the weights."""
 
     def keys(self, name: str, block: int) -> tuple[int, int]:
-        """Return two numbers of 32 bits for a block of `BLOCK` elements of a tensor."""
+        """Return two 32-bit numbers, the keys of the random bits, for a block of a tensor.
+
+        `name` is the tensor's name. `block` counts blocks of `BLOCK` elements from 0.
+        """
         text = f"{self.seed} {self.step} {block} {name}".encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
@@ -56,8 +59,9 @@ def round_stochastically(
 ) -> None:
     """Round float32 `weights` into `out`, which has the same shape and is bfloat16 or float16.
 
-    Both are contiguous and on one device. The first element is element `first` of the whole tensor
-    `name`. Raises ValueError for other dtypes and for tensors that are not contiguous.
+    Both are contiguous and on one device. `weights` may be a part of the whole tensor `name`, in
+    which its first element has index `first`. Raises ValueError for other dtypes and for tensors
+    that are not contiguous.
     """
     fits = weights.shape == out.shape and weights.is_contiguous() and out.is_contiguous()
     if not fits or weights.dtype != torch.float32 or out.dtype not in NARROW:
@@ -75,7 +79,7 @@ def round_stochastically(
 
 
 def _round_block(wide: Tensor, narrow: Tensor, first: int, keys: tuple[int, int]) -> None:
-    """Round elements of one block, whose indices in it begin with `first`."""
+    """Round elements of one block. `first` is the index of the first element in the block."""
     is_half = narrow.dtype == torch.float16
     if wide.is_cuda and (gpu := gpu_kernels()) is not None:
         gpu.round_weights(wide, narrow, len(wide), first, *keys, is_half)
@@ -89,7 +93,7 @@ def _round_block(wide: Tensor, narrow: Tensor, first: int, keys: tuple[int, int]
 
 
 def _random_bits(first: int, count: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-    """Return 32 random bits for each of some indices, as int32."""
+    """Return 32 random bits for each of `count` indices from `first` on, `[count]` int32."""
     low, high = keys
     x = _words(torch.arange(first, first + count, device=device) + low)
     x = (x ^ _right(x, 17)) * _word(0xED5AD4BB)
@@ -100,7 +104,7 @@ def _random_bits(first: int, count: int, keys: tuple[int, int], device: torch.de
 
 
 def _round(weights: Tensor, bits: Tensor, *, is_half: bool) -> Tensor:
-    """Round contiguous float32 numbers `[n]` by random bits `[n]`, with torch alone."""
+    """Return contiguous float32 numbers `[n]`, rounded by random bits `[n]` with torch."""
     words = weights.view(torch.int32)
     size = words & _NOT_NEGATIVE
     if is_half:
@@ -116,7 +120,7 @@ def _round(weights: Tensor, bits: Tensor, *, is_half: bool) -> Tensor:
 
 
 def _to_float16(size: Tensor, bits: Tensor) -> Tensor:
-    """Return the bits of float16 numbers, from the float32 bits of numbers without a sign."""
+    """Return the bits of rounded float16 numbers, given the float32 bits of absolute values."""
     normal = (_right(size + _right(bits, 19) - (112 << 23), 13)).clamp(max=0x7BFF)
     # Below 2^-14 all neighbours are multiples of 2^-24.
     is_small = size < 0x38800000
@@ -130,15 +134,15 @@ def _to_float16(size: Tensor, bits: Tensor) -> Tensor:
 
 
 def _right(words: Tensor, places: int) -> Tensor:
-    """Shift the bits of int32 words to the right. Zeros follow."""
+    """Shift the bits of int32 words to the right. Zeros fill the left."""
     return (words >> places) & ((1 << (32 - places)) - 1)
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """Return the last 32 bits of int64 numbers, as int32."""
+    """Return the lowest 32 bits of int64 numbers, as int32."""
     return numbers.to(torch.int32)
 
 
 def _word(number: int) -> int:
-    """Return a number of 32 bits as the int32 that has them."""
+    """Return the int32 with the same bits as an unsigned number of 32 bits."""
     return number - (1 << 32) if number >= 1 << 31 else number

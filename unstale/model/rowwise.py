@@ -1,8 +1,8 @@
 """Products and log-probabilities that have the same bits in the engine and in the trainer, on CPUs.
 
 `rowwise.c` computes a row of a result from one row of the input, with sums in a fixed order. So a
-value does not depend on the other rows of a call, nor on the number of threads. With a bfloat16
-weight the input is rounded to bfloat16, and sums and results are float32.
+value does not depend on the other rows of a call or on the number of threads. With a bfloat16
+weight the input is rounded to bfloat16. Sums and results are always float32.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Panels(NamedTuple):
-    """A weight `[columns, depth]` in the layout of `rowwise.c`."""
+    """A weight `[columns, depth]` in the layout of `rowwise.c`, as `pack` returns it."""
 
     values: Tensor
     columns: int
@@ -46,20 +46,20 @@ def _kernels() -> Kernels:
 
 @cache
 def _layout() -> tuple[int, bool]:
-    """Return the columns of a panel, and True if bfloat16 weights stay bfloat16 in it."""
+    """Return the number of columns of a panel, and True if it stores bfloat16 as bfloat16."""
     library = _kernels().library
     return int(library.panel()), bool(library.has_pairs())
 
 
 def require_kernels() -> None:
-    """Raise ConfigError if the functions of this file cannot be compiled."""
+    """Raise ConfigError if `rowwise.c` cannot be compiled."""
     _kernels()
 
 
 def pack(weight: Tensor) -> Panels:
     """Return a copy of a weight `[columns, depth]` by which `product` can multiply.
 
-    Its dtype is one of `DTYPES`, and `depth` is even. Raises ValueError otherwise.
+    Raises ValueError unless the weight is on the CPU, its dtype is in `DTYPES` and `depth` is even.
     """
     columns, depth = weight.shape
     if weight.dtype not in DTYPES or depth % 2 or weight.device.type != "cpu":
@@ -104,9 +104,10 @@ def score(
 
 
 class _RowwiseProducts:
-    """Products of a layer whose forward pass has fixed bits. Its gradients are ordinary products.
+    """The products of a layer (`linear.Products`), with `rowwise.c` in the forward pass.
 
-    Rows and gradients of rows are float32. Gradients are multiplied in the dtype of the weight.
+    Gradients are ordinary products, in the dtype of the weight. Rows and gradients of rows are
+    float32.
     """
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

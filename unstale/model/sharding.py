@@ -1,8 +1,8 @@
-"""A model that is divided among processes (ranks) by FSDP2.
+"""Functions for a model that is divided among processes (ranks) by FSDP2 (a sharded model).
 
-This is the only file that uses `transformers.distributed`. Each rank has a part of every parameter,
-along its first dimension. The parameters of a layer are gathered when the layer runs. Gradients are
-summed over the ranks in float32.
+This is the only file that uses `transformers.distributed`. Parameters are divided along their first
+dimension, and each rank has a part of every parameter. The parameters of a layer are gathered when
+the layer runs. Gradients are summed over the ranks in float32.
 """
 
 import copy
@@ -38,10 +38,10 @@ def load_shard(
 ) -> PreTrainedModel:
     """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
 
-    With `wide` the parameters are float32, because an optimizer needs that, with the values of the
-    checkpoint. A pass rounds them to nearest. All ranks must call this. `options` are those of
-    `load_model`. Raises ConfigError for the same reasons, and for copies of the model if this
-    transformers cannot make them.
+    With `wide`, parameters for bfloat16 passes are float32, because an optimizer needs that. They
+    have the exact values of the model folder, and a pass rounds them to nearest. All ranks must
+    call this. `options` are those of `load_model`. Raises ConfigError as `load_model` does, and if
+    `peers.replicas` needs a later version of transformers.
     """
     mixed = wide and passes == torch.bfloat16
     sizes: dict[str, Any] = {"fsdp_size": peers.count // peers.replicas}
@@ -67,10 +67,10 @@ def load_shard(
 
 @contextmanager
 def _ranks_without_experts() -> Iterator[None]:
-    """Return a context in which a rank may load none of the experts of a layer.
+    """Return a context in which a rank can load a model although it has no expert of a layer.
 
-    Each rank has equally many experts until none is left: of 128, 22 of 24 ranks have 6 or fewer.
-    transformers stacks a rank's experts, which fails if there are none.
+    Of 128 experts, for example, 21 of 24 ranks have 6, one has 2, and two have none. transformers
+    stacks a rank's experts, which fails if there are none.
     """
     merge: Any = MergeModulelist
     stack = merge.convert
@@ -93,8 +93,8 @@ def _ranks_without_experts() -> Iterator[None]:
 def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
     """Prepare a sharded model for `run_pass`. Call this after `requires_grad` is set.
 
-    It makes `run_pass` a forward call of the whole model. Only such a call gathers the parameters;
-    layers that are called directly would compute with this rank's parts.
+    `run_pass` then counts as a forward call of the whole model. Only such a call gathers the
+    parameters. A layer that is called directly would compute with this rank's part.
     """
     head: Any = model.get_output_embeddings()
     if plain_head:
@@ -112,9 +112,10 @@ def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
 def run_pass(
     model: PreTrainedModel, run: PrefixTree, rows: Tensor, query: LogpQuery
 ) -> tuple[Tensor, Tensor]:
-    """Return `query_head` of the hidden states of some tokens of a prefix tree.
+    """Run a forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
 
-    All ranks must call this.
+    `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets. All
+    ranks must call this.
     """
     passes: Any = model
     logp, entropy = passes.packed_pass(run, rows, query)
@@ -122,22 +123,22 @@ def run_pass(
 
 
 def release(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass sees changes of a rank's part.
+    """Free gathered parameters, so that the next pass gathers them again.
 
-    A pass without gradient keeps some gathered parameters, and the next pass would use these old
-    values.
+    A pass without gradient keeps some gathered parameters. If a rank's part has changed, the next
+    pass would use old values.
     """
     for module in _units(model):
         module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a view. A tensor that is not divided is returned."""
+    """Return this rank's part of a divided tensor, as a view. Return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in main memory. It is divided among ranks as the tensor is."""
+    """Return a copy of a tensor in main memory. It is divided among the ranks like the tensor."""
     copied = local(tensor).detach().to("cpu", copy=True)
     if not isinstance(tensor, DTensor):
         return copied
@@ -145,9 +146,9 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def first_number(tensor: Tensor) -> int:
-    """Return the index in a whole tensor, as a flat list, of the first number of this rank's part.
+    """Return the index, in a flattened whole tensor, of the first number of this rank's part.
 
-    Parts are divided along the first dimension.
+    Return 0 for a tensor that is not divided.
     """
     if not isinstance(tensor, DTensor):
         return 0
@@ -170,7 +171,7 @@ def one_number(*, like: Tensor) -> Tensor:
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that is divided among ranks. All ranks must call this."""
+    """Return the whole tensor, gathered if it is divided among ranks. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -190,7 +191,10 @@ def parts_of(wholes: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[s
 
 
 def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a whole random model of the same family and width with a few layers, on the CPU."""
+    """Return a model of the same architecture and width with few layers and random weights.
+
+    It is on the CPU and not divided.
+    """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(MAX_CHECKED_LAYERS, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
@@ -203,10 +207,11 @@ def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _join_tied(model: nn.Module) -> None:
-    """Let a tied weight, which two groups of parameters contain, use one memory.
+    """Let the two parameters of a tied weight use the same memory.
 
-    If the rows of a weight cannot be divided evenly, FSDP2 pads a rank's part for each group.
-    Without this function, an optimizer step would then change only one of the two.
+    They are in two of FSDP2's parameter groups. If the rows of a weight cannot be divided evenly,
+    FSDP2 pads a rank's part separately for each group. Without this function, an optimizer step
+    would then change only one of the two.
     """
     parts: dict[int, Any] = {}
     for module in _units(model):
@@ -255,7 +260,10 @@ def _packed_logits(
 def _ask_ranks(
     run: PrefixTree, rows: Tensor, query: LogpQuery, answer: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the answer to a query. In a context group, each rank answers for its tokens."""
+    """Return the log-probabilities and entropies `[R]` of a query, computed by `answer`.
+
+    In a context group, each rank computes those of its tokens, and the results are joined.
+    """
     context = run.context
     if context is None:
         return answer(rows, query)
@@ -265,7 +273,7 @@ def _ask_ranks(
 
 
 def _query_or_logits(head: Any, rows: Tensor, query: LogpQuery | None = None) -> Any:
-    """Return logits, as every head does, or log-probabilities if a query is given."""
+    """Return logits, or the log-probabilities and entropies of `query` if it is given."""
     if query is None:
         return type(head).forward(head, rows)
     logp, entropy = query_head(head, rows, query)

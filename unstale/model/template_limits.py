@@ -1,4 +1,4 @@
-"""Limits for the chat template of a model folder, which is a program of a stranger."""
+"""Limits for the chat template of a model folder, which is a program from an untrusted source."""
 
 import os
 import resource
@@ -14,9 +14,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 
 MEMORY_MB = 1024
-"""Memory in which a short conversation must be rendered. An ordinary template takes less than 1."""
+"""Additional MiB of memory in which short conversations must be rendered. Ordinary templates take
+less than 1.
+"""
 CPU_S = 10
-"""CPU seconds for it. An ordinary template takes 0.01."""
+"""CPU seconds in which short conversations must be rendered. Ordinary templates take 0.01."""
 _WALL_S = 3.0 * CPU_S
 _TOOL: dict[Any, Any] = {
     "type": "function",
@@ -24,15 +26,15 @@ _TOOL: dict[Any, Any] = {
 }
 _USER, _REPLY = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 _NO_MEMORY, _NO_DEPTH = 3, 4
-"""Exit codes of a process whose template needs more memory, or calls itself without an end."""
+"""Exit codes of the child process if the template needs too much memory, or recurses endlessly."""
 
 
 def require_small_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Render short conversations in a process with limits.
+    """Raise ConfigError if the chat template needs too much memory or time, or crashes.
 
-    Jinja limits neither memory nor time, and `'%9999999999d' % 1` allocates where nothing can
-    interrupt it. Raises `ConfigError` if the template exceeds the limits, or crashes. Its other
-    errors are those of who renders it.
+    Short conversations are rendered in a child process with limits. Jinja limits neither memory nor
+    time, and nothing can interrupt the allocation by `'%9999999999d' % 1`. Other errors of the
+    template are ignored here.
     """
     with warnings.catch_warnings():  # of threads, none of which the child needs
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -68,7 +70,10 @@ def require_small_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
 
 def _render(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render conversations in the child process, which ends here if that takes too much memory."""
+    """Set the limits of the child process and render conversations in it.
+
+    The process ends with an exit code if the template needs too much memory or recurses endlessly.
+    """
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     limits = {"AS": size + (MEMORY_MB << 20), "CPU": CPU_S, "CORE": 0}

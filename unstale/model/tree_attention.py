@@ -1,7 +1,7 @@
 """Attention over a prefix tree: by compiled kernels on CPUs, by torch's flash attention on GPUs.
 
-On CPUs the keys of a query are divided into blocks by their positions in its sequence. So its value
-has the same bits whatever it is packed with, and however its sequence is divided into segments.
+On CPUs the keys of a query are divided into blocks by their positions in the query's sequence. So
+the result has the same bits for all packings, and for all divisions of the sequence into segments.
 """
 
 from dataclasses import dataclass
@@ -16,33 +16,35 @@ from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.records import token_positions
 
 WIDEST = 192
-"""Largest width of a head for which torch's flash attention has a gradient on every GPU."""
+"""Largest head size for which torch's flash attention has a gradient on every GPU."""
 
 WIDEST_OF = {(8, 0): 256, (9, 0): 256}
-"""The same, by compute capability, where it is larger."""
+"""Largest head size, as `WIDEST`, on GPUs of a compute capability that allow more."""
 
 MOST_KEYS = 8
-"""Largest number of gathered keys, as a multiple of the tokens. They take memory in every layer."""
+"""Largest number of keys of a `FlashLayout`, as a multiple of the pass's tokens. The keys are
+copied in every layer, which takes memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """A prefix tree as the kernels for CPUs read it. The tensors are int64."""
+    """A prefix tree in the form that the kernels for CPUs read. The tensors are int64."""
 
     segments: Tensor
-    """`[segments, 4]`: start, end, depth and the index of the segment before, -1 at a root."""
+    """`[segments, 4]`: start, end, depth and the index of the parent segment, -1 at a root."""
     pieces: Tensor
     """`[blocks, 2]`: the segment and the first position of each block of queries."""
     roots: Tensor
-    """`[roots + 1]`: the first block of each root, and the number of blocks."""
+    """`[roots + 1]`: the first block of each root segment, then the number of blocks."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention `[N, heads, width]` and the logarithms of the denominators.
+        """Return attention `[N, heads, width]` and the logarithms of the softmax's denominators.
 
-        `query` is `[N, heads, width]`, `key` and `value` are `[N, key heads, width]`. The rows of
-        `value` may be part of longer ones. The second result is only for `attend_backward`.
+        `query` is `[N, heads, width]`. `key` and `value` are `[N, key heads, width]`. The rows of
+        `value` may be slices of longer rows. The second result is only for `attend_backward`.
         """
         found = kernels()
         assert found
@@ -74,10 +76,10 @@ class TreeLayout:
         scale: float,
         to_value: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of query and key. Write that of the value to `to_value`.
+        """Return the gradients of query and key. Write the gradient of the value to `to_value`.
 
-        `results` are both results of `attend`, and the gradient of the first. `to_value` has the
-        strides of `value`.
+        `results` are both results of `attend`, and the gradient of the first. `to_value` must have
+        the strides of `value`.
         """
         found = kernels()
         assert found
@@ -107,25 +109,25 @@ class TreeLayout:
 
 @dataclass(frozen=True, slots=True)
 class FlashLayout:
-    """A prefix tree as torch's flash attention reads it, on GPUs.
+    """A prefix tree in the form that torch's flash attention reads, on GPUs.
 
-    A segment's queries are one sequence. Its keys are those of the segments before it and its own,
-    and the last query sees all of them.
+    Each segment is one sequence of flash attention. Its queries are the segment's tokens. Its keys
+    are the tokens of the segments before it and its own tokens. The last query attends to all keys.
     """
 
     keys: Tensor | None
-    """`[K]` int64: the tokens of the keys of all segments, or None if no prefix is shared."""
+    """`[K]` int64: the token of each key of each segment. None if no prefix is shared."""
     query_starts: Tensor
-    """`[segments + 1]` int32: the first query of each segment, and the number of queries."""
+    """`[segments + 1]` int32: the first query of each segment, then the number of queries."""
     key_starts: Tensor
-    """`[segments + 1]` int32: the first key of each segment, and the number of keys."""
+    """`[segments + 1]` int32: the first key of each segment, then the number of keys."""
     longest: tuple[int, int]
-    """The largest numbers of queries and of keys of a segment."""
+    """The largest number of queries, and of keys, of a segment."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Do the same as `TreeLayout.attend`."""
+        """Return the same as `TreeLayout.attend`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query,
             self._gathered(key),
@@ -149,7 +151,7 @@ class FlashLayout:
         scale: float,
         to_value: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Do the same as `TreeLayout.attend_backward`."""
+        """Return and write the same as `TreeLayout.attend_backward`."""
         out, lse, grad = results
         no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
         to_query, to_key, to_values = torch.ops.aten._flash_attention_backward(
@@ -172,11 +174,11 @@ class FlashLayout:
         return to_query, self._summed(to_key, len(key))
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        """Return the rows `[K, ...]` of the keys of all segments."""
+        """Return the rows of all keys `[K, ...]`, given those of the tokens `[N, ...]`."""
         return rows if self.keys is None else rows[self.keys]
 
     def _summed(self, rows: Tensor, count: int) -> Tensor:
-        """Return the sums `[count, ...]` of the rows of each token."""
+        """Return for each of `count` tokens the sum of the rows of its keys, `[count, ...]`."""
         if self.keys is None:
             return rows
         sums = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float32)
@@ -187,9 +189,9 @@ Layout = TreeLayout | FlashLayout
 
 
 def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
-    """Return True if there is attention for this tree, device, dtype and width of heads.
+    """Return True if this module has attention for a tree and heads of size `width`.
 
-    The tensor must be one that the kernels can run on (`kernels.fits`).
+    `x` has the device and dtype of queries, keys and values. `kernels.fits(x)` must be True.
     """
     if not x.is_cuda:
         return True
@@ -203,7 +205,7 @@ def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
 
 
 def layout_of(run: PrefixTree, device: torch.device) -> Layout:
-    """Return the layout of a prefix tree, which is made once for all layers."""
+    """Return the layout of a prefix tree for a device. It is made once for all layers."""
     key = str(device)
     if key not in run.layouts:
         is_gpu = device.type == "cuda"

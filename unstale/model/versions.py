@@ -10,7 +10,7 @@ far)`.
 
 
 def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
-    """Return how many batches a policy at version `at` is ahead of each version in `version`.
+    """Return the number of batches by which a policy at version `at` is ahead of each `version`.
 
     Each batch makes one version. So without gaps the result is `at - version`, negative for a newer
     version. A gap arises if versions 5 and 6 were published before a crash and the run resumes with

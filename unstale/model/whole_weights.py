@@ -1,4 +1,4 @@
-"""The weights of a whole model, of which only one at a time is in memory."""
+"""The weights of a whole model, read one at a time to save memory."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +16,9 @@ class WholeWeights:
     """
 
     layout: Mapping[str, Tensor]
-    """A tensor of the dtype and shape of each weight. It may have no values (device `meta`)."""
+    """A tensor of each weight's dtype and shape, by name. It may be on the device `meta`."""
     read: Callable[[str], Tensor]
-    """Returns a weight by its name, in main memory."""
+    """A function that returns a weight, in main memory, by its name."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.layout:

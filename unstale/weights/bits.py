@@ -31,14 +31,14 @@ Checksum = int | str
 """`tensors:`, `sum64:` or `xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
 
 MIN_SHARED_BYTES = 1 << 25
-"""Smallest number of bytes for which threads are used. Starting them takes longer than processing
-fewer bytes.
+"""Smallest total size in bytes for which `in_threads` uses threads. Processing fewer bytes takes
+less time than starting threads.
 """
 _KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers by their size in bytes."""
+"""torch's signed integer dtypes, by their size in bytes."""
 _WORD_BYTES = 8
-"""Bytes of a word of `sum64`."""
+"""Size in bytes of the words that the checksum `sum64` adds."""
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -55,11 +55,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
-    """Return the results of a function for all items, which have so many bytes.
+    """Call a function with each item and return the results in the order of the items.
 
-    Many bytes are processed on as many threads as torch has, or on half of the processor's cores if
-    these are more, because torch has one thread only in processes that compute little. The threads
-    have torch's default stream and modes, not those of the caller.
+    `sizes` has the bytes of each item. With `MIN_SHARED_BYTES` or more in all, the calls run on as
+    many threads as torch has, or on half of the processor's cores if these are more: processes that
+    compute little give torch one thread. The threads have torch's default stream and modes, not
+    those of the caller.
     """
     threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
@@ -73,7 +74,7 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return the checksum of the bits of all tensors, in the order of their names.
 
-    It is a sum if all tensors are on a GPU.
+    The kind is `sum64` if all tensors are on a GPU, else `tensors`.
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     if ordered and all(tensor.is_cuda for tensor in ordered):
@@ -90,9 +91,9 @@ def _of_tensors(tensors: Sequence[Tensor]) -> str:
 
 
 def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
-    """Return True if the tensors have a recorded checksum.
+    """Return True if the checksum of the tensors equals a recorded one.
 
-    Raises ValueError for other kinds of checksums.
+    Raises ValueError for an unknown kind of checksum.
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     check_kind(recorded)
@@ -103,7 +104,7 @@ def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
 
 
 def xxh3(parts: Iterable[Bytes]) -> str:
-    """Return the XXH3 of bytes that are given in parts."""
+    """Return the XXH3 (64 bits) of the joined parts, as `xxh3:` and 16 hexadecimal digits."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -129,7 +130,7 @@ def sum64(tensors: Sequence[Tensor]) -> str:
 
 
 def _sum_of(placed: tuple[Tensor, int]) -> int:
-    """Return the sum of a tensor's words, of which the first is at the given place."""
+    """Return the sum for one tensor, given with the position of its first word among all words."""
     tensor, place = placed
     total = 0
     for lanes in _lanes_of(tensor):
@@ -151,7 +152,7 @@ def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Join successive small tensors on a GPU, where each operation takes time to start."""
+    """Yield the tensors, with successive small ones on a GPU joined: each operation has a cost."""
     small: list[Tensor] = []
     for part in parts:
         fits = sum(map(len, small)) + len(part) <= MAX_SUM_WORDS
@@ -167,12 +168,12 @@ def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors `[n]` one after the other. A single tensor is not copied."""
+    """Return tensors `[n]` concatenated. A single tensor is not copied."""
     return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 
 def check_kind(recorded: object) -> None:
-    """Raise ValueError unless this release can compute the given kind of checksum."""
+    """Raise ValueError unless the kind of a recorded checksum is one that can be computed."""
     is_text = isinstance(recorded, str) and _KINDS.fullmatch(recorded)
     if type(recorded) is not int and not is_text:
         raise ValueError(
@@ -182,9 +183,9 @@ def check_kind(recorded: object) -> None:
 
 
 def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
-    """Return the CRC-32 or XXH3 of bytes: the same kind as a recorded checksum of a file.
+    """Return the checksum of a file's bytes, given in parts, of the same kind as a recorded one.
 
-    Raises ValueError for unknown kinds.
+    The kind is CRC-32 if `recorded` is a number, else XXH3. Raises ValueError for an unknown kind.
     """
     check_kind(recorded)
     if type(recorded) is int:

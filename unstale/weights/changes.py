@@ -22,34 +22,42 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
-"""A byte of this value in a gap means that 255 is added to the number in the next byte."""
+"""The value of a byte that is continued: 255 is added to the number in the next byte. Gaps (the
+numbers of unchanged words before each changed word) are written this way.
+"""
 
 MAX_SUM_WORDS = 1 << 24
 """Largest number of words that torch mixes at once for a sum. This takes memory for two copies."""
 _STEP = 0x9E3779B97F4A7C15
-"""The factor of a word's place."""
+"""The factor by which `mixed_sum` multiplies the position of a word."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Shifts and factors of SplitMix64."""
+"""Shifts and factors of SplitMix64, with which `mixed_sum` mixes a word."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The number of changed words of a tensor, with positions and XOR if they are few."""
+    """The changed words of a tensor: their number and, if few changed, their positions and XOR.
+
+    Otherwise `gaps` and `planes` are empty.
+    """
 
     count: int
     gaps: Bytes
-    """The number of unchanged words before each changed word, in bytes with `ESCAPE`."""
+    """The number of unchanged words before each changed word, in bytes as `encode_gaps` returns."""
     planes: tuple[Bytes, ...]
-    """The first bytes of the XOR of all changed words, then their second bytes, and so on."""
+    """One array for each byte of a word: the lowest byte of the XOR of each changed word comes
+    first.
+    """
 
 
 def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
     """Return the words that differ between two contiguous integer tensors `[n]`.
 
-    Without `after`, `before` is the XOR of both tensors. If more than `limit` words differ, only
-    the number of these words is returned. Raises ValueError for other tensors.
+    Without `after`, `before` is the XOR of both tensors. If more than `limit` words differ, the
+    result has only the number of these words. Raises ValueError unless the tensors are on the CPU,
+    contiguous, and equal in shape and integer dtype.
     """
     _check_words(before, after)
     library = _library()
@@ -76,7 +84,8 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
 def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     """Return the byte planes of the XOR of all words of two contiguous integer tensors `[n]`.
 
-    Without `after`, `before` is the XOR of both tensors. Raises ValueError for other tensors.
+    A byte plane `[n]` has one byte of each word. The plane of the lowest bytes comes first. Without
+    `after`, `before` is the XOR of both tensors. Raises ValueError as `find_changes` does.
     """
     _check_words(before, after)
     library = _library()
@@ -94,9 +103,9 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
 
 
 def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
-    """Return what `find_changes` returns for the XOR `[n]` of two tensors on any device.
+    """Return what `find_changes` returns, for the XOR `[n]` of two tensors on any device.
 
-    Gaps and planes are made on that device, so only these bytes are copied to the CPU.
+    The device of the XOR computes the gaps and planes, so only their bytes are copied to the CPU.
     """
     count = int(torch.count_nonzero(difference))
     if not 0 < count <= limit:
@@ -107,17 +116,18 @@ def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
 
 
 def _planes_from_device(changed: Tensor) -> list[Bytes]:
-    """Return the byte planes of words `[n]`, made on their device."""
+    """Return the byte planes of words `[n]`, computed on the words' device."""
     return [(changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())]
 
 
 def find_all_on_device(
     difference: Tensor, sizes: Sequence[int], limits: Sequence[int]
 ) -> list[Changes]:
-    """Return what `find_changes_on_device` returns for each of several tensors, found together.
+    """Return what `find_changes_on_device` returns, for each of several tensors.
 
-    `difference` has the XORs of all tensors one after the other, and `sizes` the number of words of
-    each tensor. On a GPU, a few kernels process all tensors together, not each tensor alone.
+    `difference` `[n]` has the concatenated XORs of all tensors. `sizes` has the number of words of
+    each tensor, and `limits` its largest number of changes. On a GPU, a few kernels process all
+    tensors together.
     """
     count = int(torch.count_nonzero(difference))
     if not count or 3 * count > len(difference):  # many positions would take much memory
@@ -151,7 +161,8 @@ def find_all_on_device(
 def apply_changes(target: Tensor, found: Changes) -> None:
     """Change the words of a contiguous integer tensor `[n]` on the CPU, in place.
 
-    Raises ValueError before any word is changed, if gaps are not positions of that many words.
+    Raises ValueError, before any word is changed, if a position is outside the tensor or the number
+    of positions is not the number of changed words.
     """
     _check_words(target, None)
     check_gaps(found.gaps, found.count, len(target))
@@ -166,7 +177,10 @@ def apply_changes(target: Tensor, found: Changes) -> None:
 
 
 def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
-    """Change all words of a contiguous integer tensor `[n]` on the CPU by planes, in place."""
+    """XOR all words of a contiguous integer tensor `[n]` on the CPU with byte planes, in place.
+
+    `planes` are those that `split_planes` returned for all words.
+    """
     _check_words(target, None)
     library = _library()
     if library is None:
@@ -177,9 +191,9 @@ def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
 
 
 def merge_changes(first: Changes, second: Changes, words: int) -> Changes:
-    """Return the changes of a tensor of `words` words that two sets of changes make together.
+    """Return the single set of changes that has the effect of two successive sets.
 
-    Raises ValueError if gaps are not positions of that many words.
+    Both are for a tensor of `words` words. Raises ValueError if a position is outside this tensor.
     """
     for found in (first, second):
         check_gaps(found.gaps, found.count, words)
@@ -215,7 +229,7 @@ def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
 
 
 def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return the addresses of byte strings, which must be kept until they are read."""
+    """Return the addresses of byte strings, which the caller must keep until they are read."""
     for part in parts:
         if part.dtype != np.uint8 or not part.flags.c_contiguous:
             raise ValueError(
@@ -227,8 +241,8 @@ def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
 def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> None:
     """Change the words of several integer tensors on one device and of one dtype, in place.
 
-    The targets may have any layout. Raises ValueError before any of them is changed, if gaps are
-    not positions of that many words.
+    The targets may have any layout. `changes` has one entry for each target. Raises ValueError,
+    before any target is changed, if a position is outside its target.
     """
     like = targets[0]
     for target, found in zip(targets, changes, strict=True):
@@ -259,12 +273,12 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Return where each of successive parts of these sizes begins."""
+    """Return the start offset of each of several successive parts, given their sizes."""
     return sizes.cumsum(0) - sizes
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
-    """Raise ValueError unless gaps give `changed` positions in a tensor of `words` words."""
+    """Raise ValueError unless encoded gaps give `changed` positions below `words`."""
     found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
     if found != changed:
         raise ValueError(f"{found} positions for {changed} changed words")
@@ -274,7 +288,7 @@ def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
 
 
 def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the words of byte planes `[n]` uint8, of which the last has the highest bits."""
+    """Return the words `[n]` that byte planes `[n]` (uint8) form. The last has the highest bits."""
     bits = torch.zeros(len(planes[0]), dtype=dtype, device=planes[0].device)
     for i, plane in enumerate(planes):
         bits |= plane.to(dtype) << 8 * i
@@ -282,7 +296,10 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
-    """Return the words of byte planes, of which the last has the highest bits."""
+    """Return the words `[n]`, as signed integers, that byte planes `[n]` form.
+
+    The last plane has the highest bits.
+    """
     bits = np.zeros(len(planes[0]), f"u{len(planes)}")
     for plane in reversed(planes):
         bits <<= 8 * (len(planes) > 1)
@@ -291,17 +308,17 @@ def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
 
 
 def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
-    """Return byte strings joined, as a tensor on the device of another tensor."""
+    """Return the joined byte strings as a uint8 tensor `[n]` on the device of the tensor `like`."""
     return torch.from_numpy(np.concatenate(parts)).to(like.device)
 
 
 def _gaps_of(where: Tensor) -> Tensor:
-    """Return what `encode_gaps` returns, on the device of the positions."""
+    """Return what `encode_gaps` returns for positions `[n]`, as a tensor on their device."""
     return _coded(torch.diff(where, prepend=where.new_tensor([-1])) - 1)[0]
 
 
 def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gaps as bytes with `ESCAPE`, and where the bytes of each gap end."""
+    """Return gaps as bytes with `ESCAPE`, and the end offset of each gap in these bytes."""
     escapes = gaps // ESCAPE
     ends = (escapes + 1).cumsum(0)
     coded = torch.full((int(ends[-1]),), ESCAPE, dtype=torch.uint8, device=gaps.device)
@@ -310,9 +327,9 @@ def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]:
-    """Return the positions `[changed]` of changed words, from what `encode_gaps` returned.
+    """Return the positions `[changed]` of changed words from the bytes that `encode_gaps` returned.
 
-    Raises ValueError if they are not positions of that many words.
+    `words` is the number of words of the tensor. Raises ValueError if a position is outside it.
     """
     check_gaps(gaps, changed, words)
     skipped = gaps.cumsum(dtype=np.int64)
@@ -324,8 +341,8 @@ def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]
 def mixed_sum(lanes: Tensor, place: int) -> int:
     """Return the sum of 64-bit words `[n]`, each mixed with its position, as a number below 2^64.
 
-    `place` is the position of the first word. A word is mixed by the last steps of SplitMix64
-    (Steele, Lea and Flood, 2014), after the exclusive or with a multiple of its position.
+    `place` is the position of the first word. Mixing takes the exclusive or (XOR) of a word and a
+    multiple of its position, then the last steps of SplitMix64 (Steele, Lea and Flood, 2014).
     """
     library = _library() if lanes.is_cpu else None
     if library is not None:
@@ -346,7 +363,7 @@ def mixed_sum(lanes: Tensor, place: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the number that has the same 64 bits with a sign."""
+    """Return the signed 64-bit integer with the same bits as an unsigned one."""
     return number - (number >> 63 << 64)
 
 
@@ -425,9 +442,10 @@ def _by_numpy(difference: npt.NDArray[Any], limit: int) -> Changes:
 
 
 def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
-    """Return the number of unchanged words before each changed word, as bytes.
+    """Return the number of unchanged words before each changed word (its gap), as bytes.
 
-    A byte of 255 means that 255 is added to the number in the next byte.
+    `where` has the positions `[n]` of the changed words, in ascending order. A byte of 255 means
+    that 255 is added to the number in the next byte.
     """
     gaps = np.diff(where, prepend=-1) - 1
     if not len(gaps) or gaps.max() < ESCAPE:
@@ -440,6 +458,6 @@ def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
 
 
 def _planes(array: npt.NDArray[Any]) -> tuple[Bytes, ...]:
-    """Return the first bytes of all words, then their second bytes, and so on."""
+    """Return one array per byte of a word: the lowest bytes of all words come first."""
     bits = array.view(f"u{array.itemsize}")
     return tuple((bits >> 8 * i).astype(np.uint8) for i in range(array.itemsize))

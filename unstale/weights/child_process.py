@@ -36,7 +36,7 @@ FROZEN_S = 4.0
 _START_S = 60.0
 """Seconds allowed until the first heartbeat. Python may take long to start from a slow disk."""
 _EXIT_S = 5.0
-"""Seconds between the end of a child's socket and killing the child, if it has not ended. The
+"""Seconds to wait for the end of a child that closed its socket. Then the child is killed. The
 caller may be the event loop, which waits meanwhile. A child normally ends in less than 1 ms.
 """
 
@@ -57,11 +57,11 @@ from unstale.weights.child_process import receive_options
 if options := receive_options(int(sys.argv[1])):
     main(int(sys.argv[1]), options)
 """
-"""The program of the child process. A timer signal lets Python's C handler write the heartbeat,
-even while other code holds the GIL. Its handler in Python ends the process when the parent is gone,
-so that a process that still imports its module is not left behind. The parent is an argument,
-because it may be gone before the first line runs. No garbage is collected during the imports, which
-create little garbage.
+"""The program of the child process. On each timer signal, Python's C handler writes the heartbeat,
+even while other code holds the GIL. The signal's Python handler ends the process when the parent
+has ended, even during the imports. The parent's process ID is an argument, because the parent may
+have ended before the first line runs. No garbage is collected during the imports, which create
+little garbage.
 """
 
 Bytes = bytes | memoryview
@@ -71,12 +71,12 @@ Header = dict[str, Any]
 class ChildFrozen(RuntimeError):
     """Error: a child process sent no heartbeat, because it was stopped or had no CPU time.
 
-    The process has been killed.
+    The child process has been killed.
     """
 
 
 def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
-    """Return one message as a list of byte strings. The parts of the body are not copied.
+    """Return one message as byte strings to send in order. The parts of the body are not copied.
 
     >>> list(Frames().feed(b"".join(frame({"op": "resume"}, [b"xy"]))))
     [({'op': 'resume'}, bytearray(b'xy'))]
@@ -123,9 +123,9 @@ class Frames:
 
 
 class _Process:
-    """A process that has imported its module, or soon will, and then waits for its options.
+    """A new process, which imports its module and then waits for its options.
 
-    Raises `OSError` if it cannot be created.
+    Raises `OSError` if the process cannot be created.
     """
 
     def __init__(self, module: str, *, threads: int, gpus: Sequence[str]) -> None:
@@ -154,7 +154,10 @@ class _Process:
             raise
 
     def begin(self, options: Header) -> None:
-        """Send the options. If the process has ended, reading its socket shows this."""
+        """Send the options to the process.
+
+        No error is raised if the process has ended: the next read of its socket finds that.
+        """
         text = json.dumps(options).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(_SIZE.pack(len(text)) + text)
@@ -171,7 +174,10 @@ class _Process:
 
 
 def receive_options(descriptor: int) -> str:
-    """Return the options that `Child` sends first. Return "" if the parent has ended."""
+    """Return the options, as JSON text, that `Child` sends first through a socket's descriptor.
+
+    Return "" if the parent has ended. The descriptor stays open.
+    """
     connection = socket.socket(fileno=descriptor)
     try:
         size = connection.recv(_SIZE.size, socket.MSG_WAITALL)
@@ -184,14 +190,14 @@ def receive_options(descriptor: int) -> str:
 
 
 _early: dict[str, list[_Process]] = {}
-"""Processes that `start_early` has started and no `Child` uses yet, by module."""
+"""Processes by module. `start_early` has started them, and no `Child` uses them yet."""
 
 
 def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
-    """Start the process of the next `Child` with the same arguments.
+    """Start the process of the next `Child` with the same arguments, and return without waiting.
 
-    The process imports the module in the meantime. The process is killed if the next `Child` of the
-    module has other arguments, or at the end of this program.
+    The process imports the module before the `Child` needs it. The process is killed if the next
+    `Child` of the module has other arguments, or at the end of this program.
     """
     if not _early:
         atexit.register(_end_early)
@@ -206,7 +212,7 @@ def _end_early() -> None:
 
 
 def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
-    """Return a process that was started early, or a new process."""
+    """Return a process that `start_early` started with the same arguments, or a new process."""
     waiting = _early.get(module, [])
     while waiting:
         process = waiting.pop(0)
@@ -219,17 +225,18 @@ def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
 class Child:
     """A child process that runs `main(descriptor, options)` of a module, with a `socket` to it.
 
-    The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. It ends by
-    `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
+    The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. The child ends
+    by `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
     seconds, even while it computes. `check` reads the heartbeats.
     """
 
     def __init__(
         self, name: str, module: str, options: Header, *, threads: int, gpus: Sequence[str] = ()
     ) -> None:
-        """Start the process with some CPU threads, unless `start_early` has started it.
+        """Start the process with a number of CPU threads, unless `start_early` has started it.
 
-        `gpus` are given to `visible_gpus`. `main` gets the options as JSON.
+        `name` appears in error messages. The process sees the GPUs of `visible_gpus(gpus)`. `main`
+        receives the options as JSON text.
         """
         self.name = name
         process = _started(module, threads=threads, gpus=gpus)
@@ -249,8 +256,9 @@ class Child:
     def check(self) -> None:
         """Kill the process and raise `ChildFrozen` if it sent no heartbeat for `FROZEN_S` seconds.
 
-        Call this every `BEAT_S` seconds. A longer time since the last call counts only as `BEAT_S`,
-        because then this process, or the machine, was paused too.
+        Call this every `BEAT_S` seconds. Of a longer time since the last call only `BEAT_S` is
+        counted, because then this process, or the machine, was paused too. The first heartbeat may
+        take `_START_S` seconds.
         """
         now = time.monotonic()
         if self._beats.read(_READ_BYTES):
@@ -269,9 +277,7 @@ class Child:
     def recv(self, size: int) -> bytes:
         """Wait for bytes from the process. Return at most `size` bytes.
 
-        Return b"" after the process has ended.
-
-        Raises `ChildFrozen` if the heartbeat stops.
+        Return b"" after the process has ended. Raises `ChildFrozen` if the heartbeat stops.
         """
         while not self._ready(select.POLLIN):
             self.check()
@@ -294,15 +300,19 @@ class Child:
                 self.check()
 
     def _ready(self, event: int) -> bool:
-        """Wait up to `BEAT_S` seconds until the socket can be read or written, as `event` says."""
+        """Wait up to `BEAT_S` seconds for an event of `select.poll` on the socket.
+
+        Return False if the event did not occur.
+        """
         poll = select.poll()
         poll.register(self.socket, event)
         return bool(poll.poll(1000 * BEAT_S))
 
     def last_words(self) -> str:
-        """Return the exit code of a process that closed its socket, and the end of its stderr.
+        """Return a message with the exit code of the process and the end of its stderr.
 
-        Kills the process if it does not end within `_EXIT_S` seconds.
+        Call this after the process closed its socket. The process is killed if it does not end
+        within `_EXIT_S` seconds.
         """
         try:
             code = self._process.wait(_EXIT_S)
@@ -319,13 +329,13 @@ class Child:
         )
 
     def kill(self) -> None:
-        """Kill the process at once. A child process has no data to save."""
+        """Kill the process at once, and close the socket. A child process has no data to save."""
         self._process.kill()
         self.socket.close()
         self._beats.close()
 
     def wait(self) -> None:
-        """Wait for the end of the process, after `kill`."""
+        """Wait for the end of the process. Call `kill` first."""
         self._process.wait()
         self._stderr.close()
 
@@ -336,9 +346,9 @@ def cores() -> int:
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variable that restricts a process to these GPUs.
+    """Return the environment variable that restricts a child process to these GPUs.
 
-    Without GPUs the result is empty, and the process uses the GPUs of this process.
+    If `gpus` is empty, the result is empty, and the child process sees the GPUs of this process.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

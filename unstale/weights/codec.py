@@ -9,14 +9,14 @@ tensor is stored in the smallest of three ways:
 
 XOR is its own inverse, so a delta can be applied in both directions. Working on bits keeps NaN
 payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
-few words changed on another device, only their gaps and planes are copied.
+few words of a tensor on a GPU changed, only their gaps and planes are copied to the CPU.
 
 `weights/bits.py` computes the checksums of weights. A file with a delta also has a checksum of its
 own bytes.
 
-Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
-It needs no more memory than the input and the tensors to which it is applied. On a GPU it also
-needs 24 bytes for each changed word of a tensor, or of small tensors together.
+The bytes of a delta may be damaged or hostile. Reading them returns the delta that was written or
+raises ValueError. Applying a delta takes no more memory than these bytes and the tensors. On a GPU
+it also takes 24 bytes for each changed word of a tensor, or of small tensors together.
 """
 
 import json
@@ -65,26 +65,26 @@ from unstale.weights.changes import (
 from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
-"""Largest share of changed words at which `sparse` is tried. Above it `sparse` would be slow and
-larger.
+"""Largest share of changed words at which `sparse` is tried. At a higher share `sparse` is slow and
+larger than `packed`.
 """
 PACKED_ABOVE = 1 / 3
-"""Smallest share of changed words at which `packed` is tried. Below it `packed` would be slow and
-larger.
+"""Smallest share of changed words at which `packed` is tried. At a lower share `packed` is slow and
+larger than `sparse`.
 """
 SAMPLE_WORDS = 1 << 16
 """Number of words of a large tensor on which `sparse` and `packed` are compared."""
 SAMPLE_BLOCKS = 64
-"""Number of blocks that the `SAMPLE_WORDS` form, at equal distances from the first to the last
-word. Changes may be in one part of a tensor only, such as the rows of some tokens or experts.
+"""Number of blocks of the sample, at equal distances from the first to the last word. Changes may
+be in one part of a tensor only, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
-"""Smallest number of words of a large tensor. For a smaller tensor, `sparse` and `packed` are both
-computed in full.
+"""Largest number of words of a tensor for which `sparse` and `packed` are both computed in full. A
+larger tensor is compared by a sample.
 """
 MAX_GROUP_WORDS = 1 << 26
-"""Largest number of words of a group of tensors on a GPU that are compared or changed together.
-Such a group is copied.
+"""Largest number of words of a group of tensors on a GPU that are compared or changed together. The
+group is copied for that, so this bounds the memory. A larger tensor is a group of its own.
 """
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
@@ -165,9 +165,9 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def targets(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors that the delta changes: whole tensors, or parts of them.
+        """Return `tensors`, or views of their parts that a delta of parts changes, by name.
 
-        Raises ValueError if a part does not fit.
+        Raises ValueError if a delta of parts names an unknown tensor or exceeds one.
         """
         if self.starts is None:
             return tensors
@@ -197,7 +197,7 @@ class Delta:
 def encode_all(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, Encoded]:
-    """Compress the differences of some tensors between two versions, on torch's threads."""
+    """Compress the differences of the tensors `names` between two versions, on several threads."""
 
     def encode_one(name: str) -> Encoded:
         return encode_between(words(before[name]), words(after[name]))
@@ -215,9 +215,9 @@ def encode_all(
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names of tensors in groups of one element size and device.
+    """Yield lists of tensor names. The tensors of a list have one element size and device.
 
-    A group has at most `MAX_GROUP_WORDS` elements, or one tensor.
+    A list has at most `MAX_GROUP_WORDS` elements, or a single larger tensor.
     """
     alike: dict[tuple[int, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -236,9 +236,9 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Encoded]:
-    """Compress the differences of `words` of one dtype, which are on one GPU or other device.
+    """Compress the differences of tensors (as `words` of one dtype) on one GPU or similar device.
 
-    The device finds the changes of all words together, and torch's threads compress these changes.
+    The device finds the changes of all tensors together. Several threads compress them.
     """
     for name, tensor in before.items():
         require_alike(tensor, after[name])
@@ -258,7 +258,7 @@ def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> 
 
 
 def encode(difference: Tensor) -> Encoded:
-    """Compress the difference of one tensor, the XOR of its `words`, in the smallest of three ways.
+    """Compress the difference of one tensor, the XOR of its `words`, in the smallest of the 3 ways.
 
     >>> encode(torch.tensor([0, 0, 3], dtype=torch.int16)).kind
     'raw'
@@ -271,8 +271,8 @@ def encode(difference: Tensor) -> Encoded:
 def encode_between(before: Tensor, after: Tensor) -> Encoded:
     """Compress the difference between the `words` of a tensor in two versions, as `encode` does.
 
-    Nothing as large as the tensor is allocated if few words changed on the CPU. Raises ValueError
-    unless both have the same shape and dtype.
+    On the CPU, little memory is allocated if few words changed. Raises ValueError unless both
+    tensors have the same shape and dtype.
     """
     require_alike(before, after)
     if not before.is_cpu:
@@ -288,7 +288,7 @@ class _Pair:
     before: Tensor
     after: Tensor | None = None
     found: Changes | None = None
-    """The changes, if they are known: at most `_sparse_limit` changed words."""
+    """The changed words, found with the limit `_sparse_limit`. None: not searched yet."""
 
     @property
     def difference(self) -> Tensor:
@@ -308,7 +308,7 @@ class _Pair:
     def changes(self, limit: int) -> tuple[int, tuple[Array, ...]]:
         """Return the number of changed words, and the streams of `sparse` before compression.
 
-        There are no streams if more than `limit` words changed, or none.
+        The streams are empty if no word or more than `limit` words changed.
         """
         if self.found is not None:
             found = self.found
@@ -337,14 +337,17 @@ def _encode(pair: _Pair) -> Encoded:
 
 
 def _sparse_limit(count: int) -> int:
-    """Return the largest number of changed words, of `count`, at which `sparse` is tried."""
+    """Return the largest number of changed words at which `sparse` is tried for `count` words."""
     return int(SPARSE_BELOW * count)
 
 
 def _smaller(
     pair: _Pair, changed: int, sparse: tuple[Array, ...]
 ) -> tuple[Kind, tuple[bytes, ...]]:
-    """Return the smaller of `sparse` and `packed`, by a sample if the tensor is large."""
+    """Return the kind and streams of the smaller of `sparse` and `packed`.
+
+    For a tensor of more than `EXACT_WORDS` words, a sample decides which is smaller.
+    """
     count = len(pair.before)
     kinds: list[Kind] = []
     if sparse:
@@ -382,7 +385,10 @@ def all_of(version: int, weights: Mapping[str, Tensor]) -> Delta:
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
-    """Apply a difference to the `words` of a tensor, in place."""
+    """XOR the `words` of a tensor, `target`, with a difference, in place.
+
+    Raises ValueError if the difference is damaged or of a tensor of another size.
+    """
     _check_fit(encoded, target)
     if not encoded.streams:
         return
@@ -407,9 +413,9 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 
 
 def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
-    """Apply differences to the `words` of tensors, in place, on torch's threads.
+    """XOR the `words` of tensors with differences, in place, on several threads.
 
-    On other devices than CPUs, those with few changes are applied together.
+    On a GPU, tensors with few changes are changed together.
     """
     together = {
         name: targets[name]
@@ -430,10 +436,10 @@ def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> 
 
 
 def merge(parts: Sequence[Encoded]) -> Encoded:
-    """Return the difference that differences of one tensor make together.
+    """Return the single difference that has the effect of several differences of one tensor.
 
-    The result is what `encode` returns. If few words changed, nothing as large as the tensor is
-    allocated. Raises ValueError if the differences are of tensors of other sizes.
+    The result is the same as from `encode`. If few words changed, little memory is allocated.
+    Raises ValueError unless all differences have the same number and size of words.
     """
     words, width = parts[0].words, parts[0].width
     if any((part.words, part.width) != (words, width) for part in parts):
@@ -467,8 +473,8 @@ def _changes_of(encoded: Encoded) -> Changes:
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     """Turn the weights of `delta.base` into those of `delta.version`, in place.
 
-    A delta of parts changes these parts only. Raises ValueError, and leaves the tensors unchanged,
-    if the delta does not fit or the result has another checksum.
+    A delta of parts changes only these parts. Raises ValueError, and leaves the tensors unchanged,
+    if the delta is of other tensors or the result does not have the delta's checksum.
     """
     tensors = delta.targets(tensors)
     require_fit(delta, tensors)
@@ -498,10 +504,10 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
 
 
 def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delta: Delta) -> int:
-    """Apply a delta to the words that it has in common with parts of the same tensors, in place.
+    """Apply a delta to parts of tensors, in place. Return the number of words in both.
 
-    `starts` has the word at which each part begins in its whole tensor. Return the number of common
-    words. The delta's checksum is of other parts, so it is not compared.
+    `starts` has the word at which each part begins in its whole tensor. Words of the delta outside
+    these parts are ignored. The delta's checksum is not compared, because it is of other parts.
     """
     common = 0
     for name, encoded in delta.tensors.items():
@@ -577,9 +583,10 @@ def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
 def file_header(
     layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and where each tensor begins in the file, in order.
+    """Return the header of a safetensors file, and each tensor's start offset in bytes, in order.
 
-    `layout` has tensors of the same dtypes and shapes, which may have no values (device `meta`).
+    `layout` has tensors of the right dtypes and shapes, which may be on the device `meta`. Raises
+    ValueError for a dtype that the format does not have.
     """
     entries = []
     # Wide elements first, so that each tensor is aligned to its element size.
@@ -598,7 +605,7 @@ def file_header(
 
 
 def file_size(header: Bytes) -> int:
-    """Return the size of a safetensors file from its first part, which is its header."""
+    """Return the size of a safetensors file in bytes, computed from its header."""
     (size,) = _HEADER.unpack_from(header)
     entries = json.loads(bytes(header[_HEADER.size : _HEADER.size + size]))
     entries.pop("__metadata__", None)
@@ -621,8 +628,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file as views of its bytes.
 
-    Tensors can be changed only if the bytes are writable. Raises ValueError if the bytes are not
-    such a file.
+    Tensors can be changed only if `data` is writable. Raises ValueError if `data` is not a
+    safetensors file.
     """
     try:
         (size,) = _HEADER.unpack_from(data)
@@ -637,8 +644,8 @@ def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each tensor of a safetensors file, with one in memory at a time.
 
-    The file is not mapped, because its pages would count as memory of the process. Raises
-    ValueError if it is damaged or cut short.
+    The file is read, not mapped, because mapped pages would count as memory of the process. Raises
+    ValueError if the file is damaged or cut short.
     """
     with path.open("rb") as file:
         try:
@@ -672,7 +679,7 @@ def _tensor_at(
 def loads(data: Bytes) -> Delta:
     """Return the delta from the bytes that `dumps` returned. Raises ValueError for other bytes.
 
-    Its streams are slices of `data`: copies if `data` is `bytes`, and views if it is a memoryview.
+    The delta's streams are slices of `data`: copies of `bytes`, but views of a memoryview.
     """
     try:
         return _loads(data)
@@ -711,7 +718,7 @@ def _loads(data: Bytes) -> Delta:
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> str:
-    """Return the checksum of the metadata and all compressed streams, by which damage is found."""
+    """Return the checksum of a delta's metadata and compressed streams, to find damage."""
     return xxh3(_sealed(about, tensors))
 
 

@@ -35,24 +35,27 @@ TABLE = (
 
 
 STOCHASTIC_RATE = 3.4e-5
-"""Learning rate at which deltas with rounding to nearest are as large as those with stochastic
-rounding at any lower one: 0.21 bytes a weight (docs/rounding.md). The roundings of two versions are
-drawn independently, so a third of the weights differ however small the update is.
+"""Learning rate at which a delta with rounding to nearest takes 0.21 bytes a weight. With
+stochastic rounding, deltas are this large at every lower learning rate (docs/rounding.md): the
+roundings of two versions are drawn independently, so even after a tiny update a third of the
+weights differ.
 """
 
 
 def delta_rate(rate: float, rounding: str) -> float:
-    """Return the learning rate to pass to the other functions, given `trainer.rounding`."""
+    """Return the rate to pass to `delta_bytes` and the like, given the trainer's learning rate.
+
+    With stochastic rounding (`trainer.rounding`) it is at least `STOCHASTIC_RATE`.
+    """
     return max(rate, STOCHASTIC_RATE) if rounding == "stochastic" else rate
 
 
 def delta_bytes(words: float, rate: float) -> float:
     """Return the bytes of the delta between two consecutive versions of `words` weights.
 
-    The positions of changed weights take the entropy of the distances between them, as in the
-    compressed format. Each XOR takes 3.3 bits, and more after larger steps. The formula is within
-    3% of the measured sizes. Keeping five versions takes four deltas. This is their size as a share
-    of a copy of the model, for each learning rate of the table:
+    The formula adds the entropy of the distances between changed weights, and 3.3 bits or more for
+    each XOR. It is within 3% of the measured sizes. Keeping five versions takes four deltas. The
+    example shows their size as a share of a copy of the model, for each learning rate of the table:
 
     >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]
     [0.033, 0.08, 0.212, 0.79]
@@ -78,19 +81,19 @@ def changed_share(rate: float) -> float:
 
 
 def encode_s(words: float, rate: float) -> float:
-    """Return the seconds that one core takes to encode a delta."""
+    """Return the seconds that one core takes to encode the delta of `delta_bytes(words, rate)`."""
     return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "encode_s")
 
 
 def apply_s(words: float, rate: float) -> float:
-    """Return the seconds that one core takes to apply a delta."""
+    """Return the seconds that one core takes to apply the delta of `delta_bytes(words, rate)`."""
     return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "apply_s")
 
 
 def _interpolate(rate: float, column: str) -> float:
-    """Interpolate a column of the table, linearly in the logarithms of rate and value.
+    """Return a column of `TABLE` at a learning rate, by log-log interpolation between its rows.
 
-    Above the highest measured rate, the last line is extended.
+    Above the highest measured rate, the line through the last two rows is extended.
     """
     place = min(max(bisect([row.rate for row in TABLE], rate), 1), len(TABLE) - 1)
     low, high = TABLE[place - 1 : place + 1]

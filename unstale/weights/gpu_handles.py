@@ -1,7 +1,7 @@
-"""Handles of tensors on a GPU, by which another process of this machine reads them in place.
+"""Handles of tensors on a GPU, with which another process of this machine reads them in place.
 
 This is CUDA's communication between processes (IPC). The other process must see the same GPUs. The
-handles are JSON, because nothing is unpickled that another process sent.
+handles are JSON, because pickled data from another process could run code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +37,9 @@ def handles_of(tensors: Mapping[str, Tensor]) -> list[Handle]:
 
 
 def open_handles(handles: Sequence[Handle]) -> dict[str, Tensor]:
-    """Return views of another process's tensors, by name.
+    """Return views of another process's tensors, by name, without a copy.
 
-    Raises ValueError if CUDA cannot open that memory.
+    Raises ValueError if CUDA cannot open the memory of that process.
     """
     torch.cuda.init()
     try:

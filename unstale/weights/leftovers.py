@@ -16,7 +16,9 @@ from typing import TextIO
 
 _LOCK = "lock"
 _NEW_S = 3600.0
-"""Age in seconds below which a folder without a lock file may still get one."""
+"""Age in seconds from which a folder without a lock file is removed. Its process may lock a younger
+one.
+"""
 
 
 def hold_lock(folder: Path) -> TextIO:
@@ -42,9 +44,9 @@ def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove this user's unlocked folders whose names begin with `prefix`.
+    """Remove this user's unlocked folders in `parent` whose names begin with `prefix`.
 
-    A folder that never got a lock is removed an hour after it was made.
+    A folder without a lock file is removed an hour after its last change.
     """
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):

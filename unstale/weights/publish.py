@@ -43,15 +43,15 @@ class VersionedWeights(Protocol):
 class DeltaInParts(Delta):
     """A delta that consists of several others, such as one from each trainer rank.
 
-    Its `tensors` are empty: `read` returns the parts.
+    `tensors` is empty: call `read` for the other deltas.
     """
 
     read: Callable[[], Iterable[Delta]]
-    """A function that fetches one part after the other."""
+    """A function that fetches and returns the other deltas, one at a time."""
 
 
 class Publisher(Protocol):
-    """Sends the newest version of the weights to every engine, in three steps."""
+    """A sender of the newest version of the weights to every engine, in three steps."""
 
     bytes: int
     """Size in bytes of the last update that was prepared."""
@@ -59,8 +59,8 @@ class Publisher(Protocol):
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         """Prepare the update in the trainer's thread, while engines still generate.
 
-        `live` are older versions that must be kept, because tokens from them are still to be
-        trained on.
+        `live` are the older versions that must be kept, because they sampled tokens that are not
+        trained on yet.
         """
         ...
 
@@ -77,8 +77,8 @@ class Publisher(Protocol):
 
 
 Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
-"""A function that saves the weights of a version and the difference from the previous version, if
-there is one.
+"""A function that saves the weights of a version. Its arguments are the version, its weights, and
+the difference from the previous version or None.
 """
 
 
@@ -86,23 +86,23 @@ class PostedWeights(Mapping[str, Tensor]):
     """The weights of a version, to be fetched by engines on other machines."""
 
     nbytes: int
-    """Bytes that an engine fetches if it has the previous version."""
+    """Number of bytes that an engine with the previous version fetches."""
 
 
 Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
-"""A function that puts a version where engines fetch it. Its arguments are those of `Put`."""
+"""A function that puts a version where engines can fetch it, with the arguments of `Put`."""
 
 
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    `store` is the version store of the old-logit route, if the route has one. It returns the delta,
-    which is the compressed difference from the previous version. A delta that is smaller than the
-    weights is passed to `put`, and to an engine that accepts deltas and has the previous version.
-    `put` saves every version to disk before the engine loads it. With `post`, the engine receives
-    the result of `post` and fetches the weights from there. With `in_place`, whole weights stay on
-    the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine gets the
-    values and scales of this format, and later versions as their differences.
+    `store` is the version store of the route (the method that obtains `old_logp`), or None. It
+    computes the delta, the compressed difference from the previous version. A delta that is smaller
+    than the weights is passed to `put`, and to an engine that accepts deltas and has the previous
+    version. `put` saves every version to disk before the engine loads it. With `post`, the engine
+    receives the result of `post` and fetches the weights from there. With `in_place`, whole weights
+    stay on the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine
+    receives the values and scales of this format, and later versions as differences of these.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -127,7 +127,7 @@ class DirectPublisher:
         self._last_packed: tuple[int, Mapping[str, Tensor]] = -1, {}
         """The version that was packed last, and its packed weights."""
         self._loaded = -1
-        """The version of the weights that the engine has."""
+        """The version of the engine's weights. -1 before the first."""
         self._prepared: tuple[Update, int] | None = None
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
@@ -149,7 +149,7 @@ class DirectPublisher:
         self._prepared = update, source.version
 
     async def stage(self) -> None:
-        """Stage the update. If that fails, the error ends the run, and engines still generate."""
+        """Stage the update in the engine. An error ends the run, but the engine still generates."""
         await self._engine.stage(*self._update())
 
     async def publish(self) -> None:
@@ -170,7 +170,10 @@ class DirectPublisher:
         return self._prepared
 
     def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
-        """Return packed weights, or the difference from the engine's packed weights."""
+        """Return the weights in the packed format, or the difference from those of the engine.
+
+        The difference is returned only if it is smaller and the engine accepts deltas.
+        """
         packed = pack(cast(weights, self._dtype), self._packed, self._dtype)
         (base, before), self._last_packed = self._last_packed, (version, packed)
         if base < 0 or base != self._loaded or not self._engine.takes_deltas:
@@ -194,16 +197,16 @@ class DirectPublisher:
 
 
 def num_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Return the size of all tensors together."""
+    """Return the size of all tensors together, in bytes."""
     return sum(tensor.nbytes for tensor in weights.values())
 
 
 def cast(
     weights: Mapping[str, Tensor], dtype: torch.dtype, *, device: str | None = "cpu"
 ) -> dict[str, Tensor]:
-    """Return the weights in a precision, in main memory unless `device` is None.
+    """Return the weights in precision `dtype` on a device, or on their own if `device` is None.
 
-    A weight is copied only if its device or precision differs. No weight of the trained model may
-    change before the version is published (`unstale.loop.until_scorable`).
+    A weight is copied only if its device or precision differs. So the trained model must not change
+    before the version is published (`unstale.loop.until_scorable`).
     """
     return {name: tensor.detach().to(device, dtype) for name, tensor in weights.items()}

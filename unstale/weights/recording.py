@@ -1,4 +1,4 @@
-"""A recording of a run's versions and batches, on which `unstale audit` tests old-logit routes.
+"""A recording of a run's versions and batches, on which `unstale audit` tests the old-logp routes.
 
     recorded/versions/000012.safetensors    the weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on
@@ -31,19 +31,21 @@ RECORDED = "recorded"
 """Name of the folder with the recording, in a run folder."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""Name of the file, in a run folder, with the batch that gave a non-finite number."""
+"""Name of the file, in a run folder, with the batch and weights that gave a non-finite number."""
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
 
 _STORED = ("stored.old_logp", "stored.exact")
-"""Columns of a batch with replayed tokens."""
+"""Names of the columns that only a batch with replayed tokens (trained on again) has."""
 
 _WEIGHT = "weight/"
 """Prefix of the names of weights in the file with a batch that went wrong."""
 
 _ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
-"""Columns of a batch with routed experts: places are rows (sequence, version, start, count)."""
+"""Names of the columns that only a batch with routed experts has. A row of `routes.places` is
+(sequence, version, start, count).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,13 @@ class RecordedBatch:
 
 
 class Recording:
-    """Writes a recording, with one file for each version and each batch."""
+    """A writer of recordings, with one file for each version and each batch."""
 
     def __init__(self, folder: Path, *, base: int = 0, writes: bool = True) -> None:
         """Create the folders of a recording.
 
-        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. Only
-        one of several trainer ranks `writes`.
+        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. Of
+        several trainer ranks, all but one have `writes=False` and write no file.
         """
         self._versions = folder / "versions"
         self._batches = folder / "batches"
@@ -94,16 +96,16 @@ class Recording:
 
 
 class Recorded:
-    """Reads the files that a `Recording` wrote.
+    """A reader of the files that a `Recording` wrote.
 
-    Batches that need a version without a file are skipped. Such batches exist if the run was killed
+    A batch is skipped if it needs a version without a file. This happens if the run was killed
     before it recorded a version, or if recording began with a resume.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open a recording.
 
-        Raises FileNotFoundError if it has no batch, or no batch with all its versions.
+        Raises FileNotFoundError if it has no batch, or if every batch lacks a version.
         """
         self._folder = folder
         self.versions = _numbers(folder / "versions")
@@ -150,8 +152,8 @@ class Recorded:
 class FailedStep:
     """The batch and weights of a training step with a non-finite number, to compute it again.
 
-    `columns` are further tensors `[T]`, with one entry per token of the batch. `about` describes
-    the failure.
+    `columns` are further tensors `[T]`, one entry for each token of the batch. `about` describes
+    the failure as keys and texts.
     """
 
     batch: Batch
@@ -160,7 +162,7 @@ class FailedStep:
     about: Mapping[str, str]
 
     def save(self, path: Path) -> None:
-        """Write the file, one weight at a time."""
+        """Write the file, with one weight at a time in memory."""
         columns = {f"batch/{name}": tensor for name, tensor in _columns(self.batch).items()}
         columns |= {f"column/{name}": tensor for name, tensor in self.columns.items()}
         layout = {f"{_WEIGHT}{name}": like for name, like in self.weights.layout.items()}

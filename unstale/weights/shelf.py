@@ -12,12 +12,12 @@ _PREFIX = "unstale-versions-"
 
 
 class Shelf:
-    """Stores the delta of each version, in memory or in files of a temporary folder.
+    """A store of one delta per version, in memory or in files of a temporary folder.
 
-    A delta is the difference of the weights from the previous version. The temporary folder is
-    inside `folder`. If the process is killed, a later one removes it. Files are in safetensors
-    format and are never incomplete. In memory, a delta is the bytes of such a file, which
-    checkpoints write without a copy.
+    A delta is the difference of the weights from the previous version. Without `folder`, deltas are
+    in memory. Else the temporary folder is inside `folder`, and a later process removes it if this
+    one is killed. Files are in safetensors format and are never incomplete. In memory, a delta is
+    the bytes of such a file, which checkpoints write without a copy.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -44,9 +44,9 @@ class Shelf:
         return loads(held.read_bytes()) if isinstance(held, Path) else self._deltas[version]
 
     def file(self, version: int) -> bytearray | mmap:
-        """Return the delta of a version as the bytes of a safetensors file, to be read only.
+        """Return the delta of a version as the bytes of a safetensors file. Do not change them.
 
-        A file is mapped into memory, not read. The map stays valid when the file is deleted.
+        A delta on disk is mapped into memory. The map stays valid when the file is deleted.
         """
         held = self._held[version]
         if not isinstance(held, Path):

@@ -34,16 +34,17 @@ _GB = 1e9
 
 
 class StoreFull(MemoryError):
-    """Error: a version would exceed the store's memory limit. The store is unchanged."""
+    """Error: a new version would exceed the store's memory limit. The version was not added."""
 
 
 class VersionStore:
     """The weights of several versions: one full copy, and the deltas between adjacent versions.
 
-    `move_to` applies deltas to turn the full copy into any stored version. `movable` are tensors to
-    be used as the full copy. They are changed in place and may be on any device. Without `movable`,
-    the first version is copied. With `storage="full"` every version is stored whole instead.
-    Versions are stored in memory, up to `memory_gb` (0 is no limit), or in files under `folder`.
+    `move_to` applies deltas to turn the full copy into any stored version. The tensors `movable`
+    are used as the full copy: they are changed in place and may be on any device. Without
+    `movable`, the full copy is a copy of the first version. With `storage="full"` every version is
+    stored whole. Versions are stored in memory, up to `memory_gb` (0 is no limit), or in files
+    under `folder`.
 
     >>> store = VersionStore()
     >>> for version in range(4):
@@ -71,18 +72,18 @@ class VersionStore:
         self._versions: list[int] = []
         self._at = -1
         self._shelf = Shelf(folder)
-        """The stored versions. Each is the delta from the previous one (none for the first) or all
-        weights.
+        """The stored versions. Each but the first is the delta from the previous version. With
+        `storage="full"` each has all weights.
         """
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Add the weights of a new version.
+        """Add the weights of a new version, or compare them with those stored for that version.
 
-        Raises `StoreFull` if the memory limit would be exceeded. Raises ValueError if the weights
-        do not fit, the version is older than the newest, or the version is already stored with
-        other weights.
+        Raises `StoreFull` if the memory limit would be exceeded. Raises ValueError if names, shapes
+        or dtypes differ from the store's, if the version is older than the newest, or if it is
+        stored with other weights.
         """
         if not self._movable:
             self._adopt(tensors)
@@ -158,7 +159,8 @@ class VersionStore:
     def delta(self, version: int) -> Delta:
         """Return the delta to `version` from the version stored before it.
 
-        Raises LookupError if there is none.
+        Raises LookupError for the first version, for one that is not stored, and with
+        `storage="full"`.
         """
         if self._full or version not in self._versions[1:]:
             raise LookupError(f"no delta leads to version {version}: kept {self._versions}")
@@ -175,12 +177,12 @@ class VersionStore:
 
     @property
     def bytes(self) -> int:
-        """The size in bytes of the stored versions in memory, without the full copy."""
+        """The size in bytes of the stored versions, without the full copy. 0 if in files."""
         return 0 if self._shelf.in_files else self._shelf.bytes
 
     @property
     def encoded_bytes(self) -> int:
-        """The size of the stored versions in memory or files, in bytes, without the full copy."""
+        """The size in bytes of the stored versions, in memory or files, without the full copy."""
         return self._shelf.bytes
 
     @property
@@ -190,8 +192,8 @@ class VersionStore:
     def state(self) -> Mapping[str, Any]:
         """Return the contents of the store for a checkpoint.
 
-        Deltas are the bytes of safetensors files. Nothing in memory is copied, so the full copy
-        changes when the store loads another version. Files are mapped into memory.
+        Each delta is a uint8 tensor: the bytes of a safetensors file. Nothing is copied, so the
+        returned full copy changes at the next `move_to` or `put`. Files are mapped into memory.
         """
         return {
             "full": self._full,
@@ -207,9 +209,9 @@ class VersionStore:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the contents from a checkpoint.
+        """Load the contents that `state` returned, from a checkpoint.
 
-        Raises ValueError if the contents are damaged or do not fit.
+        Raises ValueError if they are damaged, or do not fit the full copy or `storage`.
         """
         if state["full"] != self._full:
             raise ValueError(
@@ -271,9 +273,7 @@ class VersionStore:
         apply_all(self._shelf.get(version).tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Return one delta from version `before` to the last of `links`, by joining the deltas of
-        `links`.
-        """
+        """Join the deltas of the versions `links`. Return the delta from `before` to the last."""
         deltas = [self._shelf.get(version) for version in links]
         merged = in_threads(
             lambda name: merge([delta.tensors[name] for delta in deltas]),
@@ -284,7 +284,7 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, tensors)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless each version but the first has a fitting delta to it."""
+        """Raise ValueError unless a delta that fits leads to each version but the first."""
         versions = state["versions"]
         at = state["at"]
         pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))
@@ -303,7 +303,8 @@ class VersionStore:
     def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        No delta leads to the first version, so that version is checked by the delta to the second.
+        The copy is compared with its checksum `written`, and with that in its version's delta. No
+        delta leads to the first version, so a copy of it is moved to the second version for that.
         """
         at = self._at
         with_delta = self._shelf.versions
@@ -333,10 +334,9 @@ class VersionStore:
         return self._movable | {alias: self._movable[name] for alias, name in self._aliases.items()}
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of tensors that the store cannot use.
+        """Return the names of given tensors that do not fit the store's.
 
-        These tensors are missing, unknown, of another shape or dtype, or tied in the store but not
-        here.
+        These are missing, unknown, of another shape or dtype, or tied only in the store.
         """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()

@@ -1,6 +1,6 @@
 """Conclusions from the figures of a run: which route pays, what it confounds, what thresholds fit.
 
-A rule is a function that returns a conclusion, or None if the figures do not support one. LossSpec
+A rule is a function that returns a conclusion, or None if the figures do not support one. Rules
 read nothing but `Evidence`, so equal evidence gives equal advice.
 """
 

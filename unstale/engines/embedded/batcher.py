@@ -2,7 +2,7 @@
 
 A slot is the part of the KV cache that holds one sequence. After a reply, its slot keeps the
 sequence, so that the next turn of the episode computes only new tokens. A new sequence copies the
-longest prefix that another slot has cached. The slot that was unused longest is reused first.
+longest prefix that another slot has cached. Empty and long unused slots are reused first.
 """
 
 from collections import defaultdict, deque
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from unstale.routed_experts import Experts
 
 MAX_CHUNK_TOKENS = 512
-"""Largest number of context tokens computed in one step. An interrupt waits until the step ends, so
-steps are short.
+"""Largest number of prompt tokens computed in one step. An interruption waits until the step ends,
+so steps are short.
 """
 MIN_COPY = 8
-"""Shortest common prefix, in tokens, that is copied from another slot. Computing a shorter one
-again is as fast.
+"""Number of cached tokens that a copy from another slot must add. Computing fewer again is as fast.
 """
 IDLE_STEPS = 512
 """Number of steps after which the episode of an unused slot has probably ended."""
@@ -38,7 +37,7 @@ IDLE_STEPS = 512
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The arguments of one call of `Engine.sample`. `id` is the number that its reply will have."""
+    """The arguments of one call of `Engine.sample`. `id` is the number of the request's reply."""
 
     id: int
     tokens: Sequence[int]
@@ -50,7 +49,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class FinishedReply:
-    """The reply to a request: its tokens, and the reason why it ended."""
+    """The reply to the request `id`: its tokens, and the reason why it ended."""
 
     id: int
     tokens: list[int]
@@ -59,16 +58,17 @@ class FinishedReply:
     clean: bool = True
     """False if a part of the context's keys and values was computed with older weights."""
     experts: "Experts | None" = None
-    """`[rows, layers, k]`: the k experts of the first tokens of the sequence, if they are
-    recorded.
+    """`[rows, layers, k]`: the k experts of each of the sequence's first tokens. None if they are
+    not recorded.
     """
 
 
 class Batcher:
-    """Decides what the model (a `Runner`) computes in the next step, and samples. Not thread-safe.
+    """A scheduler: it decides what the model (a `Runner`) computes in each step, and samples.
 
-    With `keep_cache`, cached contexts are still used after a change of the weights. Replies to such
-    contexts have `clean` False. With `num_experts` the runner must record routed experts.
+    It is not thread-safe. With `keep_cache`, cached contexts are still used after a change of the
+    weights. Replies to such contexts have `clean` False. With `num_experts` above 0, the runner
+    must record routed experts.
     """
 
     def __init__(  # noqa: PLR0913 - the limits, and what is recorded
@@ -86,8 +86,8 @@ class Batcher:
         self._keep_cache = keep_cache
         self._num_experts = num_experts
         self._experts: "Experts | None" = None
-        """`[slots, max_context, layers, k]`: the k experts of each cached token, if they are
-        recorded.
+        """`[slots, max_context, layers, k]`: the k experts of each cached token. None before the
+        first is recorded.
         """
         self._queue: deque[SampleRequest] = deque()
         self._active: dict[int, SampleRequest] = {}
@@ -97,27 +97,24 @@ class Batcher:
         self._cached = np.zeros(max_slots, dtype=np.int64)
         """`[slots]`: the number of tokens whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: how many of the cached tokens were computed with older weights. They are the
-        first ones.
-        """
+        """`[slots]`: the number of first cached tokens that were computed with older weights."""
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: the number of tokens cached before the last weight update and not computed
-        again since. The tokens are in `_stale_tokens`.
+        """`[slots]`: the number of tokens that the last weight update dropped from the cache. 0
+        once a request has computed them again. The tokens are in `_stale_tokens`.
         """
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """For each slot: how many tokens of its context had been cached before the last weight
-        update.
+        """For each slot: the number of its context's first tokens that the last weight update
+        dropped from the cache.
         """
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
-        """Counters, such as the number of sampled tokens, since the engine's process last sent
-        them.
+        """Counters, such as `sampled_tokens`. The engine's process clears them when it sends them.
         """
 
     @property
@@ -128,7 +125,7 @@ class Batcher:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request. Other requests can still copy the tokens that it has cached."""
+        """Drop a request, without a reply. Other requests can still copy its cached tokens."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
@@ -142,7 +139,10 @@ class Batcher:
         return finished
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load weights. Drop the KV cache unless `keep_cache` is set."""
+        """Load weights. Drop the KV cache unless `keep_cache` is set.
+
+        Raises RuntimeError while replies are being sampled.
+        """
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
         self.runner.load(update)
@@ -191,7 +191,7 @@ class Batcher:
         return self._ended(slots[sampling])
 
     def _record_experts(self, step: Step) -> None:
-        """Store the experts of the tokens that the model has computed in this step."""
+        """Store the experts that the model chose for the tokens of this step."""
         rows = pack_experts(self.runner.take_experts().numpy(), self._num_experts)
         if self._experts is None:
             self._experts = np.zeros((*self._tokens.shape, *rows.shape[1:]), rows.dtype)
@@ -203,7 +203,7 @@ class Batcher:
     def _admit(self) -> None:
         """Give waiting requests a slot, in order of arrival.
 
-        A request waits longer if another one is computing a prefix that it can then copy.
+        A request keeps waiting while another request computes a prefix that it can copy later.
         """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
@@ -219,9 +219,10 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Give a request a slot, and fill it with the longest prefix of its tokens that is cached.
+        """Return the slot for a request, filled with the longest cached prefix of its tokens.
 
-        Return None if another request is computing a longer prefix, which can be copied later.
+        `idle` `[slots]` is True for slots without a request. Return None if another request is
+        computing a longer prefix, which can be copied later.
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
@@ -250,8 +251,8 @@ class Batcher:
     def _victim(self, idle: NDArray[np.bool_]) -> int:
         """Return the idle slot to be overwritten.
 
-        It is an empty slot or one unused for long, otherwise the one unused longest. Among several,
-        the lowest is taken, because low numbers keep the batch small.
+        The first choice is an empty slot or one unused for `IDLE_STEPS` steps, of these the lowest,
+        because low numbers keep the batch small. Otherwise it is the slot unused longest.
         """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
@@ -273,7 +274,7 @@ class Batcher:
         self._reprefill[slot] = self._stale_prefix(tokens)
 
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
-        """Return how many of `tokens` were cached before the last weight update dropped the cache.
+        """Return the length of the prefix of `tokens` that the last weight update dropped.
 
         Each dropped context is counted for one request only.
         """
@@ -286,10 +287,10 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the next forward pass, and a mask of its rows and chunks.
+        """Return the next forward pass, and a mask `[rows + chunks]` bool.
 
         A row is one token of a sequence that is being sampled. A chunk is a part of a prompt. The
-        mask is True where a token is to be sampled afterwards.
+        mask is True for rows, and for chunks that end their prompt: a token is sampled after them.
         """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]

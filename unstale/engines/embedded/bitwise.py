@@ -1,9 +1,10 @@
-"""A decoder that computes the log-probabilities of the trainer, bit for bit, on CPUs.
+"""A decoder for CPUs whose log-probabilities equal the trainer's bit for bit.
 
-It calls the functions of the trainer's packed passes (`unstale/model/bitwise.py`): the same matrix
-products, norms, rotary angles and sums. Attention reads the keys of a sequence from cache pages, in
-blocks of the same positions as there. So a log-probability depends on the weights and the tokens
-before it, and not on the batch, on the parts in which a prompt is computed, or on shared pages.
+The decoder calls the functions of the trainer's packed passes (`unstale/model/bitwise.py`): the
+same matrix products, norms, rotary angles and sums. Attention reads the keys of a sequence from
+cache pages, which are blocks of the same positions as in the trainer. So a log-probability depends
+only on the weights, the token and the tokens before it. The batch, the parts in which a prompt is
+computed, and shared pages do not change it.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from unstale.model.loading import load_model
 from unstale.model.rowwise import Panels
 
 RUN = 8
-"""Number of successive prompt tokens for which the cache is read once."""
+"""Largest number of successive prompt tokens that attend together, in one pass over the cache."""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -45,13 +46,13 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The weights of a layer: matrices in panels, vectors in float32."""
+    """The weights of a layer: matrices as `Panels` (`rowwise.pack`), vectors in float32."""
 
     norm_1: Tensor
     qkv: Panels
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor | None, Tensor | None]
-    """The norm weights of queries and keys, if they have norms."""
+    """The norm weights of queries and of keys. None in models without these norms."""
     out: Panels
     out_bias: Tensor | None
     norm_2: Tensor
@@ -60,14 +61,14 @@ class _Layer:
 
 
 class BitwiseRunner:
-    """Runs a dense model of `bitwise.ARCHITECTURES`. Its KV cache grows with the sequences."""
+    """A runner of dense models of `bitwise.ARCHITECTURES`. Its KV cache grows as needed."""
 
     warning = ""
 
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
     ) -> None:
-        """Read the sizes of a model. Raises ConfigError if it cannot be computed here."""
+        """Read the sizes of the model in `folder`. Raises ConfigError if it is not supported."""
         assert PAGE == BLOCK, "pages are the blocks of the trainer's attention"
         model: Any = load_model(folder, dtype).eval()
         bitwise.require_supported(model, max_context)
@@ -125,11 +126,11 @@ class BitwiseRunner:
         )
 
     def _vector(self, update: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return a copy of a weight in the model's precision, as float32."""
+        """Return a float32 copy of a weight, rounded to the model's precision."""
         return update[name].to(self._dtype, copy=True).float()
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk."""
+        """Return float32 logits after each row and chunk of a step (`Runner.forward`)."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         table = runs(step, self._pages, RUN)
@@ -156,7 +157,11 @@ class BitwiseRunner:
         cells: Tensor,
         table: Tensor,
     ) -> Tensor:
-        """Write keys and values of a layer to the cache. Return the attention `[T, width]`."""
+        """Write a layer's keys and values to the cache. Return the attention `[T, heads * width]`.
+
+        `qkv` has queries, keys and values of T tokens. `cells` are the tokens' places in the cache,
+        `table` is the result of `pages.runs`.
+        """
         sizes = self._sizes
         heads, kv_heads, width = sizes.heads, sizes.kv_heads, sizes.width
         layer = self._layers[index]
@@ -218,7 +223,7 @@ class BitwiseRunner:
                 pool[index][:old] = before
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page of the cache. `moved` has its old and its new index, or is None."""
+        """Copy a page of the cache. `moved` is (old index, new index), or None for no copy."""
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = moved
@@ -242,7 +247,7 @@ def _sizes_of(model: Any) -> _Sizes:
 
 
 class BitwiseSampler(Sampler):
-    """Draws tokens as `Sampler` does. Log-probabilities are computed as the trainer does."""
+    """A sampler that draws tokens as `Sampler` does, with log-probabilities as in the trainer."""
 
     def __call__(
         self,

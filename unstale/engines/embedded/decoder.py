@@ -1,14 +1,14 @@
 """A fast decoder for models of the Qwen3 and, on CPUs, of the Qwen3-MoE architecture.
 
 It uses few, large operations, because for small models the overhead of each operation dominates:
-query, key and value are one matrix, gate and up another.
+query, key and value are one matrix, gate and up another. Sequences with the same first tokens share
+the cache pages of these tokens.
 
-On a CPU, `decoder.c` computes a step of a dense model in one call. `kernels.c` computes experts,
-and everything between the other matrix products, for models with experts, and if torch multiplies
-faster, as with bfloat16 on CPUs that have instructions for it. Sequences with the same first tokens
-share the cache pages of these tokens. On other devices, torch computes the same with its
-operations, or Triton between the matrix products on a GPU (`gpu_kernels.py`). All sequences
-that sample one token form one batched attention. Prompts are cut into blocks, which form a second
+On a CPU, `decoder.c` computes a step of a dense model in one call. With experts, or if torch
+multiplies faster (bfloat16 on CPUs with instructions for it), torch computes the matrix products
+and `kernels.c` everything else, experts included. On a GPU, torch computes the matrix products and
+Triton the rest (`gpu_kernels.py`). Without Triton, torch computes everything. All sequences that
+sample one token form one batched attention. Prompts are cut into blocks, which form a second
 batched attention. On CUDA, steps without prompts replay a recorded graph.
 
 When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
@@ -40,9 +40,9 @@ from unstale.native import NotCompiled
 from unstale.routed_experts import num_experts
 
 RUN = 8
-"""Number of successive prompt tokens for which `kernels.c` reads the cache once."""
+"""Largest number of successive prompt tokens that attend together, in one pass over the cache."""
 MIN_CAPABILITY = (8, 0)
-"""The compute capability from which on GPUs multiply bfloat16."""
+"""The lowest CUDA compute capability of GPUs that multiply bfloat16."""
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -50,11 +50,13 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""The sizes of a `config.json` that every model needs."""
+"""The keys of a `config.json` with the sizes that the decoder needs of every model."""
 _SIZES_WITHOUT = ("intermediate_size", "head_dim")
-"""Those of a dense model."""
+"""The keys of further sizes that a dense model needs."""
 _SIZES_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-"""Those of a model with experts, beside their number, which has several names."""
+"""The keys of further sizes that a model with experts needs. The key for the number of experts
+differs between models.
+"""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -75,7 +77,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 def names_sizes(config: Mapping[str, Any]) -> bool:
     """Return True if a `config.json` has all sizes that the decoder reads.
 
-    Those that it leaves out are the defaults of transformers' class.
+    A size that it leaves out has the default of transformers' configuration class.
     """
     routed = _has_experts(config)
     more = _SIZES_WITH_EXPERTS if routed else _SIZES_WITHOUT
@@ -92,12 +94,12 @@ def runs_on_gpu(config: Mapping[str, Any]) -> bool:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the rotary embedding. The older key counts first in transformers."""
+    """Return the settings of the rotary embedding. As in transformers, `rope_scaling` is first."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
-    """Return True if this decoder computes the model's layers, which all have experts."""
+    """Return True for a Qwen3-MoE model in which all layers have experts."""
     return (
         config.get("model_type") == "qwen3_moe"
         and config.get("decoder_sparse_step", 1) == 1
@@ -120,15 +122,15 @@ class ModelSizes:
     eps: float
     tied: bool
     experts: int
-    """Number of experts in each layer, whose size is `inner`. 0 in a dense model."""
+    """Number of experts in each layer, each with `inner` hidden units. 0 in a dense model."""
     choices: int
-    """Number of experts of a token."""
+    """Number of experts that each token uses. 0 in a dense model."""
     normed: bool
-    """The weights of a token's experts sum to 1."""
+    """True if the weights of a token's experts are scaled to a sum of 1."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
-        """Return the sizes from a config that `names_sizes`."""
+        """Return the sizes from a `config.json` that has all of them (`names_sizes`)."""
         rope = _rope(config)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -191,8 +193,8 @@ class _Layer:
     norm_1: Tensor
     qkv: Tensor
     qk_norm: Tensor
-    """`[heads + kv_heads, head_dim]` float32: norm weights. Those of queries include the softmax
-    scale.
+    """`[heads + kv_heads, head_dim]` float32: norm weights of queries, then of keys. The weights
+    for queries include the softmax scale.
     """
     out: Tensor
     norm_2: Tensor
@@ -200,20 +202,20 @@ class _Layer:
     """`[experts, hidden]`. Empty in a dense model."""
     gate_up: Tensor
     down: Tensor
-    """With experts, this and `gate_up` are as `_panels` returns them."""
+    """With experts, this and `gate_up` have the layout of `_panels`."""
 
     def in_one_call(self) -> tuple[Tensor, ...]:
-        """Return the weights in the order of `layer_` of `decoder.c`."""
+        """Return the weights in the order of the struct `layer_` of `decoder.c`."""
         products = (self.qkv, self.out, self.gate_up, self.down)
         return (self.norm_1, self.norm_2, self.qk_norm, *products)
 
 
 class CannotDecode(ValueError):
-    """The decoder cannot compute a model with experts here. The message gives the reason."""
+    """Error: the decoder cannot compute a model with experts here. The message gives the reason."""
 
 
 class Qwen3Runner:
-    """Runs a Qwen3 model. Its KV cache grows with the sequences."""
+    """A runner of Qwen3 and Qwen3-MoE models. Its KV cache grows as needed."""
 
     name = "qwen3 decoder"
 
@@ -234,7 +236,7 @@ class Qwen3Runner:
         self._linear, self._packed = _linear_for(self._device, dtype)
         self._quantise = quantise
         self._project = self._linear
-        """The same as `_linear`, for the layers whose weights and inputs are quantised."""
+        """The matrix product of layers: `_linear` with activations rounded by `quantise`."""
         if quantise != "none":
             product, rounded = self._linear, FORMATS[quantise].activations
             self._project = lambda x, weight: product(rounded(x), weight)
@@ -249,7 +251,8 @@ class Qwen3Runner:
         if self._one_call:
             self._packed = self._one_call.pack
         self._pages_given = 0
-        """The size of the cache when `_one_call` last received it. 0 if it must receive it."""
+        """The number of cache pages that `_one_call` knows. 0 if it must receive the cache again.
+        """
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
         frequencies = 1.0 / sizes.theta ** (
@@ -374,7 +377,7 @@ class Qwen3Runner:
         self._copy(self._pages.share(source, target, count))
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page of the cache. `moved` has its old and its new index, or is None."""
+        """Copy a page of the cache. `moved` is (old index, new index), or None for no copy."""
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = moved
@@ -394,7 +397,7 @@ class Qwen3Runner:
         return self._graphs(flat, shape)[: len(step.rows)]
 
     def _one_call_for(self, kernels: Kernels | None) -> OneCall | None:
-        """Return the decoder in C, or None for experts, or if torch multiplies faster."""
+        """Return the decoder in C. None for a model with experts, or if torch multiplies faster."""
         sizes = self.sizes
         if kernels is None or sizes.experts:
             return None
@@ -411,7 +414,7 @@ class Qwen3Runner:
         return OneCall(kernels, wanted, self._dtype)
 
     def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
-        """Run a step on a CPU by `decoder.c`."""
+        """Return the logits of a step on a CPU, computed by `decoder.c`."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         if self._pages_given != self._num_pages:
@@ -434,7 +437,10 @@ class Qwen3Runner:
         return one_call.run(tokens, self._helpers)
 
     def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
-        """Run a step on a CPU: matrix products by oneDNN, everything else by `kernels.c`."""
+        """Return the logits of a step on a CPU.
+
+        oneDNN computes the matrix products, and `kernels.c` everything else.
+        """
         sizes = self.sizes
         eps = sizes.eps
         cells = torch.from_numpy(placed(step, self._pages))
@@ -475,7 +481,10 @@ class Qwen3Runner:
         return self._linear(h, self._head).float()[: len(ends)]
 
     def _mixed_experts(self, kernels: Kernels, layer: _Layer, h: Tensor, count: int) -> Tensor:
-        """Return the sums of the chosen experts `[T, hidden]`, which are 0 after `count` tokens."""
+        """Return each token's weighted sum of its experts' outputs, `[T, hidden]`.
+
+        Tokens after the first `count` are padding, with sum 0.
+        """
         sizes = self.sizes
         scores = F.linear(h, layer.router)[:count].softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(sizes.choices)
@@ -502,11 +511,10 @@ class Qwen3Runner:
         return more
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
-        """Run a step with torch.
+        """Compute a step with torch.
 
-        Return float32 logits after each row or, with chunks, after `inputs.ends`.
-
-        A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+        Return float32 logits after each token or, in a step with prompts, after each token of
+        `inputs.ends`.
         """
         sizes, parts = self.sizes, self._parts
         num_rows = len(inputs.tables)
@@ -547,7 +555,7 @@ def _linear_for(
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return a function that multiplies by a weight `[out, in]`, and one that prepares the weight.
 
-    On a CPU, oneDNN multiplies by prepared weights; `model/linear.py` gives the reason.
+    On a CPU, oneDNN multiplies by prepared weights (see `model/linear.py` for the reason).
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
@@ -555,7 +563,7 @@ def _linear_for(
 
 
 def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
-    """Return Triton kernels on a GPU, or torch's operations if it cannot run them."""
+    """Return Triton kernels for a GPU that can run them, else torch's operations."""
     device = rotations.device
     is_old = rotations.is_cuda and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
     if not rotations.is_cuda or is_old or gpu_kernels() is None:
@@ -568,7 +576,10 @@ def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
 def _kernels_for(
     device: torch.device, dtype: torch.dtype, sizes: ModelSizes, quantise: str
 ) -> tuple[Kernels | None, str]:
-    """Return the CPU kernels, or None and a warning if this CPU cannot use them."""
+    """Return the CPU kernels and "", or None and a warning if this CPU cannot use them.
+
+    On a GPU, return None and "".
+    """
     lanes = math.gcd(16, sizes.head_dim)
     slower = "the engine decodes by torch, several times slower, because"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -596,7 +607,10 @@ def _kernels_for(
 
 
 def _rounding(form: Format) -> dict[str, int]:
-    """Return the macros with which `decoder.c` rounds the inputs of layers to a format."""
+    """Return the macros with which `decoder.c` rounds the inputs of layers to a format.
+
+    Empty if the format does not round activations.
+    """
     if form.activation_block is None:
         return {}
     macros = {"ROUND_LARGEST": int(form.largest), "ROUND_BLOCK": form.activation_block}

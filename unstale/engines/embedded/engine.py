@@ -1,8 +1,8 @@
 """The embedded engine: a child process on this machine that samples, connected by a socket.
 
-Its number of threads is set before torch is loaded there. With more threads than cores, generation
-and training would each become twenty times slower. The process ignores Ctrl-C. It ends only by
-`close`, or when this process ends.
+The number of threads of the child is set before it loads torch. With more threads than cores,
+generation and training would each become twenty times slower. The child ignores Ctrl-C. It ends
+only by `close`, or when this process ends.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ STEP_S = 0.02
 """Seconds on the event loop's clock between two steps of an engine with `lockstep`."""
 _READ_BYTES = 1 << 20
 _JOINED_BYTES = 1 << 16
-"""Size up to which the parts of a message are copied to be sent by one call of the system."""
+"""Size up to which the parts of a message are joined, to send them with one system call."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -61,20 +61,19 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A reply as the process sends it."""
+    """A reply as the engine process sends it."""
 
     piece: Sampled
     stop: ReplyStop
     routed_experts: Sequence[Any] | None
-    """The dtype and shape of the routed experts in the reply's file. None if it has no file."""
+    """The dtype and shape of the routed experts in the reply's file. None if there is no file."""
 
 
 class EmbeddedEngine:
     """An engine in a child process. It must be started, used and closed on one event loop.
 
-    With `options.lockstep`, the child computes one step every `STEP_S` while replies are pending.
-    This process then waits for the result before it does anything else, so that runs are
-    deterministic.
+    With `options.lockstep`, the child computes one step every `STEP_S` seconds while replies are
+    pending. The event loop blocks until the step is done, so that runs are deterministic.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -85,7 +84,7 @@ class EmbeddedEngine:
         self._options = options
         self.takes_deltas = options.deltas
         self.runner = ""
-        """The program that runs the model, such as the decoder or transformers. Set by `start`."""
+        """Name of the code that computes the model, such as "qwen3 decoder". Set by `start`."""
         self.vocab_size = 0
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[_Message]] = {}
@@ -99,7 +98,7 @@ class EmbeddedEngine:
         self._next_poll: asyncio.TimerHandle | None = None
         self._routed_experts: PostedExperts | None = None
         self._unread: set[int] = set()
-        """The replies whose routed experts arrived in a file that was not read yet."""
+        """Numbers of the replies whose routed experts are in a file that was not read yet."""
         self._all_read = asyncio.Event()
 
     async def start(self) -> None:
@@ -145,10 +144,10 @@ class EmbeddedEngine:
             self._forget_experts(number)
 
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
-        """Return the routed experts of a reply from the token `first` on.
+        """Return the routed experts of a reply, from the token `first` on.
 
-        They are read in a thread. With `lockstep` they are not, because the virtual clock would
-        advance.
+        `about` is the reply's `_Message.routed_experts`. The file is read in a thread, but not with
+        `lockstep`, because the virtual clock would advance.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)
@@ -159,7 +158,7 @@ class EmbeddedEngine:
             raise EngineDied(self._error) from error
 
     def _forget_experts(self, number: int) -> None:
-        """Remove the file of a reply's experts, if there is one. `interrupt` may wait for it."""
+        """Remove the file of a reply's experts, if there is one. Notify a waiting `interrupt`."""
         if number not in self._unread:
             return
         self._unread.remove(number)
@@ -168,9 +167,9 @@ class EmbeddedEngine:
             self._routed_experts.drop(number)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Check that the process works. `load` does the rest.
+        """Check that the process works. Nothing is prepared: `load` does all work.
 
-        On a GPU the process reads weights in place. On a CPU it would take the cores from sampling.
+        On a GPU the process reads weights in place. On a CPU, preparing them would slow sampling.
         """
         self._live_child()
 
@@ -182,7 +181,7 @@ class EmbeddedEngine:
             await self._all_read.wait()
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights as `Engine.load` does. The tensors must not change before this returns."""
+        """Load weights as `Engine.load` says. The tensors must not change before this returns."""
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         header = {"op": "load", "version": version, "delta": isinstance(update, Delta)}
         if self._is_read_in_place(update):
@@ -193,9 +192,9 @@ class EmbeddedEngine:
         self._version = version
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
-        """Return True if the process reads the weights from the memory of the GPU.
+        """Return True if the process reads the update from the memory of the GPU.
 
-        Weights to which deltas or adapters are added are in main memory there.
+        With deltas or adapters it does not, because it then keeps weights in main memory.
         """
         if isinstance(update, Delta) or self.takes_deltas or self._options.merging:
             return False
@@ -222,10 +221,10 @@ class EmbeddedEngine:
             self._routed_experts = None
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters since the last call.
+        """Return the counters since the last call, and the mean batch size of the steps.
 
-        The time for computing dropped contexts again is estimated: its share of a step's time is
-        taken as its share of the step's tokens.
+        `reprefill_s`, the time for computing dropped contexts again, is estimated: its share of a
+        step's time is taken as the share of these tokens in the step.
         """
         counters = self._counters
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -270,7 +269,10 @@ class EmbeddedEngine:
         return self._child
 
     async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send a command. Wait until the process has carried it out, after earlier messages."""
+        """Send a command. Wait until the process has handled it and all earlier messages.
+
+        Raises ValueError if the command fails.
+        """
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._answers, number)
@@ -286,7 +288,7 @@ class EmbeddedEngine:
         return future
 
     def _schedule_poll(self) -> None:
-        """Schedule the next check that the process is alive, if any call waits for it."""
+        """Schedule the next call of `_Child.poll`, if a call waits for the process."""
         if self._next_poll is None and self._child is not None and self._is_pending():
             self._next_poll = asyncio.get_running_loop().call_later(
                 self._child.poll_s, self._poll, self._child
@@ -331,15 +333,15 @@ class EmbeddedEngine:
         _resolve(future, _Message(piece, header["stop"], about))
 
     def _on_lost(self, child: "_Child", error: str) -> None:
-        """Fail all calls, because the process has ended.
+        """Make all calls fail, because the process has ended or is frozen.
 
-        If `error` is empty, take the reason from its log.
+        If `error` is empty, the reason is read from the exit code and stderr of the process.
         """
         if child is self._child and not self._error:
             self._end(error or child.last_words())
 
     def _end(self, error: str) -> None:
-        """Make all pending and later calls that need the process raise `EngineDied`."""
+        """Make all calls that need the process raise `EngineDied`, pending ones and later ones."""
         self._error = self._error or error
         self._running = False
         if self._next_poll is not None:
@@ -362,9 +364,9 @@ def _resolve(future: "asyncio.Future[Any] | None", result: _Message | Header | E
 
 
 class _Child(Child, asyncio.Protocol):
-    """The engine's process.
+    """The engine's child process.
 
-    It calls `on_message` for each message and `on_lost` when it has ended.
+    `on_message` is called for each message of the process, and `on_lost` when it has ended.
     """
 
     poll_s = BEAT_S
@@ -414,7 +416,7 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Do nothing: the event loop receives the answer when it arrives."""
+        """Do nothing, because the event loop receives the answer when it arrives."""
 
     def poll(self, number: int) -> None:
         """Call `on_lost` if the process has sent no heartbeat for too long."""
@@ -450,7 +452,7 @@ class _LockstepChild(_Child):
         """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
-        """Wait for the answer to request `number` and block the event loop meanwhile.
+        """Let the event loop block until the answer to request `number` has arrived.
 
         Callbacks that were scheduled earlier run first.
         """
@@ -461,7 +463,7 @@ class _LockstepChild(_Child):
         self._receive_until(number)
 
     def _receive_until(self, number: int) -> None:
-        """Process messages up to the answer with this number, and none after it."""
+        """Handle messages up to the answer with this number. Later messages stay unread."""
         data = b""
         while self._answered < number and self.socket.fileno() >= 0:
             for header, body in self._frames.feed(data):
@@ -478,9 +480,9 @@ class _LockstepChild(_Child):
 
 
 def _pack_update(update: Update) -> Sequence[Bytes]:
-    """Return an update of the weights as a safetensors file in parts.
+    """Return an update of the weights as the bytes of a safetensors file, in parts to send.
 
-    Weights and compressed differences are not copied.
+    Weights in main memory and compressed differences are not copied.
     """
     return file_parts(update) if isinstance(update, Delta) else file_of(update)
 

@@ -1,7 +1,7 @@
-"""A slower way to run models that `packed.py` cannot: transformers computes prompts one by one.
+"""A slow runner for models that `packed.py` cannot run: transformers computes prompts one by one.
 
 The model must have full attention. Models with recurrent layers, or with a sliding window shorter
-than the context, are refused at the start. They are found by their configuration, or because a
+than the context, are refused at the start. They are recognised by their configuration, or because a
 forward pass with a cache differs from one without.
 """
 
@@ -21,7 +21,7 @@ from unstale.model.quantisation import round_activations
 
 
 class _Slots:
-    """The slots and positions that the present forward pass uses, for the caches of all layers.
+    """The slots and positions of the current forward pass, shared by the caches of all layers.
 
     A slot is the part of a cache that holds one sequence.
     """
@@ -36,7 +36,7 @@ class _Slots:
 class _SlotLayer(CacheLayerMixin):
     """The keys and values of one layer, each `[slots, heads, max_context, width]`.
 
-    They are allocated by the first forward pass, which shows their sizes.
+    The first forward pass shows the sizes and allocates them.
     """
 
     keys: Tensor
@@ -59,9 +59,9 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys and values `[rows, heads, n, width]` of this forward pass.
+        """Store the keys and values `[rows, heads, n, width]` of `n` new tokens of each sequence.
 
-        Return the keys and values of the whole sequences.
+        Return the keys and values of the whole sequences, `[rows, heads, length, width]`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -87,7 +87,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class TransformersRunner:
-    """Runs a model by transformers.
+    """A runner that computes a model with transformers.
 
     Sequences that sample one token form one batch. Parts of prompts are computed one by one.
     """
@@ -127,9 +127,10 @@ class TransformersRunner:
         self._recorder = ExpertRecorder(self._model) if record_experts else None
 
     def _probed(self, max_context: int, why_slow: str, exact: Probe | None = None) -> Probe:
-        """Return a probe that the model passed. Raises ValueError if it differs from a plain pass.
+        """Test the model and return the probe. Raises ValueError if the model fails.
 
-        `exact` is the probe of the same model in float32, if this one is rounded.
+        It fails if this runner's logits differ from those of a plain forward pass. `exact` is the
+        probe of the same model in float32, or None if this model is in float32.
         """
         self._reset(SLOTS, max_context)
         try:
@@ -185,7 +186,10 @@ class TransformersRunner:
         return torch.cat(logits)
 
     def _run(self, rows: Tensor, positions: Tensor, tokens: Tensor, length: int) -> Tensor:
-        """Return logits after the last of `tokens [rows, n]` at `positions [rows, n]`."""
+        """Return float32 logits `[rows, V]` after the last of `tokens` `[rows, n]`.
+
+        `rows` are their slots. `length` is the length of the longest sequence.
+        """
         slots = self._slots
         slots.rows = rows
         slots.positions = positions

@@ -1,6 +1,7 @@
-"""The parts of a decoder layer as Triton kernels, for tokens of a paged KV cache.
+"""The parts of a decoder layer between the products with weights, as Triton kernels on a GPU.
 
-Sums are in float32. The result of a row does not depend on the other rows of a step.
+The KV cache is paged. Sums are in float32. The result of a row (a token of a sequence) does not
+depend on the other rows of a step.
 """
 
 import torch
@@ -13,7 +14,7 @@ from unstale.engines.embedded.pages import PAGE, SPLIT_PAGES, Inputs
 from unstale.model.gpu_kernels import GpuKernels, device_of
 
 MIN_ROWS = 16
-"""The fewest rows of a product in Triton. The queries of a key head are padded to this number."""
+"""The fewest rows of a matrix product in Triton. The queries of a key head are padded to it."""
 
 
 class TritonParts:

@@ -10,8 +10,8 @@ from torch import Tensor
 from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Largest number of graphs to keep, because each one takes device memory. The one unused longest is
-dropped first.
+"""Largest number of graphs to keep, because each takes device memory. The graph that was unused
+longest is dropped first.
 """
 
 
@@ -46,7 +46,10 @@ class Graphs:
         self._pool = None
 
     def __call__(self, flat: Tensor, shape: StepShape) -> Tensor:
-        """Run a step. Return its logits, which are valid until the next call."""
+        """Run a step of the given shape, with its `Inputs` in one tensor `flat`.
+
+        Return its logits, which are valid until the next call.
+        """
         captured = self._captured.pop(shape, None)
         if captured is not None:
             self._captured[shape] = captured  # moves the graph to the end, as the one used last
@@ -62,7 +65,7 @@ class Graphs:
         return logits
 
     def _capture(self, flat: Tensor, shape: StepShape) -> _Captured:
-        """Record a graph of a step. Its kernels must have run once with this shape."""
+        """Record and return the graph of a step. A step of this shape must have run before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

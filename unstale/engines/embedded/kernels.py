@@ -1,6 +1,6 @@
 """The functions of `kernels.c`, which is compiled once for each machine and model shape.
 
-In each layer of a model, four of its functions replace twenty operations of torch.
+In each layer of a model, four of these functions replace twenty operations of torch.
 """
 
 import ctypes
@@ -16,20 +16,22 @@ from unstale.native import compile_library
 
 SOURCE = Path(__file__).with_name("kernels.c")
 RUNS_A_THREAD = 16
-"""Number of runs of tokens from which on one more thread is faster."""
+"""Number of work items, such as runs of tokens, for each thread. With fewer, another thread does
+not help.
+"""
 
 
 class Kernels:
     """The compiled functions of `kernels.c`, as attributes.
 
-    Their arguments are contiguous tensors of the CPU, ints and floats. The caller must convert
-    the tensors to the number formats that the kernels expect.
+    The arguments of a function are contiguous tensors on the CPU, ints and floats. Other tensors
+    raise ValueError, but dtypes are not checked: the caller must convert tensors.
     """
 
     def __init__(self, source: Path = SOURCE, /, **shape: int) -> None:
-        """Compile `kernels.c` with the sizes of a model as macros.
+        """Compile `kernels.c`, or another `source`, with the sizes of a model as macros.
 
-        Raises what `compile_library` does.
+        Raises NotCompiled or OSError, as `compile_library` does.
         """
         macros = tuple(f"-D{name}={value}" for name, value in shape.items())
         self.library = compile_library(source, macros)
@@ -59,9 +61,9 @@ class Kernels:
 
 
 def divided(helpers: ThreadPoolExecutor, work: Callable[[int, int], None], count: int) -> None:
-    """Call `work(first, last)` for equal parts of `range(count)`, on torch's number of threads.
+    """Call `work(first, last)` for equal parts of `range(count)`, on up to torch's thread count.
 
-    `work` must release the interpreter lock.
+    A thread gets at least about `RUNS_A_THREAD` items. `work` must release the interpreter lock.
     """
     parts = min(torch.get_num_threads(), -(-count // RUNS_A_THREAD))
     cuts = [count * part // parts for part in range(parts + 1)]

@@ -1,7 +1,7 @@
-"""The parts of a decoder layer between the products with weights, for tokens of a paged KV cache.
+"""The parts of a decoder layer between the products with weights: norms, attention, activation.
 
-`TorchParts` computes them with torch's operations on any device. `gpu_kernels.py` computes the same
-with Triton kernels on a GPU.
+The KV cache is paged. `TorchParts` computes the parts with torch's operations on any device.
+`gpu_kernels.py` computes the same with Triton kernels on a GPU.
 """
 
 from typing import Protocol
@@ -13,7 +13,7 @@ from torch import Tensor
 from unstale.engines.embedded.pages import PAGE, Inputs
 
 MAX_KEYS = 1 << 15
-"""Largest number of keys that `TorchParts` copies together for several rows, with padding."""
+"""Largest number of keys, padding included, that `TorchParts` copies at once for several rows."""
 Cache = tuple[Tensor, Tensor]
 """The cache of a layer: keys `[pages * kv_heads, head_dim, PAGE]`, and values `[pages * kv_heads,
 PAGE, head_dim]`.
@@ -21,13 +21,16 @@ PAGE, head_dim]`.
 
 
 class LayerParts(Protocol):
-    """The parts of a layer of T tokens, of which the first R are rows.
+    """The parts of a layer, for a step of T tokens of which the first R are rows.
 
-    A row is one token of a sequence that is being sampled.
+    A row is one token of a sequence that is being sampled. The other tokens are of prompts.
     """
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `more` to `x [T, width]`, in place. Return the sum's RMS norm, times `weight`."""
+        """Add `more` (None: nothing) to `x` `[T, width]`, in place.
+
+        Return the RMS-normalised sum times `weight`, `[T, width]`.
+        """
         ...
 
     def place(self, qkv: Tensor, norm: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
@@ -47,14 +50,15 @@ class LayerParts(Protocol):
         ...
 
     def gated(self, both: Tensor) -> Tensor:
-        """Return `silu(gate) * up`, `[T, width]`. `both` has `gate` and then `up` in each row."""
+        """Return `silu(gate) * up`, `[T, width]`. Each row of `both` has `gate`, then `up`."""
         ...
 
 
 class TorchParts:
     """The parts of a layer, with torch's operations.
 
-    `rotations` `[positions, head_dim / 2]` are complex, and `eps` is that of all norms.
+    `rotations` `[positions, head_dim / 2]` are the complex rotary factors. `eps` is the epsilon of
+    all norms.
     """
 
     def __init__(self, kv_heads: int, rotations: Tensor, eps: float) -> None:
@@ -105,17 +109,18 @@ def attend_blocks(
 ) -> Tensor:
     """Return the attention of prompt tokens to their sequences, `[tokens, heads * head_dim]`.
 
-    `query` is `[T, heads, head_dim]` of all tokens. A block of queries is a part of a prompt.
-    `mask` is that of the blocks (`mask_later`).
+    `query` `[T, heads, head_dim]` has the queries of all tokens of the step. Prompts are cut into
+    blocks. `mask` is the result of `mask_later` for these blocks.
     """
     return _attend(query[inputs.lanes], mask, inputs.reached, cache, kv_heads)[inputs.spots]
 
 
 def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Return what is added to attention scores: -inf for later tokens, and 0 for others.
+    """Return a mask to add to attention scores: -inf for later tokens, and 0 for others.
 
-    It is `[N, 1, group * L, P * PAGE]`, with `group` query heads per key head. `positions` `[N, L]`
-    are those of L queries of each of N sequences, and `pages` is `[N, P]`.
+    The mask is `[N, 1, group * L, P * PAGE]`, with `group` query heads per key head. `positions`
+    `[N, L]` has the positions of L queries of each of N sequences. `pages` `[N, P]` has the first P
+    cache pages of each sequence.
     """
     later = torch.arange(pages.shape[1] * PAGE, device=positions.device) > positions[..., None]
     mask = torch.zeros(later.shape, dtype=dtype, device=positions.device)
@@ -125,8 +130,8 @@ def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype)
 def _attend(query: Tensor, mask: Tensor, pages: Tensor, cache: Cache, kv_heads: int) -> Tensor:
     """Return the attention of queries to their sequences, `[N * L, heads * head_dim]`.
 
-    `query` `[N, L, heads, head_dim]` has L queries of each of N sequences, `mask` is what
-    `mask_later` returns, and `pages` `[N, P]` has the first P pages of each sequence.
+    `query` `[N, L, heads, head_dim]` has L queries of each of N sequences. `mask` is the result of
+    `mask_later`. `pages` `[N, P]` has the first P cache pages of each sequence.
     """
     count, length, heads, head_dim = query.shape
     at = torch.arange(kv_heads, device=query.device)[:, None]

@@ -1,7 +1,6 @@
 """A decoding step of a Qwen3 model in one call of `decoder.c`.
 
-For small models the calls of a matrix library, and Python between them, take longer than the
-products themselves.
+For small models, calling a matrix library from Python takes longer than the products themselves.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ SOURCE = Path(__file__).with_name("decoder.c")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes of a model that are no macros of `decoder.c`."""
+    """The sizes of a model that `decoder.c` receives at run time, not as macros."""
 
     hidden: int
     inner: int
@@ -34,8 +33,8 @@ class StepSizes:
 class StepTokens:
     """The tokens of a step and their places in the cache, as `int64` tensors.
 
-    `pages` is `[slots, width]`: the pages of each sequence. `runs` is the result of `pages.runs`.
-    `ends` are the indices of the tokens that have logits.
+    `pages` `[slots, width]` has the cache pages of each sequence. `runs` is the result of
+    `pages.runs`. `ends` has the indices of the tokens after which logits are computed.
     """
 
     tokens: Tensor
@@ -50,7 +49,7 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Step(ctypes.Structure):
-    """`step_` of `decoder.c`."""
+    """The struct `step_` of `decoder.c`."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "embed", "head", "norm", "rotations")),
@@ -86,19 +85,22 @@ class OneCall:
         self._dtype = dtype
         self._step = _Step(hidden=sizes.hidden, inner=sizes.inner, vocab=sizes.vocab, eps=sizes.eps)
         self._kept: list[Tensor] = []
-        """Everything to which the step has pointers."""
+        """The tensors to which `_step` has pointers. They must not be freed."""
         self._layers = torch.empty(0)
         self._memory: dict[str, Tensor] = {}
         self._capacity = self._threads = 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return a matrix `[N, K]` in panels, `[N / panel, K, panel]`."""
+        """Return a matrix `[N, K]` in panels, `[N / panel, K, panel]`, padded with zero rows.
+
+        A panel has the rows that `decoder.c` multiplies at once.
+        """
         missing = -len(weight) % self._panel
         whole = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
         return whole.view(-1, self._panel, weight.shape[1]).transpose(1, 2).contiguous()
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return two matrices in panels whose first half are rows of `gate`."""
+        """Return two matrices in panels that have rows of `gate`, then as many rows of `up`."""
         half = self._panel // 2
         missing = -len(gate) % half
         both = [
@@ -108,19 +110,22 @@ class OneCall:
         return self.pack(torch.cat(both, dim=1).flatten(0, 1))
 
     def load(self, embed: Tensor, head: Tensor, norm: Tensor, rotations: Tensor) -> None:
-        """Take the weights outside of layers. `head` is packed, `norm` float32."""
+        """Set the weights outside of layers. `head` must be packed, and `norm` float32."""
         self._kept = [embed, head, norm, rotations]
         step = self._step
         step.embed, step.head, step.norm, step.rotations = map(Tensor.data_ptr, self._kept)
 
     def load_layers(self, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Take the weights and caches of layers, in the order of `layer_` of `decoder.c`."""
+        """Set the weights and caches of the layers, each in the order of `layer_` of `decoder.c`.
+
+        The caller must keep the tensors.
+        """
         self._layers = torch.tensor([[each.data_ptr() for each in layer] for layer in layers])
         self._step.layers = self._layers.data_ptr()
         self._step.num_layers = len(layers)
 
     def run(self, tokens: StepTokens, helpers: ThreadPoolExecutor) -> Tensor:
-        """Return float32 logits `[ends, vocab]`."""
+        """Compute a step. Return float32 logits `[ends, vocab]` after the tokens `tokens.ends`."""
         count = len(tokens.tokens)
         threads = torch.get_num_threads()
         self._reserve(count, threads)
@@ -149,7 +154,7 @@ class OneCall:
         return logits
 
     def _reserve(self, count: int, threads: int) -> None:
-        """Allocate memory for a step of `count` tokens, if there is less."""
+        """Allocate memory for a step of `count` tokens, unless there is enough."""
         if count <= self._capacity and threads <= self._threads:
             return
         self._capacity = count = max(-(-count // 64) * 64, self._capacity)

@@ -1,13 +1,13 @@
-"""Any transformers model with causal attention, all sequences of a step in one forward pass.
+"""A runner of transformers models with causal attention: one forward pass for all sequences.
 
 The model's own code runs on one row `[1, T]`: the next token of each sequence that is being
-sampled, and parts of prompts. transformers calls `_attention` for each of its attention layers,
-which writes keys and values to cache pages and attends over the pages of each sequence. Sequences
+sampled, and parts of prompts. transformers calls `_attention_layer` for each attention layer. This
+function writes keys and values to cache pages and attends to the pages of each sequence. Sequences
 with the same first tokens share pages, as in `decoder.py`.
 
-Which tokens a layer attends is read from the masks that transformers makes: all earlier ones, or a
-sliding window. Whether the rest of the model keeps packed sequences apart is tested at the start:
-a packed pass must give the logits of a plain one, in float32 and in the engine's precision.
+The masks that transformers makes show to which tokens a layer attends: all earlier ones, or a
+sliding window. A test at the start shows if the rest of the model keeps packed sequences apart: a
+packed pass must give the logits of a plain one, in float32 and in the engine's precision.
 """
 
 import inspect
@@ -38,62 +38,64 @@ from unstale.model.quantisation import round_activations
 from unstale.native import NotCompiled
 
 PACKED = "unstale_paged"
-"""The name under which transformers knows the attention of this file."""
+"""The name under which this module's attention is registered with transformers."""
 _SURVEY = "unstale_survey"
 """The name of an attention that computes nothing, and records the layers that call it."""
 _LANES = 16
-"""Head sizes are padded to a multiple of this, the width of a vector of the CPU."""
+"""Width of a CPU vector, in numbers. Head sizes are padded to a multiple of it."""
 _RUN = 8
-"""Number of successive prompt tokens for which `kernels.c` reads the cache once."""
+"""Largest number of successive prompt tokens that attend together, in one pass over the cache."""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
 
 class CannotPack(ValueError):
-    """A model's sequences cannot be computed in one forward pass. The message gives the reason."""
+    """Error: a model cannot compute several sequences in one forward pass, for the reason given."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What one call of attention in a forward pass needs."""
+    """The sizes of one attention layer."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int
-    """Number of tokens that a query sees, with itself. 0 if it sees all earlier tokens."""
+    """Number of tokens to which a query attends, its own included. 0: all earlier tokens."""
 
     @property
     def width(self) -> int:
-        """The size of a head in the cache: keys and values are padded to it with zeros."""
+        """The size of a head in the cache. Keys and values are padded with zeros to this size."""
         return -(-max(self.key_dim, self.value_dim) // _LANES) * _LANES
 
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """How the scores of a call of attention are computed from queries and keys."""
+    """The parameters with which attention scores are computed from queries and keys."""
 
     scale: float
     cap: float
     """Soft cap of the scores. 0 if there is none."""
     sinks: Tensor
-    """One further score for each head, float32, whose value is zero. Empty if there are none."""
+    """Attention sinks: one more score for each head, float32, with value zero. Empty without sinks.
+    """
     window: int
-    """As in `_Layer`."""
+    """Number of tokens to which a query attends, its own included. 0: all earlier tokens."""
 
 
 class _Survey:
-    """Records the attention layers of a model during one forward pass, in the order of calls."""
+    """An attention that records the layers that call it in one forward pass, in call order."""
 
     def __init__(self, max_context: int) -> None:
         self._max_context = max_context
         self.layers: list[_Layer] = []
 
     def mask(self, mask_function: Callable[..., Any], **options: Any) -> Tensor:
-        """Return a mask `[1, 1, 1, 1]` with the window of `mask_function`, 0 if there is none.
+        """Return the window of a mask function of transformers, as a tensor `[1, 1, 1, 1]`.
 
-        Raises CannotPack for a mask that is not causal, or not the same at every position.
+        The window is 0 if all earlier tokens are attended. Raises CannotPack for a mask that is not
+        causal, or whose window depends on the position.
         """
         try:
             seen = window_of(mask_function, self._max_context)
@@ -104,7 +106,10 @@ class _Survey:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
     ) -> Tensor:
-        """Record a layer. Return zeros of the shape of its result."""
+        """Record a layer. Return zeros in the shape of its attention output.
+
+        Raises CannotPack if `_Pages.attend` cannot compute the layer.
+        """
         if mask is None or mask.numel() != 1:
             raise CannotPack("its masks are not made by transformers' mask functions")
         if options.get("position_bias") is not None:
@@ -130,7 +135,7 @@ class _Pages:
         self._values: list[Tensor] = []
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self.warning = ""
-        """Why attention is slow, empty if it is not."""
+        """The reason why attention is slow. Empty if it is not."""
         self._kernels: dict[_Layer, Kernels] = {}
         try:
             self._kernels = {layer: _compiled(layer, dtype) for layer in layers}
@@ -170,7 +175,7 @@ class _Pages:
         ]
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page of the cache. `moved` is its old and its new index, or None."""
+        """Copy a page of the cache. `moved` is (old index, new index), or None for no copy."""
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = moved
@@ -178,7 +183,7 @@ class _Pages:
                 pool[new] = pool[old]
 
     def begin(self, step: Step) -> None:
-        """Assign pages to the tokens of a step, whose attention is computed next."""
+        """Assign cache pages to a step's tokens. The next calls of `attend` are for this step."""
         self._step = step
         self._cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
@@ -189,10 +194,10 @@ class _Pages:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
     ) -> Tensor:
-        """Return the attention `[1, T, heads, value_dim]` of the next layer.
+        """Return the attention output `[1, T, heads, value_dim]` of the next layer of a pass.
 
-        `query`, `key` and `value` are `[1, heads, T, width]`. Tokens after those of the step are
-        padding.
+        `query` is `[1, heads, T, key_dim]`. `key` and `value` have `kv_heads` heads. Tokens after
+        those of the step are padding.
         """
         index = self._calls
         self._calls += 1
@@ -226,7 +231,7 @@ class _Pages:
         divided(self._helpers, work, self._runs.shape[1])
 
     def _by_torch(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
-        """Compute what `_by_kernels` does: the rows as one batch, then each chunk."""
+        """Write the same to the cache and to `mixed` as `_by_kernels` does, by torch."""
         query, key, value = rows
         page, offset = self._cells // PAGE, self._cells % PAGE
         self._keys[index][page, :, :, offset] = key
@@ -247,10 +252,10 @@ class _Pages:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: _Scores) -> Tensor:
-    """Return attention `[B, n, kv_heads, repeats, width]`, float32.
+    """Return the attention output `[B, n, kv_heads, repeats, width]` in float32.
 
-    `query` has the same shape, `key` is `[B, kv_heads, width, length]`, `value`
-    `[B, kv_heads, length, width]`, and `at [B, n]` are the positions of the queries.
+    `query` has the same shape. `key` is `[B, kv_heads, width, length]`, and `value` is
+    `[B, kv_heads, length, width]`. `at` `[B, n]` has the positions of the queries.
     """
     scores = torch.einsum("bnkrd,bkdl->bnkrl", query.float() * how.scale, key.float())
     if how.cap:
@@ -285,7 +290,7 @@ def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
 
 
 def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
-    """Return zeros of a shape, which begin with the tensor `index` of `pools` if there is one."""
+    """Return a tensor of a shape that begins with `pools[index]`, if there is one, then zeros."""
     if not pools:
         return torch.zeros(shape)
     grown = torch.zeros(shape, dtype=pools[index].dtype)
@@ -294,7 +299,10 @@ def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _rows(states: Tensor, count: int, width: int) -> Tensor:
-    """Return the first tokens of `[1, heads, T, width]` states as `[count, heads, width]`."""
+    """Return the first `count` tokens of `states` `[1, heads, T, n]` as `[count, heads, width]`.
+
+    Heads are padded with zeros to `width`.
+    """
     rows = states[0, :, :count].transpose(0, 1)
     if rows.shape[2] < width:
         rows = F.pad(rows, (0, width - rows.shape[2]))
@@ -328,7 +336,7 @@ AttentionMaskInterface.register(_SURVEY, _survey_mask)
 
 
 class _PreparedLinear(nn.Linear):
-    """A linear layer whose weight is stored in `prepared`, as oneDNN multiplies by it fastest."""
+    """A linear layer whose weight is in `prepared`, in the layout that oneDNN needs."""
 
     prepared: Tensor
 
@@ -337,7 +345,7 @@ class _PreparedLinear(nn.Linear):
 
 
 class PackedRunner:
-    """Runs a model by transformers, all sequences in one forward pass, with a paged KV cache."""
+    """A runner of a transformers model: one forward pass for all sequences, a paged KV cache."""
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
@@ -349,7 +357,7 @@ class PackedRunner:
         record_experts: bool = False,
         quantise: str = "none",
     ) -> None:
-        """Load the model, and test that it can be packed. Raises CannotPack if it cannot."""
+        """Load the model in `folder` and test it. Raises CannotPack if packing changes logits."""
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
         self.name = f"transformers {type(model).__name__}, packed"
         self.vocab_size = int(model.config.get_text_config().vocab_size)
@@ -370,9 +378,10 @@ class PackedRunner:
         self._recorder = ExpertRecorder(model) if record_experts else None
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
-        """Take over a model. Raises CannotPack if it differs from its plain forward pass.
+        """Set and test the model to run, and return its probe.
 
-        `exact` is the probe of the same model in float32, if this one is rounded.
+        Raises CannotPack if the logits of a packed pass differ from those of a plain forward pass.
+        `exact` is the probe of the same model in float32, or None if this model is in float32.
         """
         try:
             probe = Probe(model, max_context, exact)
@@ -389,7 +398,7 @@ class PackedRunner:
         return probe
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Take over a model. Its linear layers are prepared, and their own weights are freed."""
+        """Set the model to run. Its linear layers get prepared weights and lose their own."""
         model.set_attn_implementation(PACKED)
         self._model = model
         parameters = dict(model.named_parameters())
@@ -434,7 +443,7 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk."""
+        """Return float32 logits after each row and chunk of a step (`Runner.forward`)."""
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)
@@ -455,7 +464,7 @@ class PackedRunner:
 
 
 def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> Tensor:
-    """Return the logits of a forward pass whose attention layers call `attention`."""
+    """Return the logits of a forward pass in which attention layers call `attention.attend`."""
     token = _running.set(attention)
     try:
         logits: Tensor = model(**inputs, use_cache=False).logits
@@ -467,7 +476,8 @@ def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> 
 def _surveyed(model: PreTrainedModel, max_context: int) -> list[_Layer]:
     """Return the attention layers of a model, in the order of their calls.
 
-    Raises CannotPack if a layer cannot be computed here, or if the model has no attention.
+    Raises CannotPack if a layer cannot be computed here, or if the model does not call
+    transformers' attention interface.
     """
     survey = _Survey(max_context)
     model.set_attn_implementation(_SURVEY)

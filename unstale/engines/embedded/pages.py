@@ -1,8 +1,8 @@
 """The paged KV cache: the pages of each sequence, and the index arrays for a step's attention.
 
 The cache is a pool of pages. A page holds the keys and values of `PAGE` successive tokens of one
-sequence. Sequences can share pages. The code of this file runs on the CPU in numpy. Each step sends
-one flat array to the device.
+sequence. Sequences can share pages. The code of this module runs on the CPU in NumPy. For each
+step, one flat array is sent to the device.
 """
 
 import heapq
@@ -21,9 +21,9 @@ PAGE = 64
 BLOCK = 32
 """Number of prompt tokens in an attention block."""
 SPLIT_PAGES = 8
-"""Number of pages of a sequence that a GPU attends in one piece of work."""
+"""Number of pages of a sequence that one block of GPU threads attends to."""
 TILE = 8
-"""Numbers of tokens are padded to a multiple of this number, because each shape needs a graph."""
+"""Numbers of tokens are padded to a multiple of this. Each shape of a step needs a CUDA graph."""
 
 Ints = NDArray[np.int64]
 
@@ -31,8 +31,9 @@ Ints = NDArray[np.int64]
 class Pages:
     """The pages of all slots. A slot is the part of the cache that holds one sequence.
 
-    Slots can share full pages, but never the page to which they write next. Padding is written to
-    page 0, which belongs to no slot. Low pages are used first, so that the pool stays small.
+    Slots can share full pages, but never a page to which one of them writes next. Padding is
+    written to page 0, which belongs to no slot. Low pages are used first, so that the pool stays
+    small.
     """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
@@ -46,15 +47,16 @@ class Pages:
 
     @property
     def span(self) -> int:
-        """The number of pages up to the last one that is in use."""
+        """The number of pages that the pool needs: the last page in use, plus 1."""
         used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
         """Give `slot` exactly the pages that `length` tokens need.
 
-        If the slot's last page is shared and not full, it is replaced. Then (old page, new page) is
-        returned, and the caller must copy the contents.
+        If the slot's last page is shared and not full, the slot gets a new page for it. Then
+        (old page, new page) is returned, and the caller must copy the contents. Otherwise None is
+        returned.
         """
         wanted = -(-length // PAGE)
         had = int(self.count[slot])
@@ -72,12 +74,10 @@ class Pages:
         return moved
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
-        """Let slot `target` begin with the first `length` tokens of `source`.
-
-        Full pages are shared.
+        """Let slot `target` have the first `length` tokens of slot `source`. Full pages are shared.
 
         If the last page is not full, (source page, target page) is returned, and the caller must
-        copy its contents.
+        copy the contents. Otherwise None is returned.
         """
         if source == target:
             return self.hold(target, length)
@@ -102,22 +102,22 @@ class Pages:
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step's index arrays.
+    """The sizes of a step's index arrays (`Inputs`), with padding.
 
     A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
 
     rows: int
     reach: int
-    """Number of pages of the longest sequence of a row, rounded up."""
+    """Number of pages of the longest sequence of a row, rounded up to `SPLIT_PAGES`."""
     tokens: int = 0
     """Number of prompt tokens that the step computes."""
     blocks: int = 0
     prompt_reach: int = 0
     """Number of pages of the longest sequence that has a chunk in this step."""
     ends: int = 0
-    """Number of tokens after which logits are computed. It is 0 without chunks, when all tokens
-    have logits.
+    """Number of tokens after which logits are computed. 0 in a step without chunks, which computes
+    logits after all tokens.
     """
 
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -135,11 +135,14 @@ class StepShape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The index arrays of a step: views of one flat `int64` tensor on the device."""
+    """The index arrays of a step: views of one flat `int64` tensor on the device.
+
+    A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+    """
 
     tokens: Tensor
-    """`[rows + chunk tokens]`: the tokens to be computed. `positions` and `cells` have the same
-    shape.
+    """`[rows + chunk tokens]`: the tokens to be computed. `positions` (in the sequence) and `cells`
+    have the same shape.
     """
     positions: Tensor
     cells: Tensor
@@ -151,12 +154,12 @@ class Inputs(NamedTuple):
     a chunk.
     """
     reached: Tensor
-    """`[blocks, prompt_reach]`: the pages that each block attends."""
+    """`[blocks, prompt_reach]`: the pages to which each block attends."""
     spots: Tensor
     """`[chunk tokens]`: the place of each prompt token in the flattened `lanes`."""
     ends: Tensor
-    """The indices in `tokens` of the tokens after which logits are computed: the last one of each
-    row and chunk.
+    """`[ends]`: the indices in `tokens` of the tokens after which logits are computed: each row,
+    and the last token of each chunk.
     """
 
     @classmethod
@@ -174,7 +177,7 @@ class Inputs(NamedTuple):
 def placed(step: Step, pages: Pages) -> Ints:
     """Assign the pages that a step needs.
 
-    Return the place of each token in the cache, as in `cells`.
+    Return each token's place in the cache `[T]`: page * PAGE + offset.
     """
     rows = step.rows.numpy()
     at = step.positions.numpy()
@@ -192,9 +195,9 @@ def placed(step: Step, pages: Pages) -> Ints:
 def runs(step: Step, pages: Pages, most: int) -> Tensor:
     """Cut a step into runs of up to `most` successive tokens of one sequence.
 
-    Return `[4, runs]`: for each run its start in `step.tokens`, its length, its slot, and its start
-    in the sequence. Runs whose sequences share their first page are adjacent, so that the page
-    stays in the CPU's cache.
+    Return `[4, runs]`: each run's start in `step.tokens`, length, slot, and start in its sequence.
+    Runs of sequences that share their first page are adjacent, so that the page stays in the CPU's
+    cache.
     """
     count = len(step.rows)
     rows = step.rows.numpy()
@@ -213,7 +216,7 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
 def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
     """Assign the pages that a step needs.
 
-    Return the step's sizes, and all `Inputs` in one tensor.
+    Return the step's sizes, and all its `Inputs` in one flat tensor.
     """
     cells = placed(step, pages)
     rows = step.rows.numpy()
@@ -240,7 +243,10 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
-    """Cut prompts into blocks. `start` is the index of their first token in the step."""
+    """Cut the chunks of a step into blocks. Return the arrays of `Inputs` that only chunks need.
+
+    `start` is the index of the first chunk's first token in `Inputs.tokens`.
+    """
     lanes = []
     reached = []
     spots = []

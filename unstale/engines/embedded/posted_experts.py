@@ -1,6 +1,6 @@
 """Routed experts of replies in files, because messages of megabytes would block the event loop.
 
-The engine process writes a file for each reply that has some. The run reads and removes it.
+The engine process writes a file for each reply with routed experts. The run reads and removes it.
 """
 
 import math
@@ -38,8 +38,8 @@ class PostedExperts:
     def take(self, reply: int, about: Sequence[Any], first: int) -> RoutedExperts:
         """Return the experts of a reply from the token `first` on, and remove its file.
 
-        `about` is the result of `post`. Blocks for milliseconds, so call it in a thread. Raises
-        OSError if the file is missing or incomplete.
+        `about` is the result of `post` for that reply. The call takes milliseconds, so make it in a
+        thread. Raises OSError if the file is missing or incomplete.
         """
         dtype, rows, *shape = about
         row = math.prod(shape)
@@ -56,7 +56,10 @@ class PostedExperts:
         _file(self.folder, reply).unlink(missing_ok=True)
 
     def clear(self, arrived: Collection[int]) -> None:
-        """Remove the files of replies that did not arrive, because the engine process ended."""
+        """Remove all files but those of the replies `arrived`.
+
+        Call this after the engine process ended: its other replies will never arrive.
+        """
         kept = {_file(self.folder, reply) for reply in arrived}
         for path in self.folder.iterdir():
             if path.name.isdigit() and path not in kept:
@@ -67,7 +70,10 @@ class PostedExperts:
 
 
 def post(folder: str, reply: int, experts: "Experts") -> list[Any]:
-    """Write the experts of a reply to a file. Return their dtype and shape for the message."""
+    """Write the experts of a reply to a file. Return a list of their dtype's name and sizes.
+
+    The list is sent in the reply's message.
+    """
     experts.tofile(_file(Path(folder), reply))
     return [str(experts.dtype), *experts.shape]
 

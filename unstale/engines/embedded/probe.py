@@ -1,12 +1,13 @@
 """A test of a runner at its start: it must give the logits of a plain forward pass.
 
-Three short sequences are computed in parts, together and with a shared prefix. Beside them runs one
-token at the last position, which shows if the positions of one sequence change another, as with
-rotary embeddings that are scaled by the longest position of a pass.
+Three short sequences are computed in parts, together and with a shared prefix. A fourth sequence
+has one token at the last position. It shows if the positions of one sequence change another, as
+with rotary embeddings that are scaled by the longest position of a pass.
 
-In float32 all positions must agree. With experts a quarter of them may differ, because rounding may
-change the choice of an expert. In bfloat16 the runner is compared with the plain float32 pass, and
-may differ from it little more than a plain bfloat16 pass does.
+In float32 the logits must agree at all positions. In a model with experts they may differ at a
+quarter of the positions, because rounding may change the choice of an expert. In bfloat16 the
+runner is compared with the plain float32 pass. Its error may be little more than that of a plain
+bfloat16 pass.
 """
 
 from collections.abc import Sequence
@@ -29,28 +30,35 @@ FORWARD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors of a model's own code in a forward pass for which it was not written."""
+"""The kinds of errors that a model's own code may raise in a pass for which it was not written."""
 _LENGTH = 24
 _SHARE = 1e-4
-"""Largest difference of logits from their plain values, as a share of the largest of these."""
+"""Largest allowed difference between a logit and its value in a plain pass, as a share of the
+position's largest plain logit.
+"""
 _NATS = 1e-3
-"""Largest difference of log-probabilities. Its own bound, because logits can be large."""
+"""Largest allowed difference of log-probabilities. Needed in addition, as logits can be large."""
 _OUTLIERS = 0.25
-"""Share of the positions that may differ more in a model with experts."""
+"""Share of the positions at which a model with experts may differ by more."""
 _ROUNDING = 4.0
-"""Largest error in bfloat16, as a multiple of a plain pass's. Both are random and of one scale."""
+"""Largest allowed error in bfloat16, as a multiple of a plain pass's error. Both errors are random
+and of one scale.
+"""
 _LEAST_ROUNDING = 0.01
-"""Error allowed in bfloat16 if a plain pass has none, as a share of the largest logit."""
+"""Error that is allowed in bfloat16 in addition, as a share of the largest logit."""
 
 
 class Probe:
-    """Tokens to be computed by a runner, and the logits that a plain forward pass gives them."""
+    """Tokens to be computed by a runner, and their logits in a plain forward pass."""
 
     @torch.no_grad()
     def __init__(
         self, model: PreTrainedModel, max_context: int, exact: "Probe | None" = None
     ) -> None:
-        """Compute the plain logits. `exact` is the probe of the same model in float32."""
+        """Compute the plain logits of `model`.
+
+        `exact` is the probe of the same model in float32, or None if this model is in float32.
+        """
         config = model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
         length = min(_LENGTH, max_context)
@@ -65,20 +73,20 @@ class Probe:
             model(input_ids=row[None], use_cache=False).logits[0].float() for row in self._tokens
         ]
         self.warning = ""
-        """The positions that differed in a model with experts, set by `error`."""
+        """A message about positions that differed in a model with experts. Set by `error`."""
 
     @torch.no_grad()
     def error(self, runner: Runner) -> str:
-        """Return how a new runner with `SLOTS` slots differs from the plain pass, or "".
+        """Return a message that says how a runner differs from the plain pass, or "" if it passes.
 
-        Logits that are not finite are an error at any position.
+        The runner must be new and have `SLOTS` slots. It fails if a logit is not finite.
         """
         end = self._tokens.shape[1] - 1
         cut = end // 2
         found: list[tuple[int, int, Tensor]] = []
 
         def run(rows: Sequence[tuple[int, int]], chunks: Sequence[Chunk]) -> None:
-            """Run a step. `rows` are slots with positions."""
+            """Run a step. `rows` has pairs of slot and position."""
             parts = [(slot, torch.tensor([at])) for slot, at in rows]
             parts += [(chunk.slot, torch.arange(chunk.start, chunk.end)) for chunk in chunks]
             # Slot 3 has a token at the last position, whose context is empty.
@@ -109,7 +117,7 @@ class Probe:
         return self._rounded(logits, plain, exact)
 
     def _compared(self, logits: Tensor, plain: Tensor) -> str:
-        """Return how float32 logits `[positions, vocabulary]` differ from plain ones, or ""."""
+        """Return a message if float32 logits `[positions, V]` differ from plain ones, else ""."""
         nats = (logits.log_softmax(-1) - plain.log_softmax(-1)).abs().amax(-1)
         differs = (_shares(logits, plain) > _SHARE) | (nats > _NATS)
         count, total = int(differs.sum()), len(differs)
@@ -124,7 +132,7 @@ class Probe:
         return ""
 
     def _rounded(self, logits: Tensor, plain: Tensor, exact: Tensor) -> str:
-        """Return how much more bfloat16 logits differ from exact ones than plain ones do, or ""."""
+        """Return a message if bfloat16 logits are much less exact than plain ones, else ""."""
         rank = 1.0 - _OUTLIERS if self._has_experts else 1.0
         error, usual = (
             float(_shares(each, exact).quantile(rank, interpolation="lower"))
@@ -139,5 +147,5 @@ class Probe:
 
 
 def _shares(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return the largest difference at each position, as a share of the largest exact logit."""
+    """Return `[positions]`: the largest difference, as a share of the position's largest logit."""
     return (logits - exact).abs().amax(-1) / exact.abs().amax(-1).clamp_min(1e-30)

@@ -18,9 +18,10 @@ from unstale.model.quantisation import quantise_passes
 class ReferenceModel:
     """A language model without weights. `logps` receives the weights with each call.
 
-    `max_positions` is the longest sequence that the model's configuration allows. With `merging`,
-    `cast` receives LoRA adapters and adds them to the weights in `folder`. `logps` rounds weights
-    and activations to the format `quantise`, as the engine does. `cast` does not round them.
+    `max_positions` is the longest sequence that the model's configuration allows, or None. With
+    `merging`, `cast` receives LoRA adapters and adds them to the weights in `folder`. `logps`
+    rounds weights and activations to the format `quantise`, as the engine does. `cast` does not
+    round to this format.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def routed_layers(self) -> tuple[bool, ...]:
-        """Return for each layer if it has a router. Raises ConfigError if none has."""
+        """Return a bool for each layer: True if it has a router. Raises ConfigError if none has."""
         return routed_layers(self._model)
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the engine's precision. Tied weights appear once.
+        """Return full weights, converted to the engine's precision. Tied weights appear once.
 
-        Raises ValueError for an update that does not fit the model.
+        Raises ValueError if names or shapes of the update do not fit the model.
         """
         if self._base:
             update = self._base.merged(update, dtype=self._dtype)

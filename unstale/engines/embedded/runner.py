@@ -28,7 +28,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The input of one forward pass: R rows, then C chunks, T tokens in all.
+    """The input of one forward pass: R rows, then C chunks, with T tokens in all.
 
     A row is the last token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
@@ -43,11 +43,11 @@ class Step:
 
     @property
     def longest(self) -> int:
-        """The length of the longest sequence among the rows, with this step's token."""
+        """The length of the rows' longest sequence, with this step's token. 0 without rows."""
         return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
-        """Return each chunk with the range of its tokens in `tokens`."""
+        """Return each chunk with the slice of its tokens in `tokens`."""
         spans = []
         start = len(self.rows)
         for chunk in self.chunks:
@@ -61,17 +61,16 @@ class Runner(Protocol):
     """A model with a KV cache. A slot is the part of the cache that holds one sequence."""
 
     name: str
-    """Name of the program that computes the model, such as `transformers`, for messages."""
+    """Name of the code that computes the model, such as "qwen3 decoder", for messages."""
     warning: str
-    """Why decoding is slow, as a message to the user. Empty if it is not slow."""
+    """A message to the user about the reason why decoding is slow. Empty if it is not slow."""
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits of the next token, `[R + C, V]`.
+        """Return float32 logits of the next token, `[R + C, V]`, for R rows and C chunks.
 
-        The first R are after the rows, each of which decodes one token. The other C are after the
-        last token of each chunk, which is a part of a prompt. The keys and values of all tokens are
-        added to the cache.
+        The first R logits follow the rows. The others follow the last token of each chunk. The keys
+        and values of all tokens are added to the cache.
         """
         ...
 
@@ -84,19 +83,19 @@ class Runner(Protocol):
         ...
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises ValueError, and changes nothing, if they do not fit."""
+        """Load weights. Raises ValueError, and changes nothing, if names or shapes do not fit."""
         ...
 
     def take_experts(self) -> Tensor:
         """Return the experts `[T, layers, k]` of the last forward pass.
 
-        Called after each pass, if the runner was made to record them.
+        The caller must call this after each pass, if the runner records experts.
         """
         ...
 
 
 def warning_with_gpu(architecture: str) -> str:
-    """Return why an architecture is slow on this machine if it has a GPU, or ""."""
+    """Return a warning that an architecture is decoded on the CPU, or "" if there is no GPU."""
     if not torch.cuda.is_available():
         return ""
     return (
@@ -106,7 +105,7 @@ def warning_with_gpu(architecture: str) -> str:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return aliases in a model's state, each with the name of the repeated parameter."""
+    """Return the names of weights that are tied to a parameter, each with the parameter's name."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {
@@ -117,10 +116,10 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 class ModelWeights:
-    """What an update of a model contains: its parameters, and the buffers of its state, by name.
+    """The names and shapes that an update of a model has: parameters, and buffers of its state.
 
-    Made of the whole model: later its parameters may change their shapes. `quantise` is how the
-    engine rounds weights (`unstale.model.quantisation`).
+    Create it before a runner changes the shapes of the model's parameters. `quantise` is the format
+    to which the engine rounds weights (`unstale.model.quantisation`).
     """
 
     def __init__(self, model: nn.Module, quantise: str) -> None:
@@ -132,9 +131,11 @@ class ModelWeights:
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
     def take(self, update: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Copy the buffers of an update. Yield each parameter with its new value, rounded.
+        """Copy the buffers of an update into the model.
 
-        An update may leave out buffers. Raises ValueError, and changes nothing, if it does not fit.
+        Yield each parameter's name, the parameter, and its new value, rounded to `quantise`. An
+        update may leave out buffers. Raises ValueError, and changes nothing, if names or shapes do
+        not fit.
         """
         buffers = self._buffers.keys() & update.keys()
         shapes = self._shapes | {name: self._buffers[name].shape for name in buffers}
@@ -152,8 +153,8 @@ def check_update(
 ) -> None:
     """Raise ValueError for weights that do not fit a model.
 
-    `shapes` has every parameter. `tied` maps an alias to the parameter that it repeats. An alias
-    may be left out of the update.
+    `shapes` has the shape of every parameter. `tied` maps the name of a tied weight to the name of
+    the parameter that it repeats. Tied weights may be left out of the update.
 
     >>> check_update({"a": torch.zeros(2)}, {"a": (2,), "b": (3,)}, {})
     Traceback (most recent call last):

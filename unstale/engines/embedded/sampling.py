@@ -1,6 +1,6 @@
 """Sampling of tokens. The random number of a token depends only on the seed and its position.
 
-On a CPU, `sampling.c` does this. Torch does the same on other devices, and without a compiler.
+On a CPU, `sampling.c` samples. Torch samples the same on other devices, and without a compiler.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
 _SUM_BLOCK = 512
-"""Number of tokens whose probabilities torch adds before it looks for a token. It is near the root
-of a large vocabulary, so that few numbers are summed up twice.
+"""Number of tokens in a block of the vocabulary. torch first sums blocks, then the tokens of one.
+The number is near the square root of a large vocabulary, which makes both sums short.
 """
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
@@ -34,8 +34,8 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     """Return `[B]` uniform random numbers in (0, 1), one for each seed and position.
 
     Each number is a hash of its seed and position (twice the splitmix64 finaliser), so it does not
-    depend on the order or the batch. It has 48 bits. With more bits, it could be rounded to 1 when
-    it is multiplied by a sum of probabilities.
+    depend on other tokens of the batch. It has 48 bits. With more bits, its product with a sum of
+    probabilities could be rounded to that sum.
     """
     with np.errstate(over="ignore"):
         stream = _mix(seeds + _GOLDEN)
@@ -50,7 +50,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """Draws tokens as `draw` does, with the noise that `uniforms` returns."""
+    """A sampler that draws tokens as `draw` does, with the random numbers of `uniforms`."""
 
     def __init__(self) -> None:
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
@@ -67,7 +67,7 @@ class Sampler:
 
     @property
     def compiled(self) -> bool:
-        """True if logits on the CPU are sampled by C."""
+        """True if `sampling.c` samples from logits on the CPU. False without a compiler."""
         return self._library is not None
 
     def __call__(
@@ -77,7 +77,11 @@ class Sampler:
         seeds: NDArray[np.uint64],
         positions: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats."""
+        """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats.
+
+        `logits` are `[B, V]`. `temperature`, `seeds` and `positions` are `[B]`. Raises
+        FloatingPointError for logits that are not finite.
+        """
         if self._library is None or logits.device.type != "cpu":
             noise = torch.from_numpy(uniforms(seeds, positions))
             drawn = draw(logits, torch.from_numpy(temperature), noise)
@@ -108,10 +112,10 @@ def _address(array: NDArray[Any]) -> int:
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
-    The cumulative distribution of `logits [B, V]`, which may be on any device, is inverted at
-    `noise`, `[B]` float64 in (0, 1) on the CPU. `temperature` is `[B]` float32 on the CPU. At 0 the
-    token is the argmax and its log-probability 0. Raises FloatingPointError for logits that are not
-    finite.
+    The token is where the cumulative distribution of `logits` `[B, V]` exceeds `noise`, `[B]`
+    float64 in (0, 1). `temperature` is `[B]` float32. At temperature 0 the token is the argmax and
+    its log-probability 0. `logits` may be on any device, the other arguments are on the CPU. Raises
+    FloatingPointError for logits that are not finite.
     """
     greedy = temperature == 0
     if bool((temperature != 1).any()):
@@ -132,10 +136,11 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
 
 
 def _inverted(likely: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens `[B, 1]` at which the sums of probabilities `[B, V]` exceed `noise`.
+    """Return the tokens `[B, 1]` at which cumulative probabilities exceed a share, and row sums.
 
-    `noise` `[B, 1]` is a share of each row's sum, which is also returned. First the block of
-    tokens is found, and then the token in it. So only one block is summed up token by token.
+    `likely` `[B, V]` has probabilities, `noise` `[B, 1]` the share of each row's sum `[B, 1]`. The
+    block of a token is found first, then the token in the block. So only one block of a row is
+    summed token by token.
     """
     vocab = likely.shape[1]
     blocks = F.pad(likely, (0, -vocab % _SUM_BLOCK)).unflatten(1, (-1, _SUM_BLOCK))

@@ -1,4 +1,4 @@
-"""Weights for servers on this host: a safetensors file that is kept in memory.
+"""Weights for servers on this host, in a safetensors file that is mapped into memory.
 
 The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` has too little space.
 """
@@ -38,11 +38,11 @@ class SharedWeights(Mapping[str, Tensor]):
         self._resources = ExitStack()
         self._readers = 0
         self._free = threading.Condition()
-        """Guards `_readers`. Notified when they become fewer."""
+        """The condition that guards `_readers`. It is notified when a reader ends."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Prevent changes of the file within a context. Several threads may read at once."""
+        """Return a context in which the file is not changed. Several threads may read at once."""
         with self._free:
             self._readers += 1
         try:
@@ -54,13 +54,16 @@ class SharedWeights(Mapping[str, Tensor]):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Wait until nobody reads or changes the file, and prevent both within a context."""
+        """Return a context in which no other thread reads or changes the file.
+
+        First wait for those that do.
+        """
         with self._free:
             self._free.wait_for(lambda: not self._readers)
             yield
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Write all weights to the file, without a change of dtype.
+        """Write all weights to the file, in their own dtypes. The previous content is replaced.
 
         Raises OSError if there is too little space.
         """
@@ -69,7 +72,8 @@ class SharedWeights(Mapping[str, Tensor]):
     def write_file(self, parts: Sequence[Bytes]) -> None:
         """Write a safetensors file given in parts, the header first.
 
-        If the header is the only part, all numbers are 0. Raises OSError like `write`.
+        If `parts` has only the header, all numbers are 0. Raises OSError if there is too little
+        space.
         """
         size = file_size(parts[0])
         if not self.weights:
@@ -91,7 +95,7 @@ class SharedWeights(Mapping[str, Tensor]):
         return len(self.weights)
 
     def holds(self, weights: Mapping[str, Tensor]) -> bool:
-        """Return True if these are the tensors of the file, all of them and no copies."""
+        """Return True if `weights` are exactly the tensors in the file's memory, not copies."""
         return weights.keys() == self.weights.keys() and all(
             tensor.data_ptr() == self.weights[name].data_ptr() for name, tensor in weights.items()
         )

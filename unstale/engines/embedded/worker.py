@@ -1,7 +1,7 @@
-"""The process of the embedded engine. It reads messages, runs decoding steps and sends replies.
+"""The process of the embedded engine: a loop that reads messages, decodes, and sends replies.
 
 Only this loop changes the weights and the version, and only between steps. So every token gets the
-version that sampled it. The process ends when the socket is closed at the other end.
+version that sampled it. The process ends when the run closes its end of the socket.
 """
 
 import json
@@ -39,13 +39,16 @@ from unstale.weights.gpu_handles import open_handles
 
 _READ_BYTES = 1 << 20
 READY = -1
-"""Number of the message that a new process sends when it can receive commands."""
+"""The `id` of the message that a new process sends when it can receive commands."""
 TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
-"""Number formats of the body of a message: tokens, and log-probabilities after them."""
+"""Dtypes of the body of a reply message: first the tokens, then their log-probabilities."""
 
 
 def main(descriptor: int, options: str) -> None:
-    """Serve an engine over a socket until the other end closes it. `options` is JSON."""
+    """Serve an engine over a socket until the run closes it.
+
+    `options` is JSON: the fields of `EngineOptions`, and `experts_folder`.
+    """
     wanted = json.loads(options)
     torch.set_num_threads(wanted["threads"])
     torch.set_num_interop_threads(1)
@@ -72,13 +75,14 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     quantise: str = "none",
     is_bitwise: bool = False,
 ) -> Runner:
-    """Return the fastest runner for a model: the decoder, or transformers packed or one by one.
+    """Return the fastest runner for the model in `folder`.
 
-    With `is_bitwise` it is the one whose log-probabilities are those of the trainer.
+    It is the decoder (`decoder.py`), or transformers with packed sequences, or transformers with
+    one prompt at a time. With `is_bitwise`, its log-probabilities equal the trainer's bit for bit.
 
-    The decoder runs on `device`, by default on the GPU with this `number` if there are GPUs. If
-    there are fewer, numbers share GPUs. transformers runs on the CPU. Raises ValueError if no
-    runner computes the model correctly.
+    The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
+    the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
+    the model correctly.
     """
     if is_bitwise:
         from unstale.engines.embedded.bitwise import BitwiseRunner  # it imports transformers
@@ -126,7 +130,7 @@ def build_sampler(*, is_bitwise: bool) -> Sampler:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config.json. If the decoder needs more sizes, transformers adds them."""
+    """Return a model's config.json. transformers adds missing sizes that the decoder needs."""
     config = read_mapping(folder / "config.json")
     if not supports(config) or names_sizes(config):
         return config
@@ -138,7 +142,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _gpu(number: int) -> str:
-    """Return the GPU of this process, by its number, and make it torch's own. Or return cpu."""
+    """Return the device `cuda:...` for an engine's number, and make it torch's current device.
+
+    Return "cpu" if there is no GPU.
+    """
     if not torch.cuda.is_available():
         return "cpu"
     device = f"cuda:{number % torch.cuda.device_count()}"
@@ -158,7 +165,7 @@ class _EngineWorker:
         self._reset()
 
     def _reset(self) -> None:
-        """Return to the state of a new process. Messages that were not read yet remain."""
+        """Return to the state of a new process. Unread messages are kept."""
         options = self._options
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         folder = Path(options["model_folder"])
@@ -183,8 +190,7 @@ class _EngineWorker:
             sampler=build_sampler(is_bitwise=options["bitwise"]),
         )
         self._full_weights: dict[str, Tensor] = {}
-        """The weights of this version as they were sent, kept if the next update may be a delta to
-        them.
+        """The weights of the current version as they were sent. Kept only if updates may be deltas.
         """
         self._version = -1
         self._running = False
@@ -226,10 +232,7 @@ class _EngineWorker:
         self._connection.sendall(b"".join(frame({**header, "counters": counters}, [body])))
 
     def _handle(self, header: Header, body: bytearray) -> None:
-        """Carry out a command of the run.
-
-        Send a confirmation, unless it is `sample` or `cancel`.
-        """
+        """Handle a message of the run. Send a confirmation, unless it is `sample` or `cancel`."""
         error = ""
         match header["op"]:
             case "sample":
@@ -255,7 +258,7 @@ class _EngineWorker:
         return self._send({"op": "done", "id": header["id"], "error": error})
 
     def _load(self, header: Header, body: bytearray) -> str:
-        """Load full weights or a delta. Return the error message, empty if there was no error."""
+        """Load full weights or a delta. Return the error message, or "" if there was no error."""
         try:
             if header["delta"]:
                 advance(self._full_weights, loads(memoryview(body)))
@@ -274,13 +277,13 @@ class _EngineWorker:
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the form to which deltas apply, packed if deltas are."""
+        """Return full weights in the form that deltas change: packed with `options.packed`."""
         if not self._options["packed"]:
             return dict(update)
         return pack(update, self._options["quantise"], DTYPES[self._options["dtype"]])
 
     def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights that the runner loads."""
+        """Return the weights that the runner loads: with adapters merged, or unpacked on access."""
         if self._base:
             return self._base.merged(update)
         if not self._options["packed"]:
@@ -289,7 +292,7 @@ class _EngineWorker:
         return RoundedWeights(update, options["quantise"], DTYPES[options["dtype"]])
 
     def _reply(self, finished: list[FinishedReply]) -> None:
-        """Send each reply in a message, and its routed experts in a file."""
+        """Send each reply in a message. Its routed experts, if any, are written to a file."""
         for reply in finished:
             routed_experts = None
             if reply.experts is not None:

@@ -32,12 +32,13 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, Any]]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
-    """Missing if the request was aborted while it waited."""
+    """Number of context tokens found in the cache. Missing if the request was aborted in the queue.
+    """
     routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
 
 class _Reply(msgspec.Struct):
-    """The fields of a reply that are read."""
+    """The fields of a server's reply that the engine reads."""
 
     output_ids: tuple[int, ...]
     meta_info: _Meta
@@ -49,9 +50,9 @@ class SglangEngine(RemoteEngine):
     If the server was started with `--enable-deterministic-inference`, the random number of a token
     depends only on seed and position, as `SamplingParams` requires. Otherwise SGLang ignores seeds.
 
-    SGLang's pause takes a second while replies are pending, and does not stop requests that arrive
-    later. So this engine does not use it. While it is interrupted, it sends no requests, and aborts
-    replies until all have returned.
+    This engine does not use SGLang's pause, which takes a second while replies are pending and does
+    not stop requests that arrive later. Instead, an interrupted engine sends no requests, and
+    aborts replies until all have returned.
     """
 
     NAME = "SGLang"
@@ -115,9 +116,10 @@ class SglangEngine(RemoteEngine):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request. Continue a reply that ended with a stop token that was not asked for.
+        """Send one request, and return the reply.
 
-        SGLang always stops at the model's end token.
+        SGLang always stops at the model's end token. If that is not one of the request's stop
+        tokens, further requests continue the reply.
         """
         reply = await super().generate(request_id, tokens, params)
         while reply.finish_reason == "stop" and reply.tokens[-1] not in params.stop_tokens:
@@ -185,7 +187,7 @@ class SglangEngine(RemoteEngine):
 
     @cached_property
     def _expert_shape(self) -> tuple[int, int]:
-        """The model's number of layers, and of experts of a token in each."""
+        """The model's number of layers, and its number of experts for each token in a layer."""
         config = read_mapping(self.options.model_folder / "config.json")
         config = {**config, **(config.get("text_config") or {})}
         return config["num_hidden_layers"], config["num_experts_per_tok"]

@@ -49,9 +49,7 @@ from unstale.engines.vllm_transfer import (
 from unstale.threads import in_thread
 
 TRANSFER_S = 300.0
-"""Seconds after which a transfer by NCCL fails. It also limits how long workers may take to join
-the group.
-"""
+"""Seconds after which a transfer by NCCL fails, or the start of a group of trainer and workers."""
 
 
 _MAX_HEADER = 1 << 16
@@ -88,7 +86,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """The fields of a reply that are read."""
+    """The fields of a server's reply that the engine reads."""
 
     choices: list[_Choice]
     usage: _Usage
@@ -97,14 +95,14 @@ class _Reply(msgspec.Struct):
 class VllmEngine(RemoteEngine):
     """An engine on one vLLM server.
 
-    Without `options.url`, this engine starts the server and ends it. `extension` names a class that
-    is added to the server's workers for loading weights. docs/engines.md shows how to start a
-    server for `options.url`.
+    Without `options.url`, this engine starts and ends the server. `extension` names a class that is
+    added to the server's workers for loading weights. docs/engines.md shows how to start a server
+    for `options.url`.
 
-    vLLM's random numbers do not depend on a token's position. So an interrupted reply does not
-    continue like an uninterrupted one. It is another sample from the same policy. The seed of a
-    request combines `seed` with the length of the context, so that no random numbers are used
-    twice.
+    vLLM's random numbers do not depend on a token's position. So the rest of an interrupted reply
+    differs from that of an uninterrupted one, although it is a sample from the same policy. The
+    seed of a request combines `seed` with the length of the context, so that no random number is
+    used twice.
     """
 
     NAME = "vLLM"
@@ -199,9 +197,9 @@ class VllmEngine(RemoteEngine):
 
 
 def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return the array of a NumPy file `[bytes]`, whose memory it shares.
+    """Return the array of integers in the bytes of a NumPy file, without a copy.
 
-    Raises ValueError for other bytes, and for arrays of other numbers than integers.
+    Raises ValueError if the bytes are not such a file or the numbers are not integers.
     """
     head = io.BytesIO(file[:_MAX_HEADER].tobytes())
     version = np.lib.format.read_magic(head)
@@ -223,8 +221,8 @@ def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
 class NcclVllmEngine(VllmEngine):
     """A vLLM engine that sends weights to its server by NCCL, not in a file.
 
-    The trainer and the workers of the server form a group. It lasts until a transfer fails, which
-    also ends the engine, or until the engine is started again.
+    The trainer and the workers of the server form a group. The group lasts until the engine is
+    started again, or until a transfer fails. A failed transfer also ends the engine.
     """
 
     def __init__(
@@ -234,7 +232,10 @@ class NcclVllmEngine(VllmEngine):
         extension: str = EXTENSION,
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Raises ValueError if there is no NCCL here, unless `make_group` is given."""
+        """Create the engine. `make_group` makes the group of trainer and workers.
+
+        Raises ValueError if `make_group` is None and NCCL cannot be used here.
+        """
         self._make_group = make_group or nccl_groups()
         self._group: TransferGroup | None = None
         super().__init__(options, extension=extension)
@@ -269,7 +270,7 @@ class NcclVllmEngine(VllmEngine):
         await self._post("/resume")
 
     async def _join_group(self) -> TransferGroup:
-        """Make a group with all workers of the server."""
+        """Make a group of the trainer and all workers of the server."""
         session = self._live_session()
         if self.server is None:
             await self._end_earlier_transfers()
@@ -284,9 +285,9 @@ class NcclVllmEngine(VllmEngine):
             return int((await self._http.call("GET", "/get_world_size"))["world_size"])
 
     async def _end_earlier_transfers(self) -> None:
-        """End what an earlier run may have left on a server that this engine did not start.
+        """End a transfer and a group that an earlier run may have left on a running server.
 
-        The server refuses to finish a transfer that did not begin.
+        The server refuses these requests if there are none. Refusals are ignored.
         """
         session = self._live_session()
         for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
@@ -301,7 +302,7 @@ class NcclVllmEngine(VllmEngine):
         """Send a request while `call` runs in a thread, and wait for both.
 
         Raises `EngineDied` if one fails, or if they take longer than `TRANSFER_S`. The thread may
-        then run on: NCCL cannot end a member that waits for others to join.
+        then continue: NCCL cannot end a member that waits for others to join.
         """
         session = self._live_session()
         request = asyncio.ensure_future(self._http.call("POST", path, body))
@@ -320,14 +321,14 @@ class NcclVllmEngine(VllmEngine):
             request.cancel()
 
     def _end_group(self) -> None:
-        """Close the group, without waiting for its end."""
+        """Close the group in a thread, without waiting for that."""
         group, self._group = self._group, None
         if group is not None:
             threading.Thread(target=group.close, name="end of transfers", daemon=True).start()
 
 
 def make_engine(options: EngineOptions) -> Engine:
-    """Return an engine that sends weights as `options.transfer` says."""
+    """Return an engine that sends weights by `options.transfer`: NCCL, else a file in memory."""
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
 
 
