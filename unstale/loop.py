@@ -239,10 +239,10 @@ def has_best(run: RunComponents) -> bool:
 
 async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
     """Train on the next batch. The new weights get a version number and are published later."""
-    groups, metrics = await wait_for_batch(run, step, publication)
-    batch, described = await build_batch(run, groups, step)
+    groups, left_out, metrics = await wait_for_batch(run, step, publication)
+    batch, described = await build_batch(run, groups, step, left_out=left_out)
     learnt = await learn(run, batch, groups, step, publication)
-    commit(run, batch, groups, step)
+    commit(run, batch, [*groups, *left_out], step)
     return Progress(step, {**metrics, **described, **learnt, **measure_sampling(run)})
 
 
@@ -269,15 +269,21 @@ def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int)
 
 
 async def build_batch(
-    run: RunComponents, groups: Sequence[Group], step: int, *, whole: bool = True
+    run: RunComponents,
+    groups: Sequence[Group],
+    step: int,
+    *,
+    left_out: Sequence[Group] = (),
+    whole: bool = True,
 ) -> tuple[Batch, Mapping[str, object]]:
     """Return the batch of a step's fresh and replayed groups, and the metrics of this batch.
 
     `groups` are the fresh groups. With `whole` false, they are only a part of the step's groups.
-    Raises `StalenessError` if a token is older than the bound.
+    `left_out` are groups that are not trained on, but count in the metrics of the rollout. Raises
+    `StalenessError` if a token is older than the bound.
     """
     if whole:
-        run.log.sample(step, groups)
+        run.log.sample(step, [*groups, *left_out])
         if run.techniques.reads_states:
             with run.log.span("trainer", f"step {step}"):
                 await run.trainer_thread.run(run.techniques.read_states, groups)
@@ -286,7 +292,7 @@ async def build_batch(
         groups, progress=done, version=run.trainer.version, whole=whole
     )
     batch, staleness = await join(run, groups, scored, step)
-    described = {**describe(groups), **describe_advantages(groups, scored)}
+    described = {**describe([*groups, *left_out]), **describe_advantages(groups, scored)}
     return batch, {**described, **credited, **staleness}
 
 
@@ -317,15 +323,17 @@ async def join(
 
 async def wait_for_batch(
     run: RunComponents, step: int, publication: "Publication"
-) -> tuple[Sequence[Group], Mapping[str, object]]:
-    """Wait for the groups of the next batch. Return the groups, and metrics of the schedule.
+) -> tuple[Sequence[Group], Sequence[Group], Mapping[str, object]]:
+    """Wait for the groups of the next batch.
 
-    With `trainer.stream`, the gradient of the groups that are finished is computed while the others
+    Return these groups, the groups that are left out of it, and metrics of the schedule. With
+    `trainer.stream`, the gradient of the groups that are finished is computed while the others
     are still being generated.
     """
     if run.config.schedule.max_staleness == 0:
         await publication.finished()  # frees the tickets that this step's groups need
     groups: list[Group] = []
+    left_out: list[Group] = []
     part: Sequence[Group] = ()
     wait_s = 0.0
     while missing := run.config.schedule.groups_per_step - len(groups):
@@ -333,12 +341,31 @@ async def wait_for_batch(
         began = time.monotonic()
         run.log.phase("", detail=partial(activity, run.rollout.wait_times))
         with run.log.span("wait", f"for the groups of step {step}"):
-            part = await take_groups(run, missing)
+            taken = await take_groups(run, missing)
         wait_s += time.monotonic() - began
+        part = leave_out_equal(run, taken, left_out)
         groups += part
     metrics = {"version": run.trainer.version, "schedule/wait_for_batch_s": wait_s}
+    if run.config.schedule.resampled_groups:
+        metrics["schedule/resampled_groups"] = len(left_out)
     ordered = require_finished(sorted(groups, key=lambda group: group.number))
-    return ordered, {**metrics, **run.queue.metrics()}
+    return ordered, left_out, {**metrics, **run.queue.metrics()}
+
+
+def leave_out_equal(
+    run: RunComponents, taken: Sequence[Group], left_out: list[Group]
+) -> Sequence[Group]:
+    """Return the taken groups that a step is trained on, and add the others to `left_out`.
+
+    Groups whose rewards are all equal are left out, at most `schedule.resampled_groups` for a step.
+    Others start in their place.
+    """
+    most = run.config.schedule.resampled_groups - len(left_out)
+    equal = [group for group in taken if group.has_equal_rewards][:most] if most > 0 else []
+    left_out += equal
+    run.pending.discard(episodes_of(equal))
+    run.queue.leave_out(len(equal))
+    return [group for group in taken if group not in equal]
 
 
 async def add_gradient(
@@ -373,7 +400,8 @@ async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
     With `trainer.stream`, wait only for some of them. Routes that declare `needs.idle` compute
     old log-probabilities of sampled tokens during the wait.
     """
-    take = partial(run.queue.take_part, missing) if run.config.trainer.stream else run.queue.take
+    of_queue = run.queue.take_part if run.config.trainer.stream else run.queue.take
+    take = partial(of_queue, missing)
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(take())
         taking.add_done_callback(lambda _: run.pending.ended.set())

@@ -387,6 +387,11 @@ class Group:
         return (*self.trajectories, *self.unused)
 
     @property
+    def has_equal_rewards(self) -> bool:
+        """True if no two trajectories have different rewards, in all or in a turn."""
+        return len({(each.reward, each.turn_rewards) for each in self.trajectories}) <= 1
+
+    @property
     def episodes(self) -> frozenset[int]:
         """The numbers of all finished episodes of the group, including branches and episodes that
         are not trained on.

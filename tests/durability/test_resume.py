@@ -307,6 +307,21 @@ def replay_config(*, deterministic: bool = True) -> RunConfig:
     return override(made, {"techniques": "replay", "replay.max_age": 3})
 
 
+@pytest.mark.parametrize(("call", "number"), [("prepare", 3), ("flush", 7)])
+def test_a_killed_run_leaves_the_same_groups_out(
+    toy: Toy, tmp_path: Path, call: str, number: int
+) -> None:
+    made = override(config(deterministic=True), {"schedule.resampled_groups": 2})
+    toy.require_equal_resume(tmp_path, made, call, number)
+    steps = [row for row in rows(tmp_path / "run") if row["step"]]
+    left_out = {row["step"]: row["schedule/resampled_groups"] for row in steps}
+    assert any(left_out.values())
+    with Journal.read(tmp_path / "run") as reader:
+        taken = Counter(group.step for group in reader.groups() if group.step is not None)
+    size = made.schedule.groups_per_step
+    assert taken == {step: size + count for step, count in left_out.items()}
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_killed_run_draws_the_random_bits_of_rounding_again(

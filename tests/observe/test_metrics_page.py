@@ -23,6 +23,7 @@ OTHER_ROUTES = {
     "old_logps/stall_s",
 }
 OTHER_POLICIES = {"routed_experts/missing_share", "trainer/packing_noise"}
+OTHER_OPTIONS = {"eval/any_success_rate", "schedule/resampled_groups"}
 OTHER_DTYPES = {
     "trainer/max_tokens_per_microbatch",
     "trainer/overflow_step_share",
@@ -123,6 +124,6 @@ def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
         name for name, section in listed.items() if section != NOT_OF_A_RUN and "<" not in name
     }
     others = OTHER_ROUTES | OTHER_POLICIES | OTHER_ENGINES | SEVERAL_RANKS | TECHNIQUES
-    others |= GROUPS_OF_ENGINES | OTHER_DTYPES
+    others |= GROUPS_OF_ENGINES | OTHER_DTYPES | OTHER_OPTIONS
     missing = expected - logged - others - UNDEFINED
     assert missing == set()

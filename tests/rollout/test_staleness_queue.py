@@ -57,6 +57,9 @@ class World:
     """The version at which each group begins."""
     parts: bool = False
     """Take the groups of a batch in parts."""
+    left_out_share: float = 0.0
+    """The share of taken groups that are left out of their batch."""
+    left_out: list[int] = field(default_factory=list)
 
     async def group(self, number: int, ticks: int) -> Group:
         pieces: list[ContextPiece | Sampled] = [ContextPiece((0,))]
@@ -100,14 +103,23 @@ class World:
             self.line.release()
 
     async def take(self) -> list[Group]:
-        if not self.parts:
+        if not self.parts and not self.left_out_share:
             return await self.line.take()
+        take = self.line.take_part if self.parts else self.line.take
         groups: list[Group] = []
         while missing := self.line.groups_per_step - len(groups):
-            part = await self.line.take_part(missing)
+            part = await take(missing)
             assert 1 <= len(part) <= missing
-            groups += part
+            kept = [each for each in part if not self._is_left_out(each.task.index)]
+            left_out = [each.task.index for each in part if each not in kept]
+            self.line.leave_out(len(left_out))
+            self.live -= len(left_out)
+            self.left_out += left_out
+            groups += kept
         return groups
+
+    def _is_left_out(self, number: int) -> bool:
+        return random.Random(number).random() < self.left_out_share
 
     async def run(self, steps: int, seed: int) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -117,7 +129,7 @@ class World:
 
     def require_none_lost(self, bound: int, *, taken_before: Sequence[int] = ()) -> None:
         """Check that the groups not taken are open, and none of them is too old to be taken."""
-        taken = {*taken_before, *self.order}
+        taken = {*taken_before, *self.order, *self.left_out}
         left = set(range(self.admitted)) - taken
         assert self.line.num_open == len(left)
         assert {number for number in left if number < max(self.order)} <= self.begun.keys()
@@ -133,6 +145,7 @@ def simulate(  # noqa: PLR0913 - a queue, its groups and how they are taken
     slow: int,
     seed: int = 0,
     parts: bool = False,
+    left_out_share: float = 0.0,
 ) -> World:
     """Run `STEPS` steps. Without a `window`, the queue chooses it."""
 
@@ -141,6 +154,7 @@ def simulate(  # noqa: PLR0913 - a queue, its groups and how they are taken
             make_queue(budget, groups, window),
             slow_ticks=slow,
             parts=parts,
+            left_out_share=left_out_share,
         )
         await world.run(STEPS, seed)
         return world
@@ -195,6 +209,26 @@ def test_no_window_outruns_its_derived_bound(  # noqa: PLR0913 - drawn values
     assert len(set(world.order)) == len(world.order) == STEPS * groups
     assert window != 1 or sorted(world.order) == list(range(STEPS * groups))
     assert window != 1 or parts or world.order == sorted(world.order)
+    world.require_none_lost(bound)
+
+
+@given(
+    budget=st.integers(0, 3),
+    groups=st.integers(1, 5),
+    window=st.integers(1, 12),
+    slow=st.integers(1, 120),
+    parts=st.booleans(),
+    share=st.floats(0.1, 0.9),
+)
+@settings(max_examples=60, deadline=None)
+def test_groups_in_the_place_of_others_keep_the_bound(  # noqa: PLR0913 - drawn values
+    budget: int, groups: int, window: int, slow: int, parts: bool, share: float
+) -> None:
+    world = simulate(budget, groups, window, slow=slow, parts=parts, left_out_share=share)
+    bound = staleness_bound(budget, groups, window)
+    assert max(world.ages) <= bound
+    assert world.most_live <= (budget + 1) * groups
+    assert len({*world.order, *world.left_out}) == STEPS * groups + len(world.left_out)
     world.require_none_lost(bound)
 
 

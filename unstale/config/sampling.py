@@ -329,12 +329,21 @@ class ScheduleConfig(Section):
     """A finished group may be taken out of turn if it is among this many of the oldest groups. 1 is
     strict order.
     """
+    resampled_groups: Count = 0
+    """Largest number of groups of a batch that are replaced by others because all their rewards are
+    equal, so that they teach nothing; 0 replaces none. See docs/staleness.md.
+    """
     adaptive_window: bool = False
     """Take a finished group out of turn whenever all older groups can still be trained on within
     `max_staleness`. Replaces `lookahead_window`, which must then be 1.
     """
 
     def check_combination(self) -> None:
+        if self.adaptive_window and self.resampled_groups:
+            raise ConfigError(
+                "schedule.resampled_groups must be 0 with schedule.adaptive_window, got "
+                f"{self.resampled_groups}: its deadlines count the groups of each batch"
+            )
         if self.adaptive_window and self.lookahead_window > 1:
             raise ConfigError(
                 "schedule.lookahead_window must be 1 with schedule.adaptive_window, got "

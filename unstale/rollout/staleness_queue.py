@@ -213,13 +213,24 @@ class StalenessQueue:
                 return count
         return in_order
 
-    async def take(self) -> list[Group]:
-        """Wait for the next `groups_per_step` groups and return them.
+    async def take(self, missing: int = 0) -> list[Group]:
+        """Wait for the `missing` groups of the next batch, 0 for all of them, and return them.
 
         Raises `QueueExhausted` if they can never be complete.
         """
         self._takes_part = False
-        return await self._take(self.groups_per_step, missing=self.groups_per_step)
+        missing = missing or self.groups_per_step
+        return await self._take(missing, missing=missing)
+
+    def leave_out(self, count: int) -> None:
+        """Free the tickets of `count` taken groups that no step is trained on.
+
+        Other groups start in their place now, and the batch takes as many more. The bound stays,
+        because the new groups are behind all others. Not for a queue with `adaptive_window`.
+        """
+        self._num_live -= count
+        self._num_unreleased -= count
+        self._ticket_free.set()
 
     async def take_part(self, missing: int) -> list[Group]:
         """Wait for a part of the next batch, which lacks `missing` groups, and return it.
