@@ -107,7 +107,11 @@ def test_wrong_options_are_refused_before_training(
         with pytest.raises(ConfigError, match=f"sft needs objective.{name} = 0, got 0.1"):
             regular = override(config, {f"objective.{name}": 0.1})
             sft(regular, data, tmp_path / "out", SftOptions())
-    for name, value, words in (("minibatches_per_batch", 2, "= 1, got 2"), ("stream", True, "= f")):
+    for name, value, words in (
+        ("minibatches_per_batch", 2, "= 1, got 2"),
+        ("epochs_per_batch", 3, "= 1, got 3"),
+        ("stream", True, "= f"),
+    ):
         with pytest.raises(ConfigError, match=rf"sft needs trainer\.{name} {words}"):
             sft(override(config, {f"trainer.{name}": value}), data, tmp_path / "out", SftOptions())
 

@@ -177,6 +177,22 @@ def test_a_step_on_fresh_data_is_that_of_the_other_objectives(kind: str) -> None
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
 
 
+def test_each_pass_over_a_batch_has_the_same_minibatches_and_old_logps() -> None:
+    """Two passes of two minibatches are the four steps on them, with old values of before."""
+    passes = make(tiny_policy(), minibatches_per_batch=2, epochs_per_batch=2, lr=0.1)
+    by_hand = make(tiny_policy(), minibatches_per_batch=2, lr=0.1)
+    metrics = learn(passes, a_batch())
+    parts = by_hand.prepare(a_batch())
+    for part in [*parts, *parts]:
+        by_hand.backward(part)
+        by_hand.step()
+    assert torch.equal(weights(passes.policy), weights(by_hand.policy))
+    once = learn(make(tiny_policy(), minibatches_per_batch=2, lr=0.1), a_batch())
+    assert passes.steps == 4
+    assert metrics["objective/log_s_abs_mean"] > once["objective/log_s_abs_mean"]
+    assert metrics["correction/log_d_abs_mean"] == pytest.approx(once["correction/log_d_abs_mean"])
+
+
 @pytest.mark.costly(cases=4)
 @pytest.mark.parametrize("minibatches_per_batch", [1, 2])
 @pytest.mark.parametrize("loss_aggregation", ["action_tokens", "kept", "sequence_mean", "constant"])

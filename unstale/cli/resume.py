@@ -52,6 +52,8 @@ EFFECTS = {
     "trainer.lr": "takes effect at the next step, with the optimizer's moments kept",
     "trainer.minibatches_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
+    "trainer.epochs_per_batch": "the position in the learning-rate schedule moves, because it "
+    "counts optimizer steps",
 }
 """For some options: what changing them means for the resumed run."""
 

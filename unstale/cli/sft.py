@@ -107,12 +107,12 @@ def sft(
             raise ConfigError(
                 f"sft needs objective.{name} = 0, got {coefficient:g}: its loss is that of --loss"
             )
-    if config.trainer.minibatches_per_batch > 1:
-        raise ConfigError(
-            "sft needs trainer.minibatches_per_batch = 1, got "
-            f"{config.trainer.minibatches_per_batch}: each batch is one of its optimizer steps. "
-            "Set --batch and --max_steps instead"
-        )
+    for name in ("minibatches_per_batch", "epochs_per_batch"):
+        if (number := getattr(config.trainer, name)) > 1:
+            raise ConfigError(
+                f"sft needs trainer.{name} = 1, got {number}: each batch is one of its optimizer "
+                "steps. Set --batch and --max_steps instead"
+            )
     if config.trainer.stream:
         raise ConfigError(
             "sft needs trainer.stream = false, got true: its batches are complete from the start"

@@ -243,7 +243,7 @@ class ExactSpec(OldLogpsConfig):
         raise NotImplementedError
 
     def meaning(self, run: "RunConfig") -> Meaning:
-        fresh = run.schedule.staleness_bound == 0 and run.trainer.minibatches_per_batch == 1
+        fresh = run.schedule.staleness_bound == 0 and run.trainer.steps_per_batch == 1
         stale = "learning alone: one program, two weights"
         return Meaning(
             symbol="pi_old",

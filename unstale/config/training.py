@@ -45,6 +45,10 @@ class TrainerConfig(Section):
     """Largest norm of the gradient. A gradient with a larger norm is scaled down to this norm."""
     minibatches_per_batch: PositiveInt = 1
     """Optimizer steps per batch. Each step uses an equal share of the batch's sequences."""
+    epochs_per_batch: PositiveInt = 1
+    """Number of times that a batch is trained on. Old log-probabilities and advantages are computed
+    once, so S moves away from 1 in each further pass.
+    """
     stream: bool = False
     """Compute the gradient of each group as soon as its episodes have ended, while the rest of the
     batch is still being generated. The optimizer step is the same. See docs/asynchrony.md.
@@ -87,6 +91,11 @@ class TrainerConfig(Section):
     """CPU threads of the trainer; 0 uses the cores that other processes of the run do not use. See
     docs/engines.md.
     """
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Number of optimizer steps on a batch, in all passes."""
+        return self.minibatches_per_batch * self.epochs_per_batch
 
     def check_combination(self) -> None:
         if self.dtype == "auto":

@@ -327,7 +327,7 @@ def strong_decay(config: RunConfig) -> Finding | None:
 
 def long_warmup(config: RunConfig) -> Finding | None:
     warmup = config.trainer.warmup_steps
-    total = config.max_steps * config.trainer.minibatches_per_batch
+    total = config.max_steps * config.trainer.steps_per_batch
     if warmup <= total:
         return None
     return Finding(

@@ -93,7 +93,7 @@ def s_is_one(config: RunConfig) -> bool:
     policy changes after the first minibatch.
     """
     old = config.old_logps
-    moves_away = not old.needs.inline and config.trainer.minibatches_per_batch > 1
+    moves_away = not old.needs.inline and config.trainer.steps_per_batch > 1
     return old.weight_of_now(config) == 1 and not moves_away
 
 
@@ -167,7 +167,7 @@ def _versions(config: RunConfig) -> str:
         extra = bound - schedule.max_staleness
         words += f", and {extra} for a window of {schedule.lookahead_window}"
     words += f"); an episode may have tokens of {bound + 1} versions"
-    if (steps := config.trainer.minibatches_per_batch) > 1:
+    if (steps := config.trainer.steps_per_batch) > 1:
         words += f"; in optimizer steps, a token is at most {(bound + 1) * steps - 1} old"
     return words
 

@@ -27,14 +27,14 @@ def single_group(config: RunConfig) -> Finding | None:
 
 
 def several_steps(config: RunConfig) -> Finding | None:
-    steps = config.trainer.minibatches_per_batch
+    steps = config.trainer.steps_per_batch
     if not config.trainer.stream or steps == 1:
         return None
     return Finding(
         f"trainer.stream with {steps} optimizer steps per batch",
         "the batch is divided into steps when it is complete, and the weights of the second step "
         "are known after the first",
-        ({"trainer.minibatches_per_batch": 1}, _OFF),
+        ({"trainer.minibatches_per_batch": 1, "trainer.epochs_per_batch": 1}, _OFF),
     )
 
 

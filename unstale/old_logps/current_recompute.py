@@ -67,7 +67,7 @@ class CurrentRecomputeSpec(OldLogpsConfig):
         return 1.0
 
     def meaning(self, run: RunConfig) -> Meaning:
-        moves = run.trainer.minibatches_per_batch > 1
+        moves = run.trainer.steps_per_batch > 1
         return Meaning(
             symbol="pi_now",
             policy="the trainer's weights at the start of the batch",

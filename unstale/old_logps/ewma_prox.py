@@ -124,7 +124,7 @@ class EwmaProxSpec(OldLogpsConfig):
         return DEFAULT_DECAY if self.beta is None else self.beta
 
     def updates_per_version(self, run: RunConfig) -> int:
-        return run.trainer.minibatches_per_batch if self.update_every == "step" else 1
+        return run.trainer.steps_per_batch if self.update_every == "step" else 1
 
     def meaning(self, run: RunConfig) -> Meaning:
         age = f"tends to {age_of_average(self, run):.2g}"

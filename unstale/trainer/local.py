@@ -75,7 +75,7 @@ class LocalTrainer:
         self.old = old
         self.audit = audit
         self.techniques = techniques
-        self.num_steps = config.max_steps * config.trainer.minibatches_per_batch
+        self.num_steps = config.max_steps * config.trainer.steps_per_batch
         self.skips_zero_advantage = not (self.rules.trains_zero_advantage or techniques.controllers)
         """True if sequences in which every advantage is 0 need no forward and backward pass. A
         controller sees all sequences.
@@ -132,6 +132,8 @@ class LocalTrainer:
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
         """Compute old log-probabilities and corrections of a batch. Divide it into optimizer steps.
 
+        With `trainer.epochs_per_batch`, the same minibatches come several times.
+
         Sequences that cannot have a gradient count in the loss's divisor but are not run. Sequences
         whose gradient was added by `add` are left out. Raises ValueError if the batch has no
         sampled token, and if an added part is not a part of the batch.
@@ -162,7 +164,7 @@ class LocalTrainer:
         self._metrics.prepare_s += time.perf_counter() - began
         self._metrics.extra |= self._describe_experts(batch)
         self._metrics.extra |= self._audit(scored, old_logp)
-        return minibatches
+        return minibatches * self.config.epochs_per_batch
 
     def backward(self, minibatch: Minibatch) -> None:
         """Add the gradient of a minibatch's loss.

@@ -57,7 +57,8 @@ class SettingKind:
         if not objective.stops or not objective.bounds():
             return None
         is_token = objective.ratio_unit == "token"
-        return cls(values["trainer.minibatches_per_batch"] == 1, is_token)
+        steps = values["trainer.minibatches_per_batch"] * values.get("trainer.epochs_per_batch", 1)
+        return cls(steps == 1, is_token)
 
     def __str__(self) -> str:
         batches = "one minibatch" if self.one_minibatch else "several minibatches"

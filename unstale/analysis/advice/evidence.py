@@ -278,7 +278,7 @@ def _truth(
         by_route = factors_of_route(config, true) if is_computable(config) else None
         return "replayed", true, by_route
     fresh = sample.tokens.where(sample.tokens.lag == 0)
-    if config.trainer.minibatches_per_batch == 1 and len(fresh) >= MIN_LAG_0:
+    if config.trainer.steps_per_batch == 1 and len(fresh) >= MIN_LAG_0:
         return "lag 0", replace(fresh, log_d=fresh.log_ratio, log_s=0 * fresh.log_s), sample.tokens
     return "none", sample.tokens.where(sample.tokens.lag < 0), None
 

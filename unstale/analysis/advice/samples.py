@@ -265,7 +265,7 @@ def is_computable(config: RunConfig) -> bool:
     """
     old = config.old_logps
     needs = old.needs
-    if config.trainer.minibatches_per_batch > 1 and not needs.inline:
+    if config.trainer.steps_per_batch > 1 and not needs.inline:
         return old.weight_of_now(config) == 0
     models = needs.averages or needs.resident_models or needs.own_process or needs.snapshots
     return not old.partly_exact and not models

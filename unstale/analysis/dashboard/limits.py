@@ -294,7 +294,7 @@ def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
     spec = settings.spec
     if spec.exact or spec.needs not in COMPUTED:
         return
-    if spec.needs.now and settings.config.trainer.minibatches_per_batch > 1:
+    if spec.needs.now and settings.config.trainer.steps_per_batch > 1:
         return
     import numpy as np
 
