@@ -22,7 +22,8 @@ from tests.support.run_engine import run_engine
 from tests.support.waits import LIMIT_S, until
 from unstale.builders import shares_deltas
 from unstale.config import ClusterConfig, EngineConfig, RunConfig, TrainerConfig
-from unstale.engines import Engine, SamplingParams, remote
+from unstale.engines import Engine, EngineDied, SamplingParams, remote
+from unstale.engines.embedded import shared_weights
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
@@ -193,6 +194,28 @@ def test_replies_are_held_back_until_the_probe_has_passed(
         await asyncio.gather(checking, interrupting)
 
     run_engine(engine, story)
+
+
+def test_an_engine_that_is_closed_while_a_version_is_staged_leaves_no_file(
+    model: Path, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    blocked = Blocked(monkeypatch, ReferenceModel, "cast")
+    engine, versions = attached(model, server), Versions()
+
+    async def story() -> None:
+        staging = asyncio.ensure_future(engine.stage(versions.policies[0].weights(), 0))
+        await until(blocked.begun.is_set, "the stage")
+        closing = asyncio.ensure_future(engine.close())
+        with pytest.raises(EngineDied, match="the engine is closed"):
+            await staging
+        blocked.released.set()  # its thread has not written the file yet
+        await closing
+
+    run_engine(engine, story)
+    assert not [*memory.iterdir()]
 
 
 def halves(versions: Versions, base: int) -> Iterator[Delta]:

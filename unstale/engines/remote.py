@@ -370,9 +370,14 @@ class RemoteEngine(ABC):
     async def close(self) -> None:
         """Close the engine. If it started the server, end the server and wait for its end."""
         await self._end_session("the engine is closed")
-        self._weights.close()
         if self.server is not None:
             await in_thread(self.server.close)
+        await in_thread(self._close_weights)
+
+    def _close_weights(self) -> None:
+        """Remove the file of the weights. A thread may still write it for a cancelled `stage`."""
+        with self._weights.changing():
+            self._weights.close()
 
     def metrics(self) -> Mapping[str, float]:
         return self._session.usage.read() if self._session is not None else {}
