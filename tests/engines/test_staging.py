@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,26 @@ def test_wrong_weights_are_refused_before_anything_is_interrupted(
         await versions.check(engine, 0)
         await versions.switch(engine, 1)
         await versions.check(engine, 1)
+
+    run_engine(engine, story)
+
+
+def test_no_room_for_the_file_is_an_error_of_the_run_and_not_a_death_of_the_server(
+    model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions, events = Versions(), list[str]()
+    recovery = Recovery(restarts=9, on_event=lambda kind, **_: events.append(kind))
+    engine = EnginePool([attached(model, server)], recovery)
+
+    async def story() -> None:
+        await versions.switch(engine, 0)
+        await versions.check(engine, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=0))
+            with pytest.raises(OSError, match=r"make /dev/shm larger"):
+                await engine.stage(versions.policies[1].weights(), 1)
+        await versions.check(engine, 0)
+        assert not events
 
     run_engine(engine, story)
 

@@ -304,7 +304,8 @@ class RemoteEngine(ABC):
             return
         self._staged = None
         await self._verified(session)  # the probe reads the file
-        shared = await self._while_alive(session, in_thread(self._share, session, update))
+        # not `_while_alive`: a file that cannot be written is not the server's fault
+        shared = await session.while_alive(in_thread(self._share, session, update))
         self._staged = update, version, shared
 
     async def interrupt(self) -> None:
