@@ -239,6 +239,34 @@ def test_an_engine_that_is_closed_while_a_version_is_staged_leaves_no_file(
     assert not [*memory.iterdir()]
 
 
+def test_an_engine_that_is_lost_for_good_keeps_no_staged_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("memory", "first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    memory = folders[0]
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    versions = Versions()
+    with FakeVllm(folders[1]) as living, FakeVllm(folders[2]) as dying:
+        engine = EnginePool([attached(model, each) for each in (living, dying)])
+
+        async def story() -> None:
+            await versions.switch(engine, 0)
+            await until(lambda: not [*memory.iterdir()], "the probes of both servers")
+            update = versions.policies[1].weights()
+            await engine.stage(update, 1)
+            assert len([*memory.iterdir()]) == 2
+            await asyncio.to_thread(dying.die)
+            await engine.interrupt()
+            await until(lambda: len([*memory.iterdir()]) == 1, "the end of the lost engine")
+            await engine.load(update, 1)
+            await engine.resume()
+            await versions.check(engine, 1)
+
+        run_engine(engine, story)
+
+
 def halves(versions: Versions, base: int) -> Iterator[Delta]:
     """Return the delta from one version to the next in two parts, as two trainer ranks have it."""
     for half in (0, 1):
