@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from tests.support.run_engine import run_engine
 from tests.support.waits import LIMIT_S, until
 from unstale.builders import shares_deltas
 from unstale.config import ClusterConfig, EngineConfig, RunConfig, TrainerConfig
-from unstale.engines import Engine, SamplingParams, remote
+from unstale.engines import Engine, EngineDied, SamplingParams, remote
+from unstale.engines.embedded import shared_weights
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
@@ -175,6 +177,26 @@ def test_wrong_weights_are_refused_before_anything_is_interrupted(
     run_engine(engine, story)
 
 
+def test_no_room_for_the_file_is_an_error_of_the_run_and_not_a_death_of_the_server(
+    model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions, events = Versions(), list[str]()
+    recovery = Recovery(restarts=9, on_event=lambda kind, **_: events.append(kind))
+    engine = EnginePool([attached(model, server)], recovery)
+
+    async def story() -> None:
+        await versions.switch(engine, 0)
+        await versions.check(engine, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=0))
+            with pytest.raises(OSError, match=r"make /dev/shm larger"):
+                await engine.stage(versions.policies[1].weights(), 1)
+        await versions.check(engine, 0)
+        assert not events
+
+    run_engine(engine, story)
+
+
 def test_replies_are_held_back_until_the_probe_has_passed(
     model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +215,56 @@ def test_replies_are_held_back_until_the_probe_has_passed(
         await asyncio.gather(checking, interrupting)
 
     run_engine(engine, story)
+
+
+def test_an_engine_that_is_closed_while_a_version_is_staged_leaves_no_file(
+    model: Path, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    blocked = Blocked(monkeypatch, ReferenceModel, "cast")
+    engine, versions = attached(model, server), Versions()
+
+    async def story() -> None:
+        staging = asyncio.ensure_future(engine.stage(versions.policies[0].weights(), 0))
+        await until(blocked.begun.is_set, "the stage")
+        closing = asyncio.ensure_future(engine.close())
+        with pytest.raises(EngineDied, match="the engine is closed"):
+            await staging
+        blocked.released.set()  # its thread has not written the file yet
+        await closing
+
+    run_engine(engine, story)
+    assert not [*memory.iterdir()]
+
+
+def test_an_engine_that_is_lost_for_good_keeps_no_staged_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("memory", "first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    memory = folders[0]
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    versions = Versions()
+    with FakeVllm(folders[1]) as living, FakeVllm(folders[2]) as dying:
+        engine = EnginePool([attached(model, each) for each in (living, dying)])
+
+        async def story() -> None:
+            await versions.switch(engine, 0)
+            await until(lambda: not [*memory.iterdir()], "the probes of both servers")
+            update = versions.policies[1].weights()
+            await engine.stage(update, 1)
+            assert len([*memory.iterdir()]) == 2
+            await asyncio.to_thread(dying.die)
+            await engine.interrupt()
+            await until(lambda: len([*memory.iterdir()]) == 1, "the end of the lost engine")
+            await engine.load(update, 1)
+            await engine.resume()
+            await versions.check(engine, 1)
+
+        run_engine(engine, story)
 
 
 def halves(versions: Versions, base: int) -> Iterator[Delta]:

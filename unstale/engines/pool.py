@@ -460,14 +460,18 @@ class EnginePool:
     async def _restart(self, member: _Member, died: EngineDied | None) -> None:
         """Restart an engine and load the pool's version. Repeat if it dies meanwhile.
 
-        `died` is the reason for the restart. It is None for a first start, which does not count as
-        a restart. This runs in a separate task, so that the cancellation of a request does not
-        cancel the restart. Raises `EngineDied` when no restart is left.
+        `died` is None for a first start, which does not count as a restart. It runs in a separate
+        task, so that the cancellation of a request does not cancel the restart. When no restart is
+        left, it closes the engine and raises `EngineDied`.
         """
         event = "engine_back" if died else "engine_joined"
         while not member.up:
             if died is not None:
-                self._count_restart(member, died)
+                try:
+                    self._count_restart(member, died)
+                except EngineDied:
+                    await member.engine.close()  # it may hold staged weights, or a machine
+                    raise
             try:
                 await member.engine.start()
                 await self._bring_up_to_date(member.engine)

@@ -309,7 +309,8 @@ class RemoteEngine(ABC):
             return
         self._staged = None
         await self._verified(session)  # the probe reads the file
-        shared = await self._while_alive(session, in_thread(self._share, session, update))
+        # not `_while_alive`: a file that cannot be written is not the server's fault
+        shared = await session.while_alive(in_thread(self._share, session, update))
         self._staged = update, version, shared
 
     async def interrupt(self) -> None:
@@ -376,9 +377,14 @@ class RemoteEngine(ABC):
     async def close(self) -> None:
         """Close the engine. If this engine started the server, end it and wait for its end."""
         await self._end_session("the engine is closed")
-        self._weights.close()
         if self.server is not None:
             await in_thread(self.server.close)
+        await in_thread(self._close_weights)
+
+    def _close_weights(self) -> None:
+        """Remove the file of the weights. A thread may still write it for a cancelled `stage`."""
+        with self._weights.changing():
+            self._weights.close()
 
     def metrics(self) -> Mapping[str, float]:
         return self._session.usage.read() if self._session is not None else {}
