@@ -209,11 +209,14 @@ def test_a_version_is_staged_before_engines_stand_still_and_probed_afterwards() 
         probed = replace(costs, probe=probe)
         outcome = simulate(LENGTHS, fleet, SCHEDULE, probed, steps=6)
         assert outcome.mean_step_s == pytest.approx(serial + generation)
-    # Engines that sample meanwhile: only the optimizer step waits for the version before.
+    # Engines that sample meanwhile: only the optimizer step waits for the version before, or the
+    # whole batch with a route that keeps no versions.
     ahead = replace(SCHEDULE, max_staleness=2)
     slow = replace(costs, stage=3.0, optimizer_s=0.2)
-    outcome = simulate(LENGTHS, Fleet(max_running=64, keep_cache=True), ahead, slow, steps=9)
-    assert outcome.mean_step_s == pytest.approx(0.2 + 0.2 + 3.0 + 0.4)
+    fleet = Fleet(max_running=64, keep_cache=True)
+    for needs, waits in ((Needs(snapshots=True), 0.0), (Needs(), 0.5)):
+        outcome = simulate(LENGTHS, fleet, ahead, slow, steps=9, needs=needs)
+        assert outcome.mean_step_s == pytest.approx(0.2 + 0.2 + 3.0 + 0.4 + waits)
 
 
 def test_a_route_that_closes_scores_what_is_open_while_generation_stands() -> None:

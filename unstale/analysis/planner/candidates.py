@@ -150,9 +150,9 @@ class Candidate:
 
         A step takes as long as the slower of generation and training, which overlap. In synchronous
         training, and on the same devices, it takes their sum. The optimizer step waits until the
-        previous version is staged and loaded. The time of a step depends on the number of versions
-        that sample an episode, and that number depends on the time of a step. Four iterations
-        converge.
+        previous version is staged and loaded, and without kept versions the whole batch. The time
+        of a step depends on the number of versions that sample an episode, and that number depends
+        on the time of a step. Four iterations converge.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -164,9 +164,12 @@ class Candidate:
             scoring_s = costs.old_logps_s(batch, estimate.versions)
             train_s, optimizer_s = costs.train_s(trained), costs.optimizer_s
             engines_s = costs.stage_s() + costs.load_s()
-            closing_s = scoring_s * costs.route.needs.closing
-            trainer_s = costs.publish_s() + closing_s + optimizer_s
-            trainer_s += max(scoring_s - closing_s + train_s - optimizer_s, engines_s)
+            needs = costs.route.needs
+            ahead_s = scoring_s + train_s - optimizer_s  # before the optimizer step, which waits
+            waits_s = engines_s
+            if needs.snapshots and not needs.trained_weights:
+                waits_s = max(0.0, engines_s - ahead_s)
+            trainer_s = costs.publish_s() + ahead_s + waits_s + optimizer_s
             live = self._live_per_engine * estimate.alive(self.episodes.tail)
             running, engine_s = self._share_engine(live, estimate.versions - 1)
             generation_s = self.sequences * engine_s / (running * self.placement.engines)
@@ -180,7 +183,7 @@ class Candidate:
                 serial_s = costs.publish_s() + scoring_s + train_s + engines_s
                 step_s = sampled_s + serial_s
             else:
-                paused_s = (scoring_s + optimizer_s) * costs.route.needs.closing
+                paused_s = (scoring_s + optimizer_s) * needs.closing
                 generation_s += costs.load_s()
                 step_s = max(generation_s, trainer_s - paused_s) + paused_s
             versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
