@@ -136,9 +136,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in main memory. It is divided among ranks as the tensor is."""
-    copied = local(tensor).detach().to("cpu", copy=True)
+def host_copy(tensor: Tensor, *, pinned: bool = False) -> Tensor:
+    """Return a copy in main memory. It is divided among ranks as the tensor is.
+
+    A GPU can copy from it directly if it is `pinned`.
+    """
+    copied = local(tensor.detach()).to("cpu", copy=True)
+    if pinned and tensor.is_cuda:
+        copied = copied.pin_memory()
     if not isinstance(tensor, DTensor):
         return copied
     return DTensor(copied, tensor._spec, requires_grad=False)

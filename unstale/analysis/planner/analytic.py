@@ -20,6 +20,10 @@ from unstale.weights.delta_sizes import WORD
 
 STATE_BYTES = 16
 """Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
+OFFLOADED_BYTES = 12
+"""Bytes per trained parameter in main memory with `trainer.offload_optimizer`: float32 weight 4,
+two moments 8. Several devices also keep their parts in float32, rounded for the passes.
+"""
 CHECKPOINT_BYTES = 14
 """Bytes of main memory per trained parameter while a checkpoint is written, for the copy that it is
 written from: float32 weight 4, two moments 8, bfloat16 weight 2.
@@ -78,6 +82,8 @@ class TrainingSetup:
     rounding: str = "stochastic"
     """The option `trainer.rounding`, on which the size of deltas depends. It is that of `llm`."""
     gradient_checkpointing: bool = False
+    offload: bool = False
+    """True with `trainer.offload_optimizer`."""
     context: int = 1
     """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
 
@@ -107,12 +113,19 @@ class TrainingSetup:
         The optimizer's state, the float32 weights and the models of the old-logit route are
         sharded. The activations of a microbatch are divided by `context`.
         """
-        sharded = self.sharded_bytes(route)
+        sharded = self.sharded_bytes(devices, route)
         return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
 
-    def sharded_bytes(self, route: RouteCost) -> float:
-        """Return the bytes that are divided among the trainer's devices, on all of them."""
-        return STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
+    def sharded_bytes(self, devices: int, route: RouteCost) -> float:
+        """Return the bytes that are divided among `devices` training devices, on all of them."""
+        return self.state_bytes(devices) + route.device_bytes(self.model)
+
+    def state_bytes(self, devices: int) -> float:
+        """Return the bytes of weights, gradients and moments on all training devices together."""
+        each = STATE_BYTES
+        if self.offload:
+            each -= OFFLOADED_BYTES - 4 * self.is_sharded(devices)
+        return float(each * self.model.parameters)
 
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
@@ -469,8 +482,13 @@ class AnalyticCosts:
 
     @property
     def optimizer_s(self) -> float:
-        moved = _STEPPED_BYTES * self.setup.model.parameters
-        return moved / (self.placement.trainers * self.setup.bandwidth)
+        """Seconds of an optimizer step, with the copies from and to main memory."""
+        setup, trainers = self.setup, self.placement.trainers
+        stepped_s = _STEPPED_BYTES * setup.model.parameters / (trainers * setup.bandwidth)
+        if not setup.offload:
+            return stepped_s
+        link = setup.device.host_link * setup.shares.link
+        return stepped_s + 2 * OFFLOADED_BYTES * setup.model.parameters / (trainers * link)
 
     def _all_reduce_s(self, tokens: int) -> float:
         """Return the seconds of the two all-reduces per layer that tensor parallelism needs.
