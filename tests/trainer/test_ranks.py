@@ -85,6 +85,7 @@ VARIANTS: Mapping[str, RunConfig] = {
     "offload": replace(
         SMALL, trainer=replace(BASE.trainer, dtype="bfloat16", offload_optimizer=True)
     ),
+    "8-bit": replace(SMALL, trainer=replace(BASE.trainer, optimizer="AdamW8bit")),
     "lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
     "two steps a batch": replace(
         SMALL,
@@ -530,6 +531,7 @@ SAVED = {
     "bfloat16": replace(VARIANTS["bfloat16"], old_logps=OldLogpsConfig(route="ewma_prox")),
     "lora": VARIANTS["lora"],
     "offload": VARIANTS["offload"],
+    "8-bit": VARIANTS["8-bit"],
 }
 
 

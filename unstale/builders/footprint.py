@@ -29,9 +29,9 @@ at a learning rate of 1e-6: most weights change in every step, in their lowest b
 """
 _WIDE = 4
 _GRADIENT = 4
-_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
-"""Number of values per weight that an optimizer keeps. Optimizers that are not listed keep two,
-like AdamW.
+_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1, "AdamW8bit": 0.5}
+"""Number of float32 values per weight that an optimizer keeps. Optimizers that are not listed keep
+two, like AdamW.
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED = 1.2

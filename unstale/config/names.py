@@ -214,6 +214,10 @@ VALUES = {
         ),
     },
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
+    "trainer.optimizer": {
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW8bit"),
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "AdamW"),
+    },
     "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
 }
 """Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""

@@ -174,6 +174,18 @@ def one_number(*, like: Tensor) -> Tensor:
     return distribute_tensor(zero, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def zero_rows(like: Tensor, *width: int) -> Tensor:
+    """Return float32 zeros `[rows of like, *width]`, divided among ranks as the rows of `like`."""
+    zeros = torch.zeros(len(local(like.detach())), *width, device=like.device)
+    if not isinstance(like, DTensor):
+        return zeros
+    shape = torch.Size([like.shape[0], *width])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def gather_whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that is divided among ranks. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
