@@ -701,18 +701,22 @@ def test_the_command_of_a_plan_for_cores_divides_them() -> None:
 
 
 def test_a_plan_that_does_not_fit_names_the_gpus_that_would() -> None:
-    """16 bytes x 30.5 G parameters are 488 GB, the movable model 61 GB. A device has 72 GB."""
+    """8 bytes x 30.5 G parameters are 244 GB, the movable model 61 GB. A device has 72 GB."""
     with pytest.raises(
-        ConfigError, match=r"not fit 4 H100 .* Training takes 550 GB .* Use --gpus (\d+)"
+        ConfigError, match=r"not fit 4 H100 .* Training takes 305 GB .* Use --gpus (\d+)"
     ) as told:
         suggest(asked(model=PRESETS["30B-A3B"], devices=4))
     needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
-    assert 9 < needed <= 12
-    enough = replace(asked(model=PRESETS["30B-A3B"]).setup, gradient_checkpointing=True)
+    assert needed == 6
+    enough = asked(model=PRESETS["30B-A3B"]).setup
+    enough = replace(enough, gradient_checkpointing=True, offload=True)
     assert list(placements(enough, route_cost("snapshot_old"), max_staleness=2, devices=needed))
     assert not list(
         placements(enough, route_cost("snapshot_old"), max_staleness=2, devices=needed - 1)
     )
+    on_devices = replace(enough, offload=False)
+    fits = [on_devices.fits(count, route_cost("snapshot_old")) for count in (8, 10)]
+    assert fits == [False, True], "550 GB"
     with pytest.raises(ConfigError, match=r"an engine 3920 GB for weights, .* larger devices"):
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 
@@ -934,18 +938,37 @@ def test_devices_that_divide_a_pass_exchange_heads_and_gather_more_often() -> No
 
 
 def test_a_plan_for_long_episodes_names_the_context() -> None:
-    """30B-A3B with 131,072 tokens on 16 H100s: 12 train, of which 4 divide each pass."""
+    """30B-A3B with 131,072 tokens on 16 H100s: 8 train, of which 2 divide each pass."""
     work = Workload(prompt_tokens=Constant(72), reply_tokens=Constant(131_000))
     episodes = EpisodeStats.of(work, group_size=2)
     setup = replace(asked().setup, model=PRESETS["30B-A3B"], episodes=episodes)
     request = replace(asked(devices=16), setup=setup, workload=work, route="snapshot_old")
     told = as_json(suggest(replace(request, lags=(1,), groups=(2,))))
-    assert told["place"]["context"] == 4 and "4 GPUs divide each pass" in told["suggestion"]
-    assert "--cluster.context 4" in told["command"]
+    assert told["place"]["context"] == 2 and "2 GPUs divide each pass" in told["suggestion"]
+    assert "--cluster.context 2" in told["command"]
     assert "--trainer.share_prompts false" in told["command"]
     config = configure(parse(told["command"].split()[1:]))
     assert config.cluster.trainers % config.cluster.context == 0
-    assert any("131,072 tokens, divided by 4 GPUs" in reason for reason in told["reasons"])
+    assert any("131,072 tokens, divided by 2 GPUs" in reason for reason in told["reasons"])
+
+
+def test_a_state_in_main_memory_lets_one_gpu_train_4b() -> None:
+    """A GPU has gradients (4 bytes) and bfloat16 weights, several also have float32 weights."""
+    setup = asked(model=PRESETS["4B"]).setup
+    offloaded = replace(setup, offload=True)
+    parameters = PRESETS["4B"].parameters
+    assert [setup.state_bytes(count) / parameters for count in (1, 8)] == [16, 16]
+    assert [offloaded.state_bytes(count) / parameters for count in (1, 8)] == [4, 8]
+    found = suggest(asked(model=PRESETS["4B"], devices=2, route="snapshot_old", lags=(1,)))
+    costs = found.best.candidate.costs
+    assert costs.placement.trainers == 1 and costs.setup.offload
+    link = costs.setup.device.host_link * costs.setup.shares.link
+    on_device = replace(costs, setup=replace(costs.setup, offload=False))
+    assert costs.optimizer_s - on_device.optimizer_s == pytest.approx(24 * parameters / link)
+    told = as_json(found)
+    assert configure(parse(told["command"].split()[1:])).trainer.offload_optimizer
+    assert any("48.3 GB of float32 weights and moments" in each for each in told["reasons"])
+    assert "the optimizer's state in main memory" in told["suggestion"]
 
 
 def test_a_plan_says_why_devices_cannot_train_in_turns() -> None:

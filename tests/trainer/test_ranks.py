@@ -82,6 +82,10 @@ VARIANTS: Mapping[str, RunConfig] = {
     "stochastic": replace(
         SMALL, trainer=replace(BASE.trainer, dtype="bfloat16", rounding="stochastic")
     ),
+    "offload": replace(
+        SMALL, trainer=replace(BASE.trainer, dtype="bfloat16", offload_optimizer=True)
+    ),
+    "8-bit": replace(SMALL, trainer=replace(BASE.trainer, optimizer="AdamW8bit")),
     "lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
     "two steps a batch": replace(
         SMALL,
@@ -98,7 +102,7 @@ EXPERTS = 8
 
 VARIANTS_OF = {
     1: ("bfloat16",),
-    2: ("own", "bfloat16", "stochastic", "two steps a batch", "inline", "replay"),
+    2: ("own", "bfloat16", "stochastic", "offload", "two steps a batch", "inline", "replay"),
     3: ("plain", "lora"),
 }
 """The variants that run on this number of ranks."""
@@ -526,6 +530,8 @@ SAVED = {
     "float32": replace(BASE, audit=AuditConfig(share=1.0)),
     "bfloat16": replace(VARIANTS["bfloat16"], old_logps=OldLogpsConfig(route="ewma_prox")),
     "lora": VARIANTS["lora"],
+    "offload": VARIANTS["offload"],
+    "8-bit": VARIANTS["8-bit"],
 }
 
 

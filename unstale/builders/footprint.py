@@ -29,9 +29,9 @@ at a learning rate of 1e-6: most weights change in every step, in their lowest b
 """
 _WIDE = 4
 _GRADIENT = 4
-_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
-"""Number of values per weight that an optimizer keeps. Optimizers that are not listed keep two,
-like AdamW.
+_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1, "AdamW8bit": 0.5}
+"""Number of float32 values per weight that an optimizer keeps. Optimizers that are not listed keep
+two, like AdamW.
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED = 1.2
@@ -112,7 +112,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     Files that the run will remove are subtracted. The journal is not counted.
     """
     checkpoints = [_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
-    checkpoint = max(checkpoints, default=0)
+    checkpoint: float = max(checkpoints, default=0)
     if step == 0:  # the optimizer's moments are not in it yet
         checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
     versions = [_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]

@@ -186,6 +186,10 @@ SYNONYMS = {
     "bf16": "trainer.dtype",
     "fp16": "trainer.dtype",
     "torch_dtype": "trainer.dtype",
+    "optim_cpu_offload": "trainer.offload_optimizer",
+    "optimizer_offload": "trainer.offload_optimizer",
+    "fsdp_cpu_offload": "trainer.offload_optimizer; parameters stay on the GPU",
+    "param_offload": "; parameters stay on the GPU, trainer.offload_optimizer moves the rest",
     "peft_config": "trainer.lora_rank, trainer.lora_alpha",
     "lora_r": "trainer.lora_rank",
     "use_peft": "trainer.lora_rank",
@@ -219,6 +223,10 @@ VALUES = {
         ),
     },
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
+    "trainer.optimizer": {
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW8bit"),
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "AdamW"),
+    },
     "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
 }
 """Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""

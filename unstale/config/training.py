@@ -30,7 +30,13 @@ class TrainerConfig(Section):
     whole run. See docs/rounding.md.
     """
     optimizer: str = "AdamW"
-    """Name of an optimizer class in torch.optim."""
+    """Name of an optimizer class in torch.optim, or AdamW8bit, whose moments take 2 bytes for each
+    weight instead of 8. See docs/speed.md.
+    """
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and float32 weights that passes do not use, in main memory. A
+    step copies them to the GPU and back in parts. The result is the same. See docs/speed.md.
+    """
     lr: Positive = 3e-4
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -44,7 +44,7 @@ from unstale.durability.checkpoint_files import (
 )
 from unstale.durability.run_folder import flush_to_disk
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
-from unstale.model.sharding import is_sharded, local, part_of
+from unstale.model.sharding import is_sharded, local, part_of, zero_rows
 from unstale.weights.bits import words
 from unstale.weights.store import VersionStore
 
@@ -200,8 +200,8 @@ def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
     if of_optimizer := _OPTIMIZER.fullmatch(name):
         number = int(of_optimizer[1])
         like = list(layout.values())[number] if number < len(layout) else None
-    if like is not None and is_sharded(like) and list(like.shape) == size:
-        return torch.zeros_like(like, dtype=dtype)
+    if like is not None and is_sharded(like) and size[:1] == list(like.shape[:1]):
+        return zero_rows(like, *size[1:]).to(dtype)
     return torch.zeros(size, dtype=dtype)
 
 

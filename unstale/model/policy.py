@@ -350,7 +350,10 @@ class Policy:
         twin = copy.copy(self)
         if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
             return self.with_weights(
-                {name: host_copy(tensor) for name, tensor in self.weights().items()}
+                {
+                    name: sharding.host_copy(tensor, pinned=True)
+                    for name, tensor in self.weights().items()
+                }
             )
         if self._is_sharded:
             folder = Path(str(self.model.name_or_path))
@@ -503,7 +506,7 @@ class Policy:
             yield
             return
         live = self._live()
-        aside = {name: host_copy(tensor) for name, tensor in live.items()}
+        aside = {name: sharding.host_copy(tensor, pinned=True) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():
                 tensor.copy_(self._held[name])
@@ -799,9 +802,3 @@ def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     announce_layers(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in main memory, from which a GPU can copy directly."""
-    copied = tensor.detach().to("cpu", copy=True)
-    return copied.pin_memory() if tensor.is_cuda else copied

@@ -137,9 +137,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in main memory. It is divided among the ranks like the tensor."""
+def host_copy(tensor: Tensor, *, pinned: bool = False) -> Tensor:
+    """Return a copy of a tensor in main memory. It is divided among the ranks like the tensor.
+
+    A GPU can copy from it directly if it is `pinned`.
+    """
     copied = local(tensor).detach().to("cpu", copy=True)
+    if pinned and tensor.is_cuda:
+        copied = copied.pin_memory()
     if not isinstance(tensor, DTensor):
         return copied
     return DTensor(copied, tensor._spec, requires_grad=False)
@@ -168,6 +173,18 @@ def one_number(*, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return zero
     return distribute_tensor(zero, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def zero_rows(like: Tensor, *width: int) -> Tensor:
+    """Return float32 zeros `[rows of like, *width]`, divided among ranks as the rows of `like`."""
+    zeros = torch.zeros(len(local(like.detach())), *width, device=like.device)
+    if not isinstance(like, DTensor):
+        return zeros
+    shape = torch.Size([like.shape[0], *width])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def gather_whole(tensor: Tensor) -> Tensor:

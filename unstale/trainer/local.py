@@ -38,15 +38,15 @@ from unstale.trainer import bitwise
 from unstale.trainer.halves import GradientNoiseScale
 from unstale.trainer.loss import Loss
 from unstale.trainer.loss_scale import LossScale
-from unstale.trainer.masters import Masters
 from unstale.trainer.metrics import StepMetrics
-from unstale.trainer.optimizer import lr_factor, make_optimizer
+from unstale.trainer.optimizer import lr_factor
 from unstale.trainer.passes import pass_tokens
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
 from unstale.trainer.scoring import Audit, Scoring, select
 from unstale.trainer.stream import AddedParts
 from unstale.trainer.token_log import TokenLog
+from unstale.trainer.weight_update import WeightUpdate
 
 
 class LocalTrainer:
@@ -86,10 +86,11 @@ class LocalTrainer:
         policy.set_forward_options(ForwardOptions.of(config))
         self.steps = 0
         self._peers = policy.peers
-        self._masters = Masters(policy, config)
+        self._weights = WeightUpdate(policy, config)
+        self.optimizer = self._weights.optimizer
+        self._masters = self._weights.masters
         self._master = self._masters.tensors
         self._loss_scale = LossScale(policy.dtype)
-        self.optimizer = make_optimizer(self.config, list(self._master.values()))
         self._max_tokens = pass_tokens(policy, config, trains=True)
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
@@ -336,14 +337,11 @@ class LocalTrainer:
         """
         if is_skipped:
             self._metrics.skipped_steps += 1
-            self.optimizer.zero_grad(set_to_none=True)
+            self._weights.drop_gradients()
             return
-        self._masters.watch()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._masters.round(self.steps + 1)
+        moved = self._weights.apply(self.steps + 1)
         if self._masters.is_narrow:
-            self._metrics.add_moved(self._peers.sum(self._masters.moved()))
+            self._metrics.add_moved(self._peers.sum(moved))
 
     def _keep_whole(self) -> None:
         """Keep the data of all parts, because each may be the cause of a gradient that is not
@@ -406,35 +404,26 @@ class LocalTrainer:
 
     def state(self) -> Mapping[str, Any]:
         return {
-            "weights": {name: tensor.detach() for name, tensor in self._master.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "optimizer_name": self.config.optimizer,
+            **self._weights.state(),
             "steps": self.steps,
             "version": self.policy.version,
             "at_version": self.policy.weights_match_version,
             "jumps": self.policy.version_gaps,
             "base": self.policy.base,
-            "rounded_at": self._masters.rounded_at,
             "loss_scale": self._loss_scale.state(),
         }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint. The optimizer uses the checkpoint's tensors without a
-        copy.
+        """Load the state of a checkpoint. The optimizer may use its tensors without a copy.
 
         Raises ConfigError if the checkpoint's adapters were trained on another base model, and
         ValueError if the checkpoint is of another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
-        # torch loads the state of another optimizer without an error, and fails at the next step
-        used = state.get("optimizer_name", self.config.optimizer)
-        if used != self.config.optimizer:
-            raise ValueError(f"the optimizer was {used}, and trainer.optimizer is now another one")
-        self._masters.restore(state["weights"], state.get("rounded_at", 0))
+        self._weights.restore(state)
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
-        self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self.policy.version = state["version"]
         self.policy.weights_match_version = state["at_version"]

@@ -1,6 +1,6 @@
 """The float32 weights that the optimizer changes, and their rounded copies in the forward pass."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,16 @@ class Masters:
             for name, parameter in self._forward.items()
         }
         """The weights that the optimizer changes, by name."""
-        self._separate = [
+        self.separate = [
             name for name, each in self._forward.items() if each is not self.tensors[name]
         ]
+        """The names of weights that no forward pass uses."""
         total = sum(local(each.detach()).numel() for each in self.tensors.values())
         self._stride = max(1, total // SAMPLE)
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self.rounded_at = 0
         """The optimizer step after which the weights were last rounded."""
-        self.round(0)
+        self.round(0, self.tensors)
 
     @property
     def is_narrow(self) -> bool:
@@ -68,7 +69,7 @@ class Masters:
 
     def collect_gradients(self, scale: float = 1.0) -> None:
         """Add gradients of rounded weights, divided by `scale`, to those of the float32 weights."""
-        for name in self._separate:
+        for name in self.separate:
             master, parameter = self.tensors[name], self._forward[name]
             if parameter.grad is None:
                 continue
@@ -81,23 +82,24 @@ class Masters:
             parameter.grad = None
 
     @torch.no_grad()
-    def round(self, step: int) -> None:
-        """Round the float32 weights into the parameters. Optimizer step `step` has changed them.
+    def round(self, step: int, names: Collection[str]) -> None:
+        """Round the float32 weights `names` into the parameters, after optimizer step `step`.
 
         The weights before the first step (0) are rounded to nearest, as an engine rounds those that
         it reads from the checkpoint.
         """
         self.rounded_at = step
+        separate = [name for name in self.separate if name in names]
         if step and self._rounding != "nearest":
             draw = Draw(self._seed, step if self._rounding == "stochastic" else 0)
-            for name in self._separate:
+            for name in separate:
                 self._round_one(name, draw)
             return
-        whole = [name for name in self._separate if not is_sharded(self._forward[name])]
+        whole = [name for name in separate if not is_sharded(self._forward[name])]
         if whole:
             targets: list[Tensor] = [self._forward[name] for name in whole]
             torch._foreach_copy_(targets, [self.tensors[name] for name in whole])
-        for name in self._separate:
+        for name in separate:
             if is_sharded(self._forward[name]):
                 part = local(self.tensors[name].detach())
                 local(self._forward[name].detach()).copy_(part.to(self._dtype))
@@ -124,12 +126,12 @@ class Masters:
             target.copy_(rounded)
 
     @torch.no_grad()
-    def watch(self) -> None:
-        """Copy a sample of the weights before an optimizer step, for `moved`."""
+    def watch(self, names: Collection[str]) -> None:
+        """Copy a sample of the weights `names` before an optimizer step, for `moved`."""
         if self.is_narrow:
             self._before = {
                 name: (self._sample(self.tensors[name]), self._rounded_sample(name))
-                for name in self.tensors
+                for name in names
             }
 
     @torch.no_grad()
@@ -163,11 +165,13 @@ class Masters:
         return self._sample(self._forward[name]).to(self._dtype)
 
     @torch.no_grad()
-    def restore(self, weights: Mapping[str, Tensor], rounded_at: int) -> None:
-        """Load float32 weights, and round them as they were rounded after step `rounded_at`."""
-        for name, tensor in self.tensors.items():
-            tensor.copy_(weights[name])
-        self.round(rounded_at)
+    def restore(
+        self, weights: Mapping[str, Tensor], rounded_at: int, names: Collection[str]
+    ) -> None:
+        """Load the weights `names`, and round them as they were rounded after step `rounded_at`."""
+        for name in names:
+            self.tensors[name].copy_(weights[name])
+        self.round(rounded_at, names)
 
 
 def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
@@ -175,7 +179,8 @@ def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
     parameter, otherwise the parameter's value.
     """
     if own is not None and own.shape == parameter.shape:
-        precise = own.to(device=parameter.device, dtype=torch.float32)
+        # a copy, because the memory of a file cannot be freed for `trainer.offload_optimizer`
+        precise = own.to(device=parameter.device, dtype=torch.float32, copy=True)
         if torch.equal(precise.to(parameter.dtype), parameter):
             return precise
     return parameter.float()

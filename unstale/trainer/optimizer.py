@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unstale.config import ConfigError, TrainerConfig, nearest
+from unstale.config import ConfigError, TrainerConfig
+from unstale.config.names import value_hint
 from unstale.model.sharding import one_number
+from unstale.trainer.adamw8bit import AdamW8bit
 
 
 def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Create the optimizer that `trainer.optimizer` names: any class of torch.optim except LBFGS.
+    """Create the optimizer that `trainer.optimizer` names.
+
+    It is a class of torch.optim except LBFGS, or `AdamW8bit`.
 
     Raises ConfigError for an unknown name, and for options that the class does not take.
     """
@@ -46,10 +50,11 @@ def _optimizer_class(name: str) -> Any:
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
     }
+    classes[AdamW8bit.__name__] = AdamW8bit
     if name not in classes:
         raise ConfigError(
-            f"trainer.optimizer must be a class of torch.optim, got {name!r}"
-            f"{nearest(name, sorted(classes))}"
+            f"trainer.optimizer must be a class of torch.optim or AdamW8bit, got {name!r}"
+            f"{value_hint('trainer.optimizer', name, sorted(classes))}"
         )
     if name == "LBFGS":
         raise ConfigError(

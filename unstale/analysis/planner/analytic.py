@@ -22,6 +22,10 @@ from unstale.weights.delta_sizes import WORD
 
 STATE_BYTES = 16
 """Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
+OFFLOADED_BYTES = 12
+"""Bytes per trained parameter in main memory with `trainer.offload_optimizer`: float32 weight 4,
+two moments 8. Several devices also keep their parts in float32, rounded for the passes.
+"""
 CHECKPOINT_BYTES = 14
 """Bytes of main memory per trained parameter while a checkpoint is written, for the copy that it is
 written from: float32 weight 4, two moments 8, bfloat16 weight 2.
@@ -86,6 +90,8 @@ class TrainingSetup:
     rounding: str = "stochastic"
     """The option `trainer.rounding`, on which the size of deltas depends. It is that of `llm`."""
     gradient_checkpointing: bool = False
+    offload: bool = False
+    """True with `trainer.offload_optimizer`."""
     context: int = 1
     """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
     microbatch: int = PASS_TOKENS
@@ -136,16 +142,24 @@ class TrainingSetup:
         return sharded / devices + self.computed_bytes(devices) + activations
 
     def sharded_bytes(self, route: RouteCost, devices: int = 1) -> float:
-        """Return the bytes that are divided among the trainer's devices, on all of them.
+        """Return the bytes that are divided among the trainer's devices, on all of them."""
+        share = self.trained / self.model.parameters
+        frozen = self.model.copy_bytes if self.lora_rank and self.is_sharded(devices) else 0.0
+        of_route = share * self._padding(devices) * route.device_bytes(self.model)
+        return self.state_bytes(devices) + of_route + frozen
 
-        Several devices divide the experts of a layer, and are padded to as many each.
-        """
-        if self.lora_rank:  # the frozen weights are divided, too
-            share = self.trained / self.model.parameters
-            frozen = self.model.copy_bytes * self.is_sharded(devices)
-            return STATE_BYTES * self.trained + share * route.device_bytes(self.model) + frozen
-        padding = self.model.padding(devices) if self.is_sharded(devices) else 1.0
-        return padding * (STATE_BYTES * self.model.parameters + route.device_bytes(self.model))
+    def state_bytes(self, devices: int) -> float:
+        """Return the bytes of trained weights, gradients and moments on all training devices."""
+        each = STATE_BYTES
+        if self.offload:
+            each -= OFFLOADED_BYTES - 4 * self.is_sharded(devices)
+        return self._padding(devices) * each * self.trained
+
+    def _padding(self, devices: int) -> float:
+        """Return the factor by which trained weights grow, because devices hold as many experts."""
+        if self.lora_rank or not self.is_sharded(devices):
+            return 1.0
+        return self.model.padding(devices)
 
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
@@ -655,8 +669,13 @@ class AnalyticCosts:
 
     @property
     def optimizer_s(self) -> float:
-        moved = _STEPPED_BYTES * self.setup.trained
-        return moved / (self.placement.trainers * self.setup.bandwidth)
+        """Seconds of an optimizer step, with the copies from and to main memory."""
+        setup, trainers = self.setup, self.placement.trainers
+        stepped_s = _STEPPED_BYTES * setup.trained / (trainers * setup.bandwidth)
+        if not setup.offload:
+            return stepped_s
+        link = setup.device.host_link * setup.shares.link
+        return stepped_s + 2 * OFFLOADED_BYTES * setup.trained / (trainers * link)
 
     def _all_reduce_s(self, tokens: int) -> float:
         """Return the seconds of the two all-reduces per layer that tensor parallelism needs.

@@ -15,7 +15,6 @@ from unstale.analysis.planner.analytic import (
     ENGINE_SIZES,
     MIN_EPISODES,
     PASS_TOKENS,
-    STATE_BYTES,
     AnalyticCosts,
     Placement,
     TrainingSetup,
@@ -270,16 +269,21 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield a candidate for every division of the devices that fits.
 
-    Each is tried with and without gradient checkpointing. Several devices divide a microbatch only
-    if the division does not fit otherwise.
+    Each is tried with and without gradient checkpointing. Several devices divide a microbatch, and
+    the optimizer's state is in main memory, only if the division does not fit otherwise.
     """
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
     live = schedule.staleness_bound + 1
     route = route_cost(name)
-    least: dict[Placement, int] = {}
-    """The smallest `context` with which a division fits."""
-    for context, checkpointing in product(request.setup.context_sizes, (False, True)):
-        setup = replace(request.setup, gradient_checkpointing=checkpointing, context=context)
+    least: dict[Placement, tuple[bool, int]] = {}
+    """The first `offload` and `context` with which a division fits."""
+    choices = product((False, True), request.setup.context_sizes, (False, True))
+    for offload, context, checkpointing in choices:
+        if offload and request.setup.device.is_core:  # a core's memory is main memory
+            continue
+        setup = replace(
+            request.setup, gradient_checkpointing=checkpointing, context=context, offload=offload
+        )
         if colocated or request.devices == 1:
             places = colocated_placements(setup, route, devices=request.devices)
         else:
@@ -287,7 +291,7 @@ def candidates(
                 setup, route, devices=request.devices, max_staleness=schedule.max_staleness
             )
         for placement in places:
-            if least.setdefault(placement, context) < context:
+            if least.setdefault(placement, (offload, context)) < (offload, context):
                 continue
             costs = AnalyticCosts(
                 setup=_with_passes(setup, placement, route),
@@ -326,6 +330,7 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     trainers, setup = _fewest_trainers(request.setup, route)
     unsharded = setup.activation_bytes + setup.computed_bytes(2)
     sharded = setup.sharded_bytes(route, 2)
+    each = setup.state_bytes(2) / setup.trained
     divided = f" (with cluster.context {setup.context})" if setup.context > 1 else ""
     scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
     if not trainers or (scorers and setup.scorer_bytes(scorers) > setup.memory):
@@ -337,7 +342,7 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     return (
         f"{setup.model.name} with episodes of {setup.episodes.longest:,.0f} tokens does not fit "
         f"{setup.device.number(request.devices)} with {setup.memory / gb:.0f} GB each. Training "
-        f"takes {sharded / gb:.0f} GB ({STATE_BYTES} bytes a parameter, and the route's) and on "
+        f"takes {sharded / gb:.0f} GB ({each:.0f} bytes a parameter, and the route's) and on "
         f"each {setup.device.unit} {unsharded / gb:.0f} GB for activations and gathered "
         f"layers{divided}, an engine "
         f"{setup.model.copy_bytes / gb:.0f} GB for weights, and memory for {MIN_EPISODES} "
@@ -361,7 +366,8 @@ def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, Train
     The number is 0 if none up to `MAX_TRAINERS` fits.
     """
     setups = [
-        replace(setup, gradient_checkpointing=True, context=context)
+        replace(setup, gradient_checkpointing=True, context=context, offload=offload)
+        for offload in (False, True)[: 1 if setup.device.is_core else None]
         for context in setup.context_sizes
     ]
     for trainers in range(1, MAX_TRAINERS + 1):
@@ -414,7 +420,9 @@ def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | N
 
 def why_not_synchronous(request: PlanRequest) -> str:
     """Return the reason why `synchronous` finds no candidate."""
-    setup = replace(request.setup, gradient_checkpointing=True)
+    setup = replace(
+        request.setup, gradient_checkpointing=True, offload=not request.setup.device.is_core
+    )
     route = route_cost(SYNCHRONOUS_ROUTE)
     sizes = [
         str(size)

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from unstale.analysis.planner.analytic import STATE_BYTES, AnalyticCosts
+from unstale.analysis.planner.analytic import OFFLOADED_BYTES, AnalyticCosts
 from unstale.analysis.planner.candidates import Candidate, why_not_synchronous
 from unstale.analysis.planner.route_costs import route_cost
 from unstale.analysis.planner.suggest import (
@@ -82,6 +82,8 @@ def describe(rated: SimulatedCandidate) -> str:
     checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
     if setup.context > 1:
         checkpointing += f"; {setup.context} GPUs divide each pass"
+    if setup.offload:
+        checkpointing += "; the optimizer's state in main memory"
     names = candidate.request.techniques.names
     techniques = f"; techniques {names}" if names else ""
     return (
@@ -177,13 +179,23 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
             f"{setup.scorer_bytes(scorers) / _GB:.3g} GB with gathered layers and the activations "
             "of a layer"
         )
+    if setup.offload:
+        offloaded = OFFLOADED_BYTES * setup.model.parameters / devices
+        yield (
+            f"With trainer.offload_optimizer, {offloaded / _GB:.3g} GB of float32 weights and "
+            "moments for each training GPU are in main memory. An optimizer step takes "
+            f"{costs.optimizer_s:.3g} s"
+        )
     if not setup.is_sharded(devices):
         return
-    state = STATE_BYTES * setup.trained * setup.model.padding(devices) / devices
+    state = setup.state_bytes(devices) / devices
+    kinds = "float32 weights and gradients"
+    if not setup.offload:
+        kinds = "float32 weights, gradients and moments"
     route = costs.route.device_bytes(setup.model) / devices
     divided = f", divided by {setup.context} GPUs" if setup.context > 1 else ""
     yield (
-        f"A training GPU holds {state / _GB:.3g} GB of float32 weights, gradients and moments, "
+        f"A training GPU holds {state / _GB:.3g} GB of {kinds}, "
         f"{setup.computed_bytes(devices) / _GB:.3g} GB of gathered layers, "
         f"{setup.activation_bytes / _GB:.3g} GB of activations (a pass of "
         f"{setup.pass_tokens:,} tokens{divided}) and {route / _GB:.3g} GB for the route"
@@ -256,6 +268,8 @@ def command(candidate: Candidate) -> str:
         options["trainer.max_tokens_per_scoring_pass"] = setup.scoring_pass
     if setup.lora_rank:
         options["trainer.lora_rank"] = setup.lora_rank
+    if setup.offload:
+        options["trainer.offload_optimizer"] = "true"
     placement = candidate.placement
     if setup.device.is_core:  # all engines are processes of the run, which share max_running
         options["engine.max_running"] = placement.engines * candidate.max_running

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms import proximal
-from unstale.model.policy import host_copy
+from unstale.model.sharding import host_copy
 
 
 class Average:
@@ -48,7 +48,9 @@ class Average:
         self.weight = 1.0
         self.age = 0.0
         if self._in_main_memory:
-            self.tensors = {name: host_copy(_wide(tensor)) for name, tensor in theta.items()}
+            self.tensors = {
+                name: host_copy(_wide(tensor), pinned=True) for name, tensor in theta.items()
+            }
         else:
             self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}
 

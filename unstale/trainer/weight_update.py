@@ -1,0 +1,156 @@
+"""The optimizer and its float32 weights, which may be in main memory while no step changes them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unstale.config import RunConfig
+from unstale.model.policy import Policy
+from unstale.trainer.masters import Masters
+from unstale.trainer.offload import MainMemory
+from unstale.trainer.optimizer import make_optimizer
+
+PART = 1 << 26
+"""Number of weights that a step changes at a time, if they are otherwise in main memory. A larger
+tensor is changed alone.
+"""
+
+
+class WeightUpdate:
+    """Changes the weights of a policy by their gradients.
+
+    With `trainer.offload_optimizer`, the optimizer's state and float32 weights that passes do not
+    use are on the device only while a part of a step changes them. The result is the same, bit for
+    bit: no optimizer of torch computes with two weights at a time.
+    """
+
+    def __init__(self, policy: Policy, config: RunConfig) -> None:
+        self.masters = Masters(policy, config)
+        self._name = config.trainer.optimizer
+        self._weights = self.masters.tensors
+        self.optimizer = make_optimizer(config.trainer, list(self._weights.values()))
+        self._memory = MainMemory()
+        self._parts: list[list[str]] = [list(self._weights)]
+        self._offloads = config.trainer.offload_optimizer
+        if self._offloads:
+            self._parts = parts_of(self._weights, PART)
+            self._put_away(self._weights)
+
+    def apply(self, step: int) -> Tensor:
+        """Take optimizer step `step`, and round the weights into the policy. Free the gradients.
+
+        Return the sums of `Masters.moved`.
+        """
+        gradients = {name: weight.grad for name, weight in self._weights.items()}
+        self.drop_gradients()
+        moved = torch.zeros(3, dtype=torch.float64)
+        for names in self._parts:
+            with self._on_device(names):
+                for name in names:  # an optimizer leaves out weights without a gradient
+                    self._weights[name].grad = gradients.pop(name)
+                self.masters.watch(names)
+                self.optimizer.step()
+                self.drop_gradients()
+                self.masters.round(step, names)
+                moved += self.masters.moved()
+        return moved
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the weights and the optimizer's state, where they are."""
+        read = self._memory.numbers
+        optimizer = self.optimizer.state_dict()
+        optimizer["state"] = {
+            number: {key: read(value) for key, value in values.items()}
+            for number, values in optimizer["state"].items()
+        }
+        return {
+            "weights": {name: read(weight.detach()) for name, weight in self._weights.items()},
+            "optimizer": optimizer,
+            "optimizer_name": self._name,
+            "rounded_at": self.masters.rounded_at,
+        }
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Load a state. The optimizer uses its tensors without a copy, unless they are offloaded.
+
+        Raises ValueError if it is of another optimizer.
+        """
+        # torch loads the state of another optimizer without an error, and fails at the next step
+        used = state.get("optimizer_name", self._name)
+        if used != self._name:
+            raise ValueError(f"the optimizer was {used}, and trainer.optimizer is now another one")
+        for names in self._parts:
+            with self._on_device(names):
+                self.masters.restore(state["weights"], state.get("rounded_at", 0), names)
+        if self._offloads:
+            for values in self.optimizer.state.values():
+                for value in filter(_is_offloaded, values.values()):
+                    self._memory.forget(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self._offloads:
+            self._put_away_copies()
+
+    @contextmanager
+    def _on_device(self, names: Collection[str]) -> Iterator[None]:
+        if not self._offloads:
+            yield
+            return
+        for name in names:
+            for tensor in self._offloaded(name):
+                self._memory.bring(tensor)
+        yield
+        self._put_away(names)
+
+    def _put_away_copies(self) -> None:
+        """Copy the optimizer's state, which others may read, and move the copies to main memory."""
+        for values in self.optimizer.state.values():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = value.clone()
+                    if _is_offloaded(values[key]):
+                        self._memory.put(values[key])
+        self._memory.wait()
+
+    def _put_away(self, names: Collection[str]) -> None:
+        for name in names:
+            for tensor in self._offloaded(name):
+                self._memory.put(tensor)
+        self._memory.wait()
+
+    def _offloaded(self, name: str) -> Iterator[Tensor]:
+        """Yield the tensors of a weight that are in main memory between steps."""
+        weight = self._weights[name]
+        if name in self.masters.separate:
+            yield weight.detach()
+        yield from filter(_is_offloaded, self.optimizer.state.get(weight, {}).values())
+
+
+def _is_offloaded(value: Any) -> bool:
+    """Return True for a value of an optimizer's state that grows with the weight."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def parts_of(weights: Mapping[str, Tensor], size: int) -> list[list[str]]:
+    """Return the names of the weights that each part of an optimizer step changes.
+
+    Every rank has the same parts, because they follow from the sizes of whole weights.
+
+    >>> parts_of({"a": torch.empty(3), "b": torch.empty(2), "c": torch.empty(9)}, size=5)
+    [['a', 'b'], ['c']]
+    """
+    parts: list[list[str]] = []
+    room = 0
+    for name, weight in weights.items():
+        if not parts or weight.numel() > room:
+            parts.append([])
+            room = size
+        parts[-1].append(name)
+        room -= weight.numel()
+    return parts
