@@ -135,7 +135,8 @@ class RunComponents:
     log: RunRecorder
     trainer_thread: WorkerThread
     io_thread: WorkerThread
-    """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
+    """Thread that writes versions and checkpoints. The threads of asyncio may all be occupied by
+    environments.
     """
     freed_memory: FreedMemory = field(default_factory=FreedMemory)
 
@@ -432,7 +433,8 @@ class Publication:
 
     It is an asyncio task that starts in the constructor and runs while the next batch is prepared:
 
-        prepare  in the trainer's thread: write the version to disk, copy the data of a checkpoint
+        begin    in the trainer's thread: note the weights, copy the data of a checkpoint
+        finish   in another thread: compress the version, and write it to disk
         stage    engines decode and check the weights while they generate
         load     interrupt generation, load the weights into all engines, resume generation
         then     notify route and auditor, free the batch's tickets, write checkpoint and metrics
@@ -526,6 +528,7 @@ class Publication:
         began = time.monotonic()
         with run.log.span("publish", f"version {version}"):
             snapshot, trainer_s = await run.trainer_thread.run(self._prepare, run.pending.versions)
+            await run.io_thread.run(run.publisher.finish)
             await run.journal.publishing(version)
             await run.publisher.stage()
             staged = time.monotonic()
@@ -539,7 +542,7 @@ class Publication:
         }
 
     def _prepare(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
-        """Write the weights and copy a checkpoint's data, before the next batch is trained on.
+        """Begin the publication and copy a checkpoint's data, before the next batch is trained on.
 
         Return the data of a checkpoint (None if no checkpoint is due), and the seconds this took.
         `live` are the versions whose tokens are still to be trained on.
@@ -548,7 +551,7 @@ class Publication:
         began = time.monotonic()
         run.freed_memory.trim(now=self._checkpoint_due)  # of gradients and activations
         # Before the snapshot: the version store's copy is then equal to the weights it saves.
-        run.publisher.prepare(run.trainer, live)
+        run.publisher.begin(run.trainer, live)
         snapshot = None
         if self._checkpoint_due:
             snapshot = run.checkpoints.snapshot(self._progress, run.trainer)

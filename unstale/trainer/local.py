@@ -328,6 +328,7 @@ class LocalTrainer:
             self._metrics.skipped_steps += 1
             self.optimizer.zero_grad(set_to_none=True)
             return
+        self.policy.reclaim_weights()
         self._masters.watch()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -418,6 +419,7 @@ class LocalTrainer:
         used = state.get("optimizer_name", self.config.optimizer)
         if used != self.config.optimizer:
             raise ValueError(f"the optimizer was {used}, and trainer.optimizer is now another one")
+        self.policy.reclaim_weights()
         self._masters.restore(state["weights"], state.get("rounded_at", 0))
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])

@@ -163,7 +163,10 @@ class Masters:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], rounded_at: int) -> None:
-        """Load float32 weights, and round them as they were rounded after step `rounded_at`."""
+        """Load float32 weights, and round them as they were rounded after step `rounded_at`.
+
+        No other thread may read the weights of the policy.
+        """
         for name, tensor in self.tensors.items():
             tensor.copy_(weights[name])
         self.round(rounded_at)
