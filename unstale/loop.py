@@ -240,7 +240,9 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     batch, described = await build_batch(run, groups, step)
     learnt = await learn(run, batch, groups, step, publication)
     commit(run, batch, groups, step)
-    return Progress(step, {**metrics, **described, **learnt, **measure_sampling(run)})
+    row = {**metrics, **described, **learnt, **measure_sampling(run)}
+    row["old_logps/wait_s"] = metrics["old_logps/wait_s"] + learnt["old_logps/wait_s"]
+    return Progress(step, row)
 
 
 def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int) -> None:
@@ -325,16 +327,21 @@ async def wait_for_batch(
         await publication.finished()  # frees the tickets that this step's groups need
     groups: list[Group] = []
     part: Sequence[Group] = ()
-    wait_s = 0.0
-    while missing := run.config.schedule.groups_per_step - len(groups):
+    wait_s = scoring_s = 0.0
+    while len(groups) < run.config.schedule.groups_per_step:
         await add_gradient(run, part, step, publication)
         began = time.monotonic()
         run.log.phase("", detail=partial(activity, run.rollout.wait_times))
         with run.log.span("wait", f"for the groups of step {step}"):
-            part = await take_groups(run, missing)
-        wait_s += time.monotonic() - began
+            part, late_s = await take_groups(run, groups, publication)
+        wait_s += time.monotonic() - began - late_s
+        scoring_s += late_s
         groups += part
-    metrics = {"version": run.trainer.version, "schedule/wait_for_batch_s": wait_s}
+    metrics = {
+        "version": run.trainer.version,
+        "schedule/wait_for_batch_s": wait_s,
+        "old_logps/wait_s": scoring_s,
+    }
     ordered = require_finished(sorted(groups, key=lambda group: group.number))
     return ordered, {**metrics, **run.queue.metrics()}
 
@@ -363,21 +370,54 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
         await publication.scorers_notified.wait()
 
 
-async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
-    """Wait for the `missing` groups of the next batch. With `trainer.stream`, wait for some of
-    them.
+async def take_groups(
+    run: RunComponents, groups: Sequence[Group], publication: "Publication"
+) -> tuple[Sequence[Group], float]:
+    """Wait for the other groups of the next batch, which has `groups`. With `trainer.stream`, wait
+    for some of them.
 
-    Some old-logit routes compute log-probabilities of finished tokens during the wait.
+    Some old-logit routes compute log-probabilities during the wait. Return the groups, and the
+    seconds for which these computations continued when the groups had arrived.
     """
+    missing = run.config.schedule.groups_per_step - len(groups)
     take = partial(run.queue.take_part, missing) if run.config.trainer.stream else run.queue.take
+    arrived = math.inf
+
+    def end_wait(_: object) -> None:
+        nonlocal arrived
+        arrived = time.monotonic()
+        run.pending.changed.set()
+
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(take())
-        taking.add_done_callback(lambda _: run.pending.ended.set())
-        while run.old_logps.needs.idle and not taking.done():
-            run.pending.ended.clear()
-            if not await run.trainer_thread.run(run.old_logps.score_while_idle):
-                await run.pending.ended.wait()
-    return taking.result()
+        taking.add_done_callback(end_wait)
+        if run.old_logps.needs.idle:
+            await score_while_waiting(run, groups, publication, taking)
+    return taking.result(), max(0.0, time.monotonic() - arrived)
+
+
+async def score_while_waiting(
+    run: RunComponents,
+    groups: Sequence[Group],
+    publication: "Publication",
+    taking: asyncio.Task[Any],
+) -> None:
+    """Let the route score until `taking` is done, one forward pass after another.
+
+    It begins when all engines have the new version: the trainer's thread publishes it first, and
+    the pieces of earlier versions are complete. `groups` are in the batch already.
+    """
+    is_told = False
+    while not taking.done():
+        run.pending.changed.clear()
+        if publication.scorers_notified.is_set():
+            if run.old_logps.needs.snapshots and not is_told:
+                is_told = True
+                past = run.pending.before(run.trainer.version, excluding=episodes_of(groups))
+                run.old_logps.on_wait(past)
+            if await run.trainer_thread.run(run.old_logps.score_while_idle):
+                continue
+        await run.pending.changed.wait()
 
 
 async def learn(
@@ -389,30 +429,34 @@ async def learn(
 ) -> Mapping[str, Any]:
     """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
-    Some old-logit routes score tokens of the current version before its weights change. For these
-    (`needs.idle`, `needs.closing`), `before_update` is called before the first step. For those that
-    must score all tokens (`needs.closing`), generation is paused before.
+    Some old-logit routes score tokens of the current version before its weights change
+    (`needs.scores_before_update`): before the first step. For those that must score all tokens
+    (`needs.closing`), generation is paused before.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
     await until_scorable(run, batch, publication)
+    scoring_s = 0.0
     with run.log.span("old_logps", f"step {step}"):
         minibatches = await run.trainer_thread.run(trainer.prepare, batch)
     for number, minibatch in enumerate(minibatches):
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.backward, minibatch)
         await publication.finished()
-        if number == 0 and (needs.closing or needs.idle):
+        if number == 0 and needs.scores_before_update:
+            began = time.monotonic()
             if needs.closing:
                 await run.engine.interrupt()
             unscored = run.pending.of_version(trainer.version, excluding=episodes_of(groups))
             with run.log.span("old_logps", f"step {step}"):
                 await run.trainer_thread.run(run.old_logps.before_update, unscored)
+            scoring_s += time.monotonic() - began
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.step)
     points = [*trainer.scatter_sample(), *run.auditor.scatter_sample()]
     run.log.trained(step, points=points, events=run.old_logps.events())
-    return trainer.metrics()
+    metrics = trainer.metrics()
+    return {**metrics, "old_logps/wait_s": scoring_s + metrics["old_logps/prepare_s"]}
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:
@@ -567,6 +611,7 @@ class Publication:
         await self._run.trainer_thread.run(self._run.old_logps.on_published, live)
         await self._run.trainer_thread.run(self._run.auditor.on_published, live)
         self.scorers_notified.set()
+        self._run.pending.changed.set()
 
 
 async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:

@@ -364,6 +364,7 @@ class LocalTrainer:
         """Return the metrics of the last batch, and the CPU seconds since the last call."""
         costs = self._total_costs()
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
+        costs["forward_per_token"] = costs["forward_tokens"] / max(1, self._metrics.fresh_tokens)
         cpu_s = time.process_time()
         metrics = {
             **self._metrics.metrics(),
