@@ -9,7 +9,7 @@ arrived. So the route `eager` gets all tokens of a version in time.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -291,16 +291,28 @@ class Replay:
         with spent.clock():
             old.before_publish()
             old.on_published(live | {version})
+            if old.needs.idle and old.needs.snapshots:
+                old.on_wait(self._waiting(live - {version}, later))
             for piece in self.pieces.get(version, ()):
                 old.on_piece(piece)
             while old.score_while_idle():
                 pass
 
+    def _waiting(self, versions: Collection[int], later: Sequence[Batch]) -> list[PendingPiece]:
+        """Return the pieces of some versions in the batches that are still to be scored."""
+        episodes = {episode for batch in later for episode in batch.episodes}
+        return [
+            piece
+            for version in versions
+            for piece in self.pieces.get(version, ())
+            if piece.episode in episodes
+        ]
+
     def _ask(self, old: OldLogps, truth: Truth, spent: Spent) -> tuple[Tensor, Tensor]:
         reads = old.needs.now or old.needs.inline
         with spent.clock():
             answer = old.logps(truth.batch, truth.logp if reads else torch.empty(0))
-            if old.needs.closing or old.needs.idle:
+            if old.needs.scores_before_update:
                 passed = frozenset(truth.batch.episodes)
                 held = self.pieces.get(truth.version, [])
                 old.before_update([piece for piece in held if piece.episode not in passed])

@@ -53,8 +53,8 @@ class Needs:
     change.
     """
     idle: bool = False
-    """True if `score_while_idle` must be called while the trainer waits for episodes, and
-    `before_update` before the weights of a version change.
+    """True if `score_while_idle` must be called while the trainer waits for episodes. Unless
+    `snapshots` is set, `before_update` is then called before the weights of a version change.
     """
     whole_batch: bool = False
     """True if `logps` must be called with the whole batch, not with some groups of it."""
@@ -63,6 +63,11 @@ class Needs:
     forwards: Forwards = "none"
     """Forward passes per batch that a route needs: none, one, or one for each version in the batch.
     """
+
+    @property
+    def scores_before_update(self) -> bool:
+        """True if `before_update` must be called, because the weights are not kept."""
+        return self.closing or (self.idle and not self.snapshots)
 
     def placed(self, placement: str) -> "Needs":
         """Return the needs of a route with a second model, for its option `placement`."""

@@ -92,6 +92,8 @@ class Policy:
         """Weights in main memory that are copied into the model only during `score`. None if the
         model has this policy's weights.
         """
+        self._readers: list[Callable[[], None]] = []
+        """Functions that wait for other threads, which read the weights. See `lend_weights`."""
         self._version = 0
         self.weights_match_version = True
         self.version_gaps: VersionGaps = ()
@@ -348,6 +350,7 @@ class Policy:
         weights.
         """
         twin = copy.copy(self)
+        twin._readers = []
         if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
             return self.with_weights(
                 {
@@ -382,6 +385,7 @@ class Policy:
         """
         other = copy.copy(self)
         other._held = weights
+        other._readers = []
         return other
 
     def weights(self) -> dict[str, Tensor]:
@@ -473,7 +477,24 @@ class Policy:
         self._write(weights)
         self.weights_match_version = False
 
+    def lend_weights(self, wait: Callable[[], None]) -> None:
+        """Allow another thread to read the weights, until they change the next time.
+
+        Before that, `wait` is called. It returns when the thread does not read them any more.
+        """
+        if wait not in self._readers:
+            self._readers.append(wait)
+
+    def reclaim_weights(self) -> None:
+        """Wait until no other thread reads the weights. Call it before you change them.
+
+        Raises the error of that thread.
+        """
+        while self._readers:
+            self._readers.pop()()
+
     def _write(self, weights: Mapping[str, Tensor]) -> None:
+        self.reclaim_weights()
         self._folder = None
         live = self._live() if self._held is None else self._held
         for name, tensor in live.items():

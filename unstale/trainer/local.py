@@ -339,6 +339,7 @@ class LocalTrainer:
             self._metrics.skipped_steps += 1
             self._weights.drop_gradients()
             return
+        self.policy.reclaim_weights()
         moved = self._weights.apply(self.steps + 1)
         if self._masters.is_narrow:
             self._metrics.add_moved(self._peers.sum(moved))
@@ -374,6 +375,7 @@ class LocalTrainer:
         """Return the metrics of the last batch, and the CPU seconds since the last call."""
         costs = self._total_costs()
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
+        costs["forward_per_token"] = costs["forward_tokens"] / max(1, self._metrics.fresh_tokens)
         cpu_s = time.process_time()
         metrics = {
             **self._metrics.metrics(),
@@ -421,6 +423,7 @@ class LocalTrainer:
         ValueError if the checkpoint is of another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
+        self.policy.reclaim_weights()
         self._weights.restore(state)
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])

@@ -285,10 +285,12 @@ class SimulatedPublisher:
         self._trainer = trainer
         self._due = False
 
-    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         self._due = source.version % self._trainer.every == 0
         if source.version and self._due:
             self._trainer.owed["publish"] += self._costs.publish_s()
+
+    def finish(self) -> None: ...
 
     async def stage(self) -> None:
         if self._due and self._engines.version >= 0:  # the first is loaded before the run
