@@ -167,6 +167,8 @@ REFUSED = [
         "D is identically 1, token_veto_threshold can never act",
     ),
     ("--old_logps.route current_recompute --objective.loss_type sapo", "sapo can never act"),
+    ("--old_logps.route current_recompute --objective.loss_type dppo", "dppo can never act"),
+    ("--objective.loss_type dppo --objective.unit turn", "dppo cannot take S as the geometric"),
     ("--old_logps.route current_recompute --objective.loss_type dro", "dro can never act"),
     (
         "--old_logps.route interp_prox_loglinear --correction.normalize true",
@@ -648,6 +650,8 @@ def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
         ("--objective.loss_type kl_penalty", "S is pulled back, not cut"),
         ("--objective.loss_type cispo", "nothing"),
         ("--objective.loss_type sapo", "nothing"),
+        ("--objective.loss_type dppo", "S from above where A < 0"),
+        ("--objective.loss_type dppo --objective.ratio_cap 20", "nothing"),
         ("--objective.loss_type dro", "S is pulled back, not cut"),
         ("--objective.ratio_cap 3", "nothing"),
         ("--objective.ratio_cap 3 --correction.mode mask", "S from above where A < 0"),

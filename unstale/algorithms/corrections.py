@@ -32,6 +32,11 @@ LOG_LIMIT = 20.0
 useful limit.
 """
 
+PROBABILITY_FLOOR = 1e-6
+"""Smallest probability in a binary KL, of the token and of all others. Without it, the float32
+rounding of a certain token to probability 1 would be an infinite divergence.
+"""
+
 
 class NonFinite(ValueError):
     """Error: a value of a token that the policy sampled is NaN or infinite."""
@@ -205,6 +210,20 @@ def log_staleness(
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return `exp(log_ratio)`, with `log_ratio` limited to +-20 (`LOG_LIMIT`)."""
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
+
+
+def binary_kl(
+    logp: Float[Tensor, "*shape"], other_logp: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return KL(p, q) in nats between the distributions of {the token, any other token}.
+
+    p is the probability of the token by `logp`, q that by `other_logp`: the KL is p log(p / q) + (1
+    - p) log((1 - p) / (1 - q)). p, q, 1 - p and 1 - q are at least `PROBABILITY_FLOOR`.
+    """
+    both = [widen(each) for each in (logp, other_logp)]
+    p, q = (each.exp().clamp(min=PROBABILITY_FLOOR) for each in both)
+    rest, other_rest = ((-each.expm1()).clamp(min=PROBABILITY_FLOOR) for each in both)
+    return p * (p / q).log() + rest * (rest / other_rest).log()
 
 
 @dataclass(frozen=True, slots=True)

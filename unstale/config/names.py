@@ -161,6 +161,11 @@ SYNONYMS = {
     "objective.loss_aggregation constant, objective.constant N and advantage.estimator dr_grpo",
     "loss_agg_mode": "objective.loss_aggregation",
     "loss_mode": "objective.loss_type",
+    "dppo_mask_low": "objective.divergence_low",
+    "dppo_mask_high": "objective.divergence_high",
+    "dppo_type": "objective.divergence",
+    "delta_low": "objective.divergence_low",
+    "delta_high": "objective.divergence_high",
     "mask_truncated_completions": "techniques; its value `truncated` does this",
     "vllm_importance_sampling_cap": "correction.high",
     "vllm_importance_sampling_clip_max": "correction.high",
@@ -194,7 +199,10 @@ about most of them.
 
 VALUES = {
     "objective.loss_type": {
-        **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
+        **dict.fromkeys(("ppo", "vanilla"), "ppo_clip"),
+        "default": "dppo; with objective.kl_tau = 1e-3",
+        "dppo_tv": "dppo",
+        "dppo_kl": "dppo; with objective.divergence = kl",
         **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
         "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo, objective.loss_aggregation = "
@@ -210,6 +218,7 @@ VALUES = {
         ),
     },
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
+    "objective.divergence": {"binary_tv": "tv", "binary_kl": "kl"},
     "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
 }
 """Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""

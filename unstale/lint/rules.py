@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from unstale.config import RunConfig
+from unstale.config.algorithm import Aggregate, Unit
 from unstale.config.objectives import over
 from unstale.config.routes import age_of_average, live_versions
 from unstale.config.techniques import chosen
@@ -174,13 +175,18 @@ def _idle_reset(config: RunConfig) -> Finding | None:
 
 def _other_unit(config: RunConfig) -> Finding | None:
     rule = config.objective
-    means = rule.unit in ("token", "sequence") and rule.aggregate == "mean"
-    if not rule.per_sequence or means:
+    given = (rule.unit, rule.aggregate)
+    if rule.ratio is None or given in (("token", "mean"), rule.ratio):
         return None
-    why = f"{rule.loss_type} is the clip on the mean over a sequence"
-    fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
-    of = over(rule.unit, rule.aggregate)
-    return Finding(f"{rule.loss_type} cannot take S as the {of}", why, fixes)
+    why = f"{rule.loss_type} always takes S {_as(*rule.ratio)}"
+    own: Fix = {"objective.unit": rule.ratio[0], "objective.aggregate": rule.ratio[1]}
+    fixes = (own, TOKEN_RATIO)
+    return Finding(f"{rule.loss_type} cannot take S {_as(*given)}", why, fixes)
+
+
+def _as(unit: Unit, aggregate: Aggregate) -> str:
+    words = over(unit, aggregate)
+    return words if unit == "token" else f"as the {words}"
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:

@@ -73,7 +73,9 @@ class LossSpec:
             )
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
-        return config.surrogate(log_s, batch.advantage)
+        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.sampled}
+        inputs = {name: known[name] for name in config.inputs}
+        return config.surrogate(log_s, batch.advantage, **inputs)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
         """Return the weights of the tokens' losses, limited so that pi / mu <= `ratio_cap`."""
