@@ -1,5 +1,7 @@
-"""Test objectives that limit a change of probability, against their formulas in plain Python.
+"""Test limits on a change of probability, against their formulas in plain Python.
 
+- `kpop` keeps the tokens that prime-rl and verl keep, and `LossSpec` aggregates a divergence over
+  units as it aggregates log D.
 - `dppo` stops the tokens that prime-rl's default loss stops (TV) and that the KL of the paper does.
 - Its penalty is on every token, its gradient elsewhere that of an importance weight.
 """
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from tests.trainer.test_trainer import a_batch, gradient, make, tiny_policy
-from unstale.algorithms.corrections import binary_kl
+from unstale.algorithms.corrections import binary_kl, keep_all, kpop, mask_weight, two_way_kl
 from unstale.algorithms.objectives import Surrogate, dppo
 from unstale.config import CorrectionConfig, ObjectiveConfig
+from unstale.trainer.rules import LossSpec
 
 PROBABILITY = st.floats(1e-5, 1 - 1e-5)
 ADVANTAGES = st.sampled_from([-3.0, -0.5, 0.0, 0.5, 3.0])
@@ -111,6 +114,72 @@ def test_junk_off_the_mask_changes_nothing() -> None:
         answer.loss.sum().backward()
         found.append((answer.loss.tolist(), log_s.grad))
     assert all(loss == found[0][0] and grad.equal(found[0][1]) for loss, grad in found)
+
+
+# --- corrections
+# ------------------------------------------------------------------------------------------------
+
+
+@given(PROBABILITY, PROBABILITY)
+@settings(deadline=None)
+def test_kpop_bounds_the_binary_kl_in_both_directions(old: float, mu: float) -> None:
+    """D = pi_old / mu is the weight of a token that is kept."""
+    log_d = tensor([math.log(old) - math.log(mu)], dtype=torch.float64)
+    both = two_way_kl(log_d, tensor([math.log(mu)], dtype=torch.float64))
+    found = kpop(log_d, keep_all(tensor([True])), two_way_kl=both, kl_limit=0.1)
+    larger = max(plain_kl(old, mu), plain_kl(mu, old))
+    if abs(larger - 0.1) > 1e-9:
+        kept = larger <= 0.1
+        assert found.keep.item() == kept
+        ratio = min(math.exp(20), old / mu)
+        assert found.factor.item() == pytest.approx(ratio if kept else 0.0, rel=1e-5)
+
+
+def test_kpop_keeps_large_ratios_of_rare_tokens_where_icepop_does_not() -> None:
+    """D = 6 at a probability of 1e-3 moves 0.5% of the mass; D = 1.6 at 0.6 moves 36%."""
+    log_d, behavior = tensor([6.0, 1.6]).log(), tensor([1e-3, 0.6]).log()
+    every = keep_all(tensor([True, True]))
+    divergence = two_way_kl(log_d, behavior)
+    assert kpop(log_d, every, two_way_kl=divergence, kl_limit=0.1).keep.tolist() == [True, False]
+    assert mask_weight(log_d, every, low=0.5, high=5.0).keep.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("mode", "unit", "aggregate"),
+    [("kpop", "token", "mean"), ("kpop", "sequence", "max"), ("k3_mask", "sequence", "mean")],
+)
+def test_divergences_are_aggregated_over_units(mode: str, unit: Any, aggregate: Any) -> None:
+    batch = a_batch()
+    noise = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(3)) * 0.3
+    old_logp = torch.where(batch.sampled, batch.behavior_logp + noise, math.nan).clamp(max=-1e-3)
+    log_d = (old_logp - batch.behavior_logp).double()
+    rows = [batch.sampled & (batch.sequence == i) for i in range(batch.num_sequences)]
+    if unit == "token":
+        rows = [batch.sampled & (torch.arange(len(noise)) == i) for i in range(len(noise))]
+    size = {
+        "kpop": lambda i: max(
+            plain_kl(*pair)
+            for one, two in [(old_logp[i].exp().item(), batch.behavior_logp[i].exp().item())]
+            for pair in [(one, two), (two, one)]
+        ),
+        "k3_mask": lambda i: math.exp(log_d[i]) - 1 - log_d[i].item(),
+    }[mode]
+    found, expected = [], []
+    for row in (each for each in rows if each.any()):
+        values = [size(i) for i in row.nonzero().flatten().tolist()]
+        found.append(max(values) if aggregate == "max" else sum(values) / len(values))
+        expected.append(row)
+    limit = sorted(found)[len(found) // 2] * (1 + 1e-4)
+    rules = LossSpec(
+        CorrectionConfig(mode=mode, unit=unit, aggregate=aggregate, kl_limit=limit),
+        ObjectiveConfig(),
+    )
+    kept = rules.correct(old_logp, batch)
+    wanted = torch.zeros_like(batch.sampled)
+    for value, row in zip(found, expected, strict=True):
+        wanted |= row & (value <= limit)
+    assert kept.keep.equal(wanted) and 0 < wanted.sum() < batch.sampled.sum()
+    assert kept.weighted == (mode == "kpop")
 
 
 # --- in the trainer

@@ -175,6 +175,8 @@ REFUSED = [
         "the mean weight of the batch is not known in time",
     ),
     ("--old_logps.route rollout --correction.mode clamp", "a weight on D (clamp) beside a loss"),
+    ("--old_logps.route rollout --correction.mode kpop", "a weight on D (kpop) beside a loss"),
+    ("--old_logps.route rollout --correction.mode k3_mask", "D is identically 1, k3_mask can"),
     ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
     ("--old_logps.route rollout --correction.mode truncate", "a weight on D (truncate) beside"),
     (
@@ -575,6 +577,12 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
         "sapo: a gradient that fades as S leaves 1 (tau 1 where A > 0, else 2), per token; "
         "pi / mu at most 5"
     )
+    modes = {
+        "kpop": "kpop: a weight, dropped where the binary KL is above 0.1, per token",
+        "k3_mask": "k3_mask: dropped where D - 1 - log D is above 0.1, per token",
+    }
+    for mode, words in modes.items():
+        assert check(configured(f"--correction.mode {mode}")).factors[0].bound == words
     facts = check(configured("--objective.loss_aggregation sequence_mean")).facts
     assert facts["loss"].endswith("then over sequences: it trains on reward / length")
     _, s = check(configured("--objective.loss_type dro --objective.dro_beta 0.1")).factors
@@ -582,7 +590,7 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
 
 
 def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
-    says = r"correction\.normalize is an option of truncate, clamp, mask_weight; .* is mask"
+    says = r"correction\.normalize is an option of truncate, clamp, mask_weight, kpop; .* is mask"
     with pytest.raises(ConfigError, match=says):
         configured("--correction.mode mask --correction.normalize true")
     with pytest.raises(ConfigError, match=r"objective\.tau_pos is an option of sapo"):

@@ -144,6 +144,11 @@ HEARD += (
     "--objective.loss_type sapo --objective.tau_pos 1e5",
     "--objective.loss_type sapo --objective.tau_pos 2 --objective.unit sequence",
     "--objective.loss_type dppo --objective.unit sequence",
+    "--old_logps.route rollout --correction.mode kpop",
+    "--old_logps.route rollout --correction.mode k3_mask",
+    "--correction.mode kpop --correction.kl_limit 1e-5 --trainer.dtype bfloat16",
+    "--old_logps.route current_recompute --old_logps.baseline true --correction.mode kpop "
+    "--correction.kl_limit 5",
     "--objective.loss_type dppo --trainer.dtype bfloat16 --objective.divergence_low 1e-3",
     "--objective.loss_type dppo --objective.kl_tau 1e9",
     "--old_logps.route rollout --correction.mode clamp --correction.normalize true",
@@ -186,6 +191,9 @@ SILENT += (
     "--trainer.grad_clip inf",
     "--objective.ratio_cap 3",
     "--objective.loss_type sapo",
+    "--correction.mode kpop",
+    "--correction.mode kpop --correction.unit sequence --correction.aggregate max",
+    "--correction.mode k3_mask --correction.unit sequence --correction.kl_limit 0.01",
     "--objective.loss_type dppo",
     "--objective.loss_type dppo --objective.divergence kl --objective.divergence_low 0.05 "
     "--objective.divergence_high 0.05",

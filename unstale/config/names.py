@@ -170,6 +170,10 @@ SYNONYMS = {
     "vllm_importance_sampling_cap": "correction.high",
     "vllm_importance_sampling_clip_max": "correction.high",
     "vllm_importance_sampling_mode": "correction.mode",
+    "rollout_rs": "correction.mode",
+    "rollout_rs_threshold": "correction.low, correction.high, correction.kl_limit; a k1 limit is "
+    "one of mu / pi_old, so ours are 1 / it",
+    "kpop_threshold": "correction.kl_limit",
     # the optimizer and the model in memory
     "learning_rate": "trainer.lr",
     "lr": "trainer.lr, sft.lr; the second is of a supervised start",
@@ -219,7 +223,15 @@ VALUES = {
     },
     "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
     "objective.divergence": {"binary_tv": "tv", "binary_kl": "kl"},
-    "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
+    "correction.mode": {
+        "token_truncate": "truncate",
+        "token_mask": "mask",
+        "icepop": "mask_weight",
+        "binary_kl": "kpop",
+        "token_k3": "k3_mask",
+        "seq_mean_k3": "k3_mask; with correction.unit = sequence",
+        "seq_mean_k1": "mask; with correction.unit = sequence",
+    },
 }
 """Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""
 
