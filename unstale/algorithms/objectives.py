@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unstale.algorithms.corrections import bounded_exp, renumber, widen
+from unstale.algorithms.corrections import binary_kl, bounded_exp, renumber, widen
 from unstale.config.algorithm import LossAggregation
 
 
@@ -182,6 +182,38 @@ def kl_penalty(
     """
     gain = bounded_exp(log_staleness) * _of_actions(advantage, sampled)
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
+
+
+def dppo(  # noqa: PLR0913 - two limits
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    old_logp: Float[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"] | None = None,
+    divergence: Literal["tv", "kl"] = "tv",
+    divergence_low: float = 0.2,
+    divergence_high: float = 0.2,
+    kl_tau: float = 0.0,
+) -> Surrogate:
+    """DPPO: -S A, without gradient where pi is too far from pi_old and A moves it further away.
+
+    S is the staleness ratio pi / pi_old of the token and A the advantage. The distance is a
+    divergence between the two-event distributions {the token, any other token} of pi_old and pi:
+    |pi - pi_old| (`tv`) or KL(pi_old, pi) in nats (`kl`). A token with A > 0 is stopped if it
+    became likelier by more than `divergence_high`, one with A < 0 if it became less likely by more
+    than `divergence_low`. Its loss is then 0. `kl_tau` (log S)^2 is added to every token's loss,
+    stopped or not. See arXiv 2602.04879, eq. 12 (mask), 13 (`tv`) and 14 (`kl`). In the paper,
+    pi_old is the engine's policy mu.
+    """
+    advantage = _of_actions(advantage, sampled)
+    old = widen(old_logp.detach())
+    now = old + log_staleness.detach()
+    change = now.exp() - old.exp()
+    distance = change.abs() if divergence == "tv" else binary_kl(old, now)
+    too_low = (advantage < 0) & (change < 0) & (distance > divergence_low)
+    too_high = (advantage > 0) & (change > 0) & (distance > divergence_high)
+    gain = torch.where(too_low | too_high, 0.0, bounded_exp(log_staleness) * advantage)
+    return Surrogate(kl_tau * log_staleness.square() - gain, too_low, too_high)
 
 
 def none(

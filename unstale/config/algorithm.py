@@ -1,11 +1,13 @@
 """Options of the algorithm: advantages, the audit and corrections."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from unstale.config.checks import (
     OneOf,
+    Positive,
     Range,
     Section,
     Share,
@@ -52,19 +54,24 @@ class CorrectionConfig(Section):
     """The correction of D = pi_old / mu: trainer against engine, with the same weights."""
 
     selector: ClassVar[str] = "mode"
-    refused_unread: ClassVar = ("low", "high", "normalize")
+    refused_unread: ClassVar = ("low", "high", "kl_limit", "normalize")
 
     mode: CorrectionMode = "mask_weight"
     """Use of the discrepancy D: weight the loss of a token by D, drop tokens whose D is outside
-    limits, or both; `none` ignores D.
+    limits, or both; `kpop` and `k3_mask` drop tokens by a divergence in nats; `none` ignores D.
     """
     low: Share = 0.5
     """Only for `mask`, `clamp` and `mask_weight`: lower limit of the discrepancy D.
     `correction.mode` decides what happens to tokens below this limit.
     """
     high: Annotated[float, Range(1)] = 2.0
-    """Not for `none`: upper limit of the discrepancy D. `correction.mode` decides what happens to
-    tokens above this limit.
+    """Not for `none`, `kpop` and `k3_mask`: upper limit of the discrepancy D. `correction.mode`
+    decides what happens to tokens above this limit.
+    """
+    kl_limit: Positive = 0.1
+    """Only for `kpop` and `k3_mask`: a token is dropped if the divergence between pi_old and mu at
+    it is above this limit, in nats. It is the larger binary KL of both directions, or D - 1 - log
+    D, and is aggregated over the unit, too. `k3_mask` on sequences needs about 0.01.
     """
     normalize: bool = False
     """Divide the weights by their mean over the tokens of the batch that the correction kept."""
@@ -80,3 +87,19 @@ class CorrectionConfig(Section):
     """Drop a whole sequence if the discrepancy D of any of its tokens is below this value; 0 drops
     none.
     """
+
+    @property
+    def is_weight(self) -> bool:
+        """True if D weights the loss of tokens."""
+        return self.mode not in ("none", "mask", "k3_mask")
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The range of D outside of which a unit is dropped. None if units are not dropped.
+
+        With a limit in nats, it is about that of a token with probability 1/2.
+        """
+        if self.mode in ("kpop", "k3_mask"):
+            width = math.sqrt(2 * self.kl_limit)
+            return math.exp(-width), math.exp(width)
+        return (self.low, self.high) if self.mode in ("mask", "mask_weight") else None

@@ -170,10 +170,19 @@ SYNONYMS = {
     "objective.loss_aggregation constant, objective.constant N and advantage.estimator dr_grpo",
     "loss_agg_mode": "objective.loss_aggregation",
     "loss_mode": "objective.loss_type",
+    "dppo_mask_low": "objective.divergence_low",
+    "dppo_mask_high": "objective.divergence_high",
+    "dppo_type": "objective.divergence",
+    "delta_low": "objective.divergence_low",
+    "delta_high": "objective.divergence_high",
     "mask_truncated_completions": "techniques; its value `truncated` does this",
     "vllm_importance_sampling_cap": "correction.high",
     "vllm_importance_sampling_clip_max": "correction.high",
     "vllm_importance_sampling_mode": "correction.mode",
+    "rollout_rs": "correction.mode",
+    "rollout_rs_threshold": "correction.low, correction.high, correction.kl_limit; a k1 limit is "
+    "one of mu / pi_old, so ours are 1 / it",
+    "kpop_threshold": "correction.kl_limit",
     # the optimizer and the model in memory
     "learning_rate": "trainer.lr",
     "lr": "trainer.lr, sft.lr; the second is of a supervised start",
@@ -207,7 +216,10 @@ about most of them.
 
 VALUES = {
     "objective.loss_type": {
-        **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
+        **dict.fromkeys(("ppo", "vanilla"), "ppo_clip"),
+        "default": "dppo; with objective.kl_tau = 1e-3",
+        "dppo_tv": "dppo",
+        "dppo_kl": "dppo; with objective.divergence = kl",
         **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
         "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo, objective.loss_aggregation = "
@@ -227,7 +239,16 @@ VALUES = {
         **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW8bit"),
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "AdamW"),
     },
-    "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
+    "objective.divergence": {"binary_tv": "tv", "binary_kl": "kl"},
+    "correction.mode": {
+        "token_truncate": "truncate",
+        "token_mask": "mask",
+        "icepop": "mask_weight",
+        "binary_kl": "kpop",
+        "token_k3": "k3_mask",
+        "seq_mean_k3": "k3_mask; with correction.unit = sequence",
+        "seq_mean_k1": "mask; with correction.unit = sequence",
+    },
 }
 """Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""
 

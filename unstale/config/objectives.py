@@ -152,10 +152,14 @@ class ObjectiveConfig(VariantSection):
     """Coefficient of the entropy bonus in the loss; 0 computes none."""
 
     docs: ClassVar[ObjectiveDocs]
-    per_sequence: ClassVar[bool] = False
-    """True if S is always the geometric mean over a sequence, whatever `unit` and `aggregate`."""
-    trains_zero_advantage: ClassVar[bool] = False
-    """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
+    ratio: ClassVar[tuple[Unit, Aggregate] | None] = None
+    """The unit and the aggregate of S that the objective always has, whatever `unit` and
+    `aggregate`. None if these options set them.
+    """
+    inputs: ClassVar[tuple[str, ...]] = ()
+    """Further tensors of the tokens that `surrogate` gets by name: `old_logp`, `sequence` or
+    `sampled`.
+    """
     stops: ClassVar[bool] = True
     """True if a token outside of the bounds has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
@@ -168,19 +172,25 @@ class ObjectiveConfig(VariantSection):
         return object.__new__(cls.chosen_class(loss_type, options))
 
     def surrogate(
-        self, log_staleness: "Tensor", advantage: "Tensor", *, sampled: "Tensor | None" = None
+        self,
+        log_staleness: "Tensor",
+        advantage: "Tensor",
+        *,
+        sampled: "Tensor | None" = None,
+        **inputs: "Tensor",
     ) -> "Surrogate":
         """Return the loss of each token from log S and its advantage, tensors of any one shape.
 
         `sampled` is the mask of tokens that the policy sampled. With it, the advantages of other
-        tokens may be anything. The function of `algorithms.objectives` with the objective's name is
-        called, with the options that not every objective has. Other objectives override this.
+        tokens may be anything. `inputs` are the other tensors that the objective declares. The
+        function of `algorithms.objectives` with the objective's name is called, with the options
+        that not every objective has. Other objectives override this.
         """
         function = getattr(import_module("unstale.algorithms.objectives"), self.loss_type)
         common = option_types(base_of(type(self)))
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {name: value for name, value in own.items() if name not in common}
-        surrogate: Surrogate = function(log_staleness, advantage, sampled=sampled, **own)
+        surrogate: Surrogate = function(log_staleness, advantage, sampled=sampled, **inputs, **own)
         return surrogate
 
     def limit(self) -> str:
@@ -220,18 +230,23 @@ class ObjectiveConfig(VariantSection):
         return True
 
     @property
+    def trains_zero_advantage(self) -> bool:
+        """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
+        return False
+
+    @property
     def ratio_unit(self) -> Unit:
         """The unit over which S is aggregated."""
-        return "sequence" if self.per_sequence else self.unit
+        return self.ratio[0] if self.ratio else self.unit
 
     @property
     def ratio_aggregate(self) -> Aggregate:
-        return "mean" if self.per_sequence else self.aggregate
+        return self.ratio[1] if self.ratio else self.aggregate
 
     @property
     def is_token_weight(self) -> bool:
         """True if the ratio of each token is a weight of its gradient, with or without a clip."""
-        return self.weight(1.0) is not None and not self.per_sequence
+        return self.weight(1.0) is not None and self.ratio is None
 
     @property
     def clips_tokens(self) -> bool:

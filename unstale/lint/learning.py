@@ -281,7 +281,8 @@ def dominant_term(config: RunConfig) -> Finding | None:
     """Warn of a term of the loss that outweighs the rewards, such as the KL to the first policy."""
     rule = config.objective
     terms = {"kl_coef": 0.0, "entropy_coef": 0.0}
-    terms |= {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}}.get(rule.loss_type, {})
+    own = {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}, "dppo": {"kl_tau": 1e-3}}
+    terms |= own.get(rule.loss_type, {})
     large = {name: value for name, value in terms.items() if getattr(rule, name) > MAX_COEFFICIENT}
     if not large:
         return None

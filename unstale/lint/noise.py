@@ -104,7 +104,8 @@ def narrow_threshold(config: RunConfig) -> Finding | None:
             f"{_noise_of_format(config) / NOISE:.2g} times as much as bfloat16 does "
             f"(docs/quantisation.md), so log ratios of about {noise:.2g} occur without any defect"
         )
-    band = BAND if "D" in narrow.values() else {}
+    own: Fix = {"correction.kl_limit": 0.1} if config.correction.applies("kl_limit") else BAND
+    band = own if "D" in narrow.values() else {}
     wide = config.objective.wide if "S" in narrow.values() else {}
     clip = {f"objective.{name}": limit for name, limit in wide.items()}
     fixes: tuple[Fix, ...] = (
@@ -127,9 +128,10 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
     """
     d = config.correction
     if d.mode != "none" and not d_is_one(config):
-        yield "D", math.log(d.high)
-        if d.mode != "truncate" and d.low:
-            yield "D", -math.log(d.low)
+        low, high = d.band or (0.0 if d.mode == "truncate" else d.low, d.high)
+        yield "D", math.log(high)
+        if low:
+            yield "D", -math.log(low)
     if not s_is_one(config):
         yield from (("S", size) for size in config.objective.thresholds())
 

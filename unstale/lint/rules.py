@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from unstale.config import RunConfig
+from unstale.config.algorithm import Aggregate, Unit
 from unstale.config.objectives import over
 from unstale.config.routes import age_of_average, live_versions
 from unstale.config.techniques import chosen
@@ -60,8 +61,8 @@ def _idle_clip(config: RunConfig) -> Finding | None:
 def _idle_control(config: RunConfig) -> Finding | None:
     rule = config.correction
     idle = []
-    if rule.mode == "mask":
-        idle.append("mask")
+    if rule.mode in ("mask", "k3_mask"):
+        idle.append(rule.mode)
     if rule.token_veto_threshold > 0:
         idle.append("token_veto_threshold")
     if not idle or not d_is_one(config) or config.old_logps.baseline:
@@ -74,7 +75,7 @@ def _idle_control(config: RunConfig) -> Finding | None:
 
 def _double_count(config: RunConfig) -> Finding | None:
     control = config.correction.mode
-    if control not in ("truncate", "clamp", "mask_weight"):
+    if not config.correction.is_weight:
         return None
     if not d_is_one(config) or config.old_logps.baseline:
         return None
@@ -174,13 +175,18 @@ def _idle_reset(config: RunConfig) -> Finding | None:
 
 def _other_unit(config: RunConfig) -> Finding | None:
     rule = config.objective
-    means = rule.unit in ("token", "sequence") and rule.aggregate == "mean"
-    if not rule.per_sequence or means:
+    given = (rule.unit, rule.aggregate)
+    if rule.ratio is None or given in (("token", "mean"), rule.ratio):
         return None
-    why = f"{rule.loss_type} is the clip on the mean over a sequence"
-    fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
-    of = over(rule.unit, rule.aggregate)
-    return Finding(f"{rule.loss_type} cannot take S as the {of}", why, fixes)
+    why = f"{rule.loss_type} always takes S {_as(*rule.ratio)}"
+    own: Fix = {"objective.unit": rule.ratio[0], "objective.aggregate": rule.ratio[1]}
+    fixes = (own, TOKEN_RATIO)
+    return Finding(f"{rule.loss_type} cannot take S {_as(*given)}", why, fixes)
+
+
+def _as(unit: Unit, aggregate: Aggregate) -> str:
+    words = over(unit, aggregate)
+    return words if unit == "token" else f"as the {words}"
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
@@ -286,8 +292,8 @@ def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
     """Return True if a token of the largest lag with this pi / mu is neither clipped nor masked."""
     s = config.old_logps.s_of(ratio, config)
     rule = config.correction
-    masks = rule.mode in ("mask", "mask_weight") and rule.unit == "token"
-    return not _beyond(s, clip) and not (masks and not rule.low <= ratio / s <= rule.high)
+    low, high = (rule.band if rule.unit == "token" else None) or (0.0, math.inf)
+    return not _beyond(s, clip) and low <= ratio / s <= high
 
 
 def _beyond(s: float, clip: float) -> bool:
@@ -301,8 +307,9 @@ def _bandless(config: RunConfig) -> Finding | None:
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.mode == "none":
         return None
-    bounded_above = rule.mode not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
-    bounded_below = rule.mode != "mask" or rule.low >= 1 / WIDEST_BAND
+    low, high = rule.band or (0.0, math.inf)
+    bounded_above = high <= WIDEST_BAND
+    bounded_below = rule.is_weight or low >= 1 / WIDEST_BAND
     if bounded_above and bounded_below:
         return None
     return Finding(

@@ -113,6 +113,8 @@ def _bound_on_d(config: RunConfig) -> str:
         "truncate": f"truncate: a weight of at most {rule.high:g}, {of}",
         "clamp": f"clamp: a weight held within {band}, {of}",
         "mask_weight": f"mask_weight: a weight inside {band}, dropped outside, {of}",
+        "kpop": f"kpop: a weight, dropped where the binary KL is above {rule.kl_limit:g}, {of}",
+        "k3_mask": f"k3_mask: dropped where D - 1 - log D is above {rule.kl_limit:g}, {of}",
     }[rule.mode]
     if rule.normalize:
         words += "; divided by the mean weight of the batch"
@@ -152,7 +154,7 @@ def _unbounded(config: RunConfig) -> str:
 
 def _caps_ratio(config: RunConfig) -> bool:
     """Return True if the option `ratio_cap` limits pi / mu, which weights tokens."""
-    weighted = config.correction.mode not in ("none", "mask") or d_is_one(config)
+    weighted = config.correction.is_weight or d_is_one(config)
     return weighted and config.objective.ratio_cap > 0
 
 

@@ -44,7 +44,9 @@ class Sapo(ObjectiveConfig):
 class PulledBack(ObjectiveConfig):
     """Options of an objective with a penalty on (log S)^2, where S is the staleness ratio."""
 
-    trains_zero_advantage: ClassVar[bool] = True
+    @property
+    def trains_zero_advantage(self) -> bool:
+        return True
 
     @property
     def pull(self) -> float:

@@ -39,8 +39,7 @@ class OldLogps:
     `on_piece`, `on_end` and `on_wait` may be called at any time, on the event loop. All other
     methods are called one at a time: `costs`, `events` and `close` on the event loop while the
     trainer's thread is idle, the others in that thread. Except for `logps`, the methods of this
-    class do nothing. A
-    route overrides those that it needs.
+    class do nothing. A route overrides those that it needs.
     """
 
     needs = Needs()

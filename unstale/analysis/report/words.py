@@ -151,7 +151,17 @@ def _control_words(setting: Any) -> str:
             return f"Tokens are weighted by {ratio}, held within {band}."
         case "mask_weight":
             return f"Tokens are weighted by {ratio} inside {band} and dropped outside."
+        case "kpop":
+            return f"Tokens are weighted by {ratio}, and dropped {_above_limit(setting)}."
+        case "k3_mask":
+            return f"Tokens are dropped by {ratio} {_above_limit(setting)}."
     return "Not known."
+
+
+def _above_limit(setting: Any) -> str:
+    name = "D - 1 - log D" if setting("correction.mode") == "k3_mask" else "the binary KL"
+    limit, unit = setting("correction.kl_limit"), setting("correction.unit")
+    return f"where {name} is above {limit}, per {unit}"
 
 
 def _capitalized(text: str) -> str:
