@@ -10,7 +10,8 @@ import torch
 
 SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a thread must release Python's global lock. The trainer needs the lock after
-every torch operation. With Python's default of 5 ms it is a third slower while agents run.
+every torch operation. With Python's default of 5 ms, the trainer is a third slower while agents
+run.
 """
 
 YOUNG_OBJECTS = 100_000
@@ -28,9 +29,10 @@ _M_ARENA_MAX = -8
 
 
 def limit_threads() -> None:
-    """Limit torch to one thread in this thread. The trainer sets its own number of threads.
+    """Make torch operations of the calling thread use one CPU thread. The trainer sets its own.
 
-    Otherwise OpenMP threads would spin without work. Also let all threads share `NUM_ARENAS` heaps.
+    Otherwise OpenMP threads would spin without work. Also make all threads of the process share
+    `NUM_ARENAS` heaps, and set `SWITCH_INTERVAL_S`.
     """
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

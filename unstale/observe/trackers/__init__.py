@@ -103,7 +103,7 @@ class TrackedRun:
     """
 
     def stored_id(self, tracker: str) -> str:
-        """Return this run's identifier in a tracker. "" if the tracker does not have the run yet."""
+        """Return this run's identifier in a tracker. "" if the tracker has no such run yet."""
         path = self.folder / f"{tracker}.id"
         return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
