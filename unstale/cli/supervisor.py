@@ -104,7 +104,7 @@ class _Supervisor:
         """True if the supervisor has answered a first signal to which the child does not react."""
 
     def wait(self) -> int:
-        """Pass signals on to the child and read its messages until its end. Return the exit code."""
+        """Pass on signals to the child and read its messages. Return the exit code at its end."""
         since = time.monotonic()
         while True:
             info = signal.sigtimedwait(_AWAITED, TICK_S)
