@@ -24,8 +24,8 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 SAME = 0.001
-"""Two routes count as equal if the share of tokens that they treat differently is below this. A clip
-of PPO typically stops 1% to 5% of the tokens, so this is a small part of its decisions.
+"""Two routes count as equal if they treat less than this share of the tokens differently. A clip of
+PPO typically stops 1% to 5% of the tokens, so this is a small part of its decisions.
 """
 SAME_OF_STOPPED = 0.05
 """The limit `SAME` is raised to this part of the share of stopped tokens. A clip on sequences may

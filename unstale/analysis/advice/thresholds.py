@@ -21,8 +21,8 @@ NEVER_ACTS = 5.0
 ratio, both as logarithms.
 """
 FAR = 1.25
-"""The pi / mu at which a clip acts is reported if the part of log(pi / mu) in S is above this value,
-or below 1 divided by it.
+"""The pi / mu at which a clip acts is reported if the part of log(pi / mu) in S is above this
+value, or below 1 divided by it.
 """
 NOISE = 3.0
 """Half-width of a band, as a multiple of the numerical noise, below which the noise decides."""
