@@ -86,10 +86,10 @@ async def running_generator(
     *,
     on_event: Callable[..., None] = lambda kind, **_: None,
 ) -> AsyncIterator[Generator]:
-    """Return a context in which the engine runs with the policy's weights. Its value generates.
+    """Return a context in which the engine runs with the policy's weights.
 
-    If the engine crashes, it is restarted, at most `engine.restarts` times. `on_event` is called
-    with the kind of each restart event.
+    If the engine crashes, it is restarted, at most `engine.restarts` times. `on_event` receives
+    these events.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)

@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command and its arguments as the attributes of a namespace.
 
-    The attribute `values` has the options of the configuration by name, and `given` all words of
-    the command line. Raises `ConfigError` for a word that the command does not accept.
+    `values` has the options of the configuration by name, and `given` all words of the command
+    line. Raises `ConfigError` for a word that the command does not accept.
     """
     words = list(arguments)
     command = words[0] if words and not words[0].startswith("-") else None

@@ -24,9 +24,9 @@ WORKER = "unstale.engines.embedded.worker"
 def refuse_early(config: RunConfig) -> None:
     """Raise `ConfigError` for problems that can be found before torch is imported for seconds.
 
-    These are most refusals of the linter, a missing model, and a missing package Ray. A missing
-    model is downloaded or converted first, if the options allow it. A run repeats the checks,
-    because it may be started from Python.
+    These are most refusals of the linter, a missing model, and a missing package Ray. The model is
+    downloaded first if the options allow it. A run repeats the checks, because it may be started
+    from Python.
     """
     from unstale.lint import check  # most commands do not need it
     from unstale.lint.rules import TRIES_ESTIMATOR
@@ -74,8 +74,7 @@ def quick_imports() -> Iterator[None]:
     """Return a context in which modules are imported without garbage collections.
 
     Each collection would visit all objects of torch and transformers, which takes a fifth of the
-    time of the imports. Later collections do not visit the imported objects either. On a terminal,
-    a status is shown during the imports.
+    time. Later collections do not visit the imported objects either. A terminal shows a status.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # the host program has imported torch, or decides itself about collections

@@ -29,10 +29,10 @@ _M_ARENA_MAX = -8
 
 
 def limit_threads() -> None:
-    """Make torch operations of the calling thread use one CPU thread. The trainer sets its own.
+    """Limit torch to one CPU thread in the calling thread. The trainer sets its own number.
 
-    Otherwise OpenMP threads would spin without work. Also make all threads of the process share
-    `NUM_ARENAS` heaps, and set `SWITCH_INTERVAL_S`.
+    Otherwise OpenMP threads would spin without work. Also set `SWITCH_INTERVAL_S`, and let all
+    threads share `NUM_ARENAS` heaps.
     """
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -46,7 +46,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
     A collection visits every object of torch and transformers. That takes about 0.25 s, in which
     trainer and event loop stop. A run creates few cycles: none per episode without an error, 14
-    small objects per recomputed step, 1,500 per checkpoint. `FreedMemory` collects them.
+    small objects per recomputed step, 1,500 per checkpoint.
     """
     thresholds = gc.get_threshold()
     was_frozen = gc.get_freeze_count() > 0

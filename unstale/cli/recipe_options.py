@@ -166,9 +166,8 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig:
     """Return a recipe's configuration with `values` for some options, by name.
 
-    Without `recipe`, `values` has the recipe's name, as a file of options may. If it also has every
-    option, as `config.json` of a run has, the recipe is not called. Raises `ConfigError` if no
-    recipe is named.
+    Without `recipe`, `values` has the recipe's name. If it also has every option, such as
+    `config.json` of a run, the recipe is not called. Raises `ConfigError` if no recipe is named.
     """
     name = recipe or values.get("recipe")
     if name is None:
@@ -215,8 +214,8 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
     """Return the help of the options that a recipe uses, by section, with their present values.
 
     `words`, the words of the command, may name a recipe or a file of options; otherwise `whose` is
-    in the heading. Unless `words` has "all", the help describes only common options, and options
-    that are used because of another option's value.
+    in the heading. Unless `words` has "all", only common options are described, and those that
+    another option's value makes used.
     """
     plain = RunConfig(recipe="")
     known = recipe_names()

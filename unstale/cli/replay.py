@@ -20,10 +20,9 @@ from unstale.weights.recording import WENT_WRONG, FailedStep
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
     """Repeat a step that failed with a number that is not finite. Return True if it fails again.
 
-    If the loss or a gradient was not finite, it is computed again. If a log-probability was not
-    finite, the saved log-probabilities are checked, and not computed again. `batch` is the saved
-    batch, by default that in the run folder. Raises `ConfigError` if the run or the saved batch
-    cannot be read.
+    A loss or a gradient is computed again. Log-probabilities are not computed again, but the saved
+    ones are checked. `batch` is the saved batch, by default that in the run folder. Raises
+    `ConfigError` if the run or the saved batch cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG

@@ -123,10 +123,10 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
 
 
 def read_config(run: Path) -> RunConfig:
-    """Return the configuration of the run in a folder, which may name the user's own code.
+    """Return the configuration of the run in a folder, for a command that runs no user code.
 
-    Only a command that does not run this code may use it; others use `load_config`. Raises
-    `ConfigError` if the folder has no run, or its configuration cannot be read.
+    Other commands use `load_config`. Raises `ConfigError` if the folder has no run, or its
+    configuration cannot be read.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
@@ -178,9 +178,9 @@ def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
 def resume_command(run: Path) -> str:
     """Return the command that resumes the run in a folder, quoted for a shell.
 
-    It names the user's own code, as `load_config` and `require_named_trackers` demand. A run that
-    was given Python objects can only be resumed in Python, and the result is that call. If the
-    configuration cannot be read, the command names no code, and reports the problem when it is run.
+    It names the user's own code, as `load_config` and `require_named_trackers` demand. For a run
+    that was given Python objects, the result is a call in Python. If the configuration cannot be
+    read, the command names no code, and reports the problem when it is run.
     """
     words = ["unstale", "train", "--resume", str(run)]
     try:

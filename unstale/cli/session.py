@@ -319,7 +319,7 @@ def _failure(error: BaseException, folder: Path) -> str:
 def _return_to(place: Path) -> str:
     """Change back to `place`, the working folder in which a run began.
 
-    Return a sentence if code of the task has changed the working folder, otherwise "".
+    Return a sentence if code of the task had changed it, otherwise "".
     """
     with suppress(OSError):  # a folder may be gone
         now = Path.cwd()
@@ -330,9 +330,9 @@ def _return_to(place: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
-    """Run all segments of a session, and close it. A second Ctrl-C or SIGTERM ends the process.
+    """Run all segments of a session, and close it.
 
-    Its event `stopped` is then written first.
+    A second Ctrl-C or SIGTERM ends the process at once, after the event `stopped` is written.
     """
     command = f"to continue: {resume_command(session.log.path)}"
 
@@ -398,10 +398,7 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
-    """Send the outcome of a run to trackers, run folder and listeners.
-
-    Listeners are functions that are called at the end of a run. One of them writes the report.
-    """
+    """Send the outcome of a run to trackers, run folder and listeners, such as the report's."""
     log = session.log
     quiet = suppress(OSError, JournalError, ConfigError, ImportError, MemoryError)
     with quiet if reason == "failed" else nullcontext():
@@ -433,10 +430,10 @@ class RunSession:
     """The part of a run in this process, in one or more segments.
 
     An ordinary run is one segment. A deterministic run ends a segment at every checkpoint and loads
-    that checkpoint from disk for the next segment, as a resumed run does. So a run computes the
-    same numbers whether it is resumed or not. Only the processes of engine and trainer ranks are
-    kept between segments. If a trainer rank dies, the next segment begins at the last checkpoint
-    with new processes.
+    the checkpoint from disk for the next segment, as a resumed run does. So it computes the same
+    numbers whether it is resumed or not. Only the processes of engine and trainer ranks are kept
+    between segments. If a trainer rank dies, the next segment begins at the last checkpoint with
+    new processes.
     """
 
     def __init__(
@@ -478,9 +475,9 @@ class RunSession:
             self.machine.save_policy(self.log.path / POLICY)
 
     def _end_life(self, error: RanksDied | ExceptionGroup) -> None:
-        """End engine and trainer ranks because a rank has died. Raises any other error again.
+        """End engine and trainer ranks after the death of a rank, so that they can be restarted.
 
-        The error is also raised if the ranks were restarted `cluster.restarts` times already.
+        Raises other errors again, and this one after `cluster.restarts` restarts.
         """
         died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
         if died is None or self._restarts == self.config.cluster.restarts:

@@ -182,7 +182,7 @@ def _have_different_tools(taskset: Any, seed: int) -> bool:
 def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
     """Return a trainer whose objective receives log pi of each token in place of log S.
 
-    The route `rollout` takes `behavior_logp` as `old_logp`, and it is 0 for references.
+    With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
     """
     plain = replace(
         config,

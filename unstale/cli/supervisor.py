@@ -206,8 +206,9 @@ class _Supervisor:
         return shown
 
     def _cause(self, code: int) -> str:
-        """Return in words how the child ended, if it has not reported this. `code` is its exit
-        code, or the negative number of a signal.
+        """Return in words how a child ended that has not reported its end.
+
+        `code` is the exit code, or the negative number of a signal.
         """
         if code >= 0:
             how = f"ended with exit code {code} before the command had finished"

@@ -77,9 +77,9 @@ Check = Callable[[Chat, Messages], Problem | None]
 
 @dataclass(slots=True)
 class CheckResult:
-    """The result of one check: how many conversations passed, and the problems found.
+    """The result of one check: how many conversations passed, and the problems by their reason.
 
-    `problems` maps the reason of a problem to the problem and the shortest conversation with it.
+    Each problem has the shortest conversation with it.
     """
 
     name: str

@@ -72,8 +72,8 @@ def unknown_verb(name: str) -> ConfigError:
 def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
     """Add a command to argparse's subparsers `verbs`.
 
-    With `listed`, a command of another distribution is not imported, and only appears in the list
-    of commands. Raises `ConfigError` if the command of another distribution is broken.
+    With `listed`, a command of another distribution is only listed, and not imported. Raises
+    `ConfigError` if such a command is broken.
     """
     if name in ANNEX:
         import_module(ANNEX[name]).add(verbs)
@@ -97,9 +97,9 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
-    """Return a decorator that turns a function into one that adds a command to the command line.
+    """Return a decorator of the function that does a command's work. `about` is the command's help.
 
-    The decorated function does the command's work. `about` is the command's help.
+    The decorator returns a function that adds the command to the command line.
     """
 
     def declare(act: Act) -> Add:

@@ -77,14 +77,14 @@ NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}
 """The chat templates of this package, keyed by the value of the option `chat_template`."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CONTROL_TOKENS = {"plain": (), "chatml": _CHATML_TOKENS, "python_calls": _CHATML_TOKENS}
-"""Control tokens that each template needs in the vocabulary."""
+"""Control tokens that each template in `NAMED` needs in the tokenizer's vocabulary."""
 
 
 def read_template(value: str) -> str:
-    """Return `value` if it is empty, a name in `NAMED` or a template's text. Otherwise read a file.
+    """Return `value` if it is empty, a name in `NAMED` or a template's text.
 
-    In the last case `value` is the path of a file with a Jinja template, and the file's text is
-    returned. Raises `ConfigError` if the file cannot be read or is not a template.
+    Otherwise `value` is the path of a file, and the Jinja template in it is returned. Raises
+    `ConfigError` if the file cannot be read or is not a template.
     """
     if value in ("", *NAMED) or "{" in value:
         return value

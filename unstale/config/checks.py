@@ -167,8 +167,8 @@ def unknown_option(name: str) -> str:
 class Section(metaclass=_OptionNames):
     """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
 
-    The constructor checks each option by its type, and then the combination of options. The name of
-    a section follows from its class: `AdvantageConfig` is the section `advantage`.
+    The constructor checks each option by its type, and then the combination of options. The class
+    `AdvantageConfig` is the section `advantage`.
     """
 
     abstract: ClassVar[bool] = True
@@ -207,7 +207,7 @@ class Section(metaclass=_OptionNames):
         """
 
     def _refuse_unread(self) -> None:
-        """Raise `ConfigError` if an option has a value although the run does not use the option."""
+        """Raise `ConfigError` if an option that is not used has another value than its default."""
         defaults = self.defaults()
         for name in self.unread(self._values()):
             value = getattr(self, name)
@@ -266,7 +266,7 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def readers(cls, option: str) -> list[str]:
-        """Return the values of the selector with which an option is used.
+        """Return the values of the selector, such as `route`, with which an option is used.
 
         Empty if the option is always used.
         """
@@ -276,15 +276,15 @@ class Section(metaclass=_OptionNames):
         return list(rule.readers(option))
 
     def applies(self, option: str) -> bool:
-        """Return True if the section has the option, and uses it with the selector's value."""
+        """Return True if the section has the option and its selector's present value uses it."""
         readers = self.readers(option)
         is_read = not readers or getattr(self, self.selector) in readers
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the options, as name -> value, that are used only with some selector values.
+        """Return, as name -> value, the options that only some values of the selector use.
 
-        Only those that the present value of the selector uses are returned.
+        Among these, the present value uses all that are returned.
         """
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]

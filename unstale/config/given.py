@@ -49,14 +49,14 @@ class NameObject:
         return value if isinstance(value, str) else self.name(value)
 
     def check(self, name: str, value: str) -> None:
-        """Allow every text."""
+        """Do nothing, because every text is allowed as a name."""
 
 
 def name_function(value: Any) -> Any:
-    """Return `module:function` for a function or class.
+    """Return `module:function` for a function or class, and any other value unchanged.
 
     For a function that cannot be imported, the result is a `Given`, which only this process can
-    use. A value that is not callable is returned unchanged.
+    use.
 
     >>> name_function(attrgetter), type(name_function(lambda reply, row: 1.0))
     ('operator:attrgetter', <class 'unstale.config.given.Given'>)

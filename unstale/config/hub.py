@@ -275,10 +275,7 @@ def require_safe_weights(folder: Path) -> None:
 
 
 def _require_shards(path: Path, key: str) -> None:
-    """Raise `ConfigError` unless a JSON file names only safetensors files in its own folder.
-
-    The names are the value of `key`: one name, or an object whose values are names.
-    """
+    """Raise `ConfigError` unless a JSON file names, in `key`, only safetensors files beside it."""
     try:
         content = read_mapping(path)
         named = content.get(key)

@@ -163,8 +163,8 @@ class ObjectiveConfig(VariantSection):
     stops: ClassVar[bool] = True
     """True if a token outside of the bounds has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """Options of this objective -> wider limits, which exceed numerical noise. The linter suggests
-    them where the limits of a run do not.
+    """Options of this objective -> limits beyond numerical noise, which the linter suggests where a
+    run's limits are narrower.
     """
 
     no_limit: ClassVar[tuple[str, ...]] = ()
@@ -179,9 +179,9 @@ class ObjectiveConfig(VariantSection):
         """Return the loss of each token from log S and its advantage, tensors of any one shape.
 
         `sampled` is the mask of tokens that the policy sampled. Advantages of other tokens then
-        have no effect. This method calls the function in `algorithms.objectives` that has the
-        objective's name, with the objective's own options. A subclass without such a function
-        overrides it.
+        have no effect. The function in `algorithms.objectives` with the objective's name computes
+        the loss from the objective's own options. A subclass without such a function overrides this
+        method.
         """
         function = getattr(import_module("unstale.algorithms.objectives"), self.loss_type)
         common = option_types(base_of(type(self)))

@@ -98,7 +98,7 @@ class Option:
         """Return the option's value from a value in a JSON or TOML file.
 
         Null is read as infinity for an option of type float. Raises `ConfigError` if the value is
-        not of the option's type. The message begins with `where`.
+        not of the option's type.
         """
         if self.kinds == (float,) and value is None:
             return math.inf
@@ -210,8 +210,7 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
     """Return the options of a JSON object or TOML table, as full name -> value.
 
     `row` has one inner table per section. Raises `ConfigError` for an unknown or renamed option, or
-    a value of the wrong type. The message begins with `source`, such as a file name, unless it is
-    "".
+    a value of the wrong type. The message begins with `source`, such as a file name.
     """
     leaves, known = list(_leaves(row, source)), options()
     wrong = [each for leaf in leaves if leaf[0] not in known for each in _innermost(*leaf)]
@@ -311,8 +310,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
     """Return the configuration in a run folder's `config.json`. Missing options get their defaults.
 
-    `row` is the file's content. Raises `ConfigError` for an unknown option or a value of the wrong
-    type. The message begins with `source`.
+    `row` is the file's content. Raises `ConfigError` for an unknown option or a wrong value.
     """
     values = read_values(present_names(row), source)
     if "recipe" not in values:
@@ -324,8 +322,8 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a run's `config.json`, with the values of unused options reset.
 
-    `values` and the result are full name -> value. An unused option gets its default. It is removed
-    if its section does not declare it, as options of objectives that are not chosen.
+    Both are full name -> value. An unused option gets its default, or is removed if its section
+    does not declare it, such as options of objectives that are not chosen.
     """
     changed = dict(values)
     for name in _unread(values):
@@ -341,8 +339,7 @@ def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in `values`, as full name -> value, with `changes` applied.
 
-    An option that a change makes unused is left out. So one setting of a comparison may select a
-    correction that does not use all options of the other settings.
+    An option that a change makes unused is left out.
 
     >>> merged({"correction.low": 0.9, "max_steps": 2}, {"correction.mode": "none"})
     {'max_steps': 2, 'correction.mode': 'none'}
@@ -357,8 +354,8 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def _unread(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the options in `values` that are refused unless they have their defaults.
 
-    The result maps each of them to the option that decides whether it is used. All names are full
-    names. Options that are not in `values` count as having their defaults.
+    The result maps each to the option that decides whether it is used. Names are full names, and
+    options that are not in `values` have their defaults.
     """
     found = {}
     for section, cls in sections().items():

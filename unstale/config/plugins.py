@@ -30,8 +30,8 @@ ANNEXES: Mapping[str, Sequence[str]] = {
 }
 """A package of the core -> packages of the annexes whose modules are found as if they were in it.
 
-In the core itself there are no modules for three of them: adapters of libraries, listeners to the
-end of a run, and commands.
+Three of these packages have modules only in annexes: adapters of libraries, listeners to the end of
+a run, and commands.
 """
 ROOT = Path(__file__).parents[1]
 
@@ -91,8 +91,8 @@ class Plugins:
 def added_names(group: str, own: Collection[str] = ()) -> list[str]:
     """Return the names in a group of entry points, without those in `own`.
 
-    Nothing is imported, so some of these plugins may be broken. `own` has the names of this
-    package's own things. A warning is printed, once, about each entry point with such a name.
+    Nothing is imported, so some may be broken. `own` has the names of this package's own things. A
+    warning is printed, once, about each plugin with such a name.
     """
     names = sorted(read_entry_points()[group])
     for name in names:
@@ -102,10 +102,7 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 
 def owner(group: str, name: str) -> str:
-    """Return the name and version of the distribution that has an entry point.
-
-    Several distributions with the same entry point are joined by "and".
-    """
+    """Return the name and version of the distribution, or of all those, with an entry point."""
     found = [point.dist for point in read_entry_points()[group][name] if point.dist]
     return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
@@ -136,8 +133,8 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    An annex is a package that the core never imports: `unstale.analysis` or `unstale.research`.
-    Empty if both are installed.
+    The annexes are the optional packages `unstale.analysis` and `unstale.research`. Empty if both
+    are installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())

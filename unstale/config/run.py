@@ -278,7 +278,7 @@ class RunConfig(Section):
             )
 
     def _check_groups(self) -> None:
-        """Raise `ConfigError` if no engine is left to decode."""
+        """Raise `ConfigError` if all engines are prefill engines, so that none can decode."""
         hosts = self.cluster.engine_hosts
         engines = hosts or self.engine.num_engines
         if self.engine.prefill_engines and self.engine.prefill_engines >= engines:

@@ -165,7 +165,7 @@ class EngineConfig(Section):
     """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
-    trainer on the 32 tokens that test each new version. 0 is 0.001 for float32, 0.2 for FP8 and
+    trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.2 for FP8 and
     0.05 for other formats.
     """
     restarts: Count = 2

@@ -60,9 +60,9 @@ class VariantSection(Section):
 
     @classmethod
     def own_options(cls) -> dict[str, set[str]]:
-        """Return the name of every variant -> the names of the options that not every variant has.
+        """Return the name of every variant -> the names of the options that not every one has.
 
-        A variant of another distribution that cannot be imported has an empty set.
+        It is empty for a variant of another distribution that cannot be imported.
         """
         common = set(option_types(base_of(cls)))
         broken: dict[str, set[str]] = {name: set() for name in added_names(cls.group)}

@@ -208,7 +208,7 @@ def _largest_rate(config: RunConfig) -> float:
 def _smallest_rate(config: RunConfig) -> float:
     """Return the smallest sensible learning rate. 0 for Adam with a model of unknown size.
 
-    For other optimizers, it is the rate at which a step exceeds the rounding of the weights.
+    Without Adam, a step must exceed the rounding of the weights.
     """
     if _is_adam(config):
         is_known = num_weights(local_folder(config)) > 0
@@ -235,9 +235,9 @@ def faint_gradient(config: RunConfig) -> Finding | None:
 def lost_updates(config: RunConfig) -> Finding | None:
     """Warn of a learning rate whose updates are lost when weights are rounded to nearest.
 
-    This concerns checkpoints that are stored in the format of `trainer.dtype`, because all their
-    weights begin on a number of that format. Float32 weights lie between two such numbers, so some
-    of them are rounded to another number at every step.
+    All weights of a checkpoint in the format of `trainer.dtype` begin on a number of that format.
+    Those of a float32 checkpoint lie between two such numbers, so some of them change at every
+    step.
     """
     options = config.trainer
     gap = GAPS.get(options.dtype)

@@ -14,7 +14,7 @@ CHAINS: Mapping[Slot, str] = {
     "recredit": "advantages of turns",
     "shaper": "advantages of tokens",
 }
-"""Slots in which a technique acts on the result of the technique before it -> what they change."""
+"""Slots (kinds of techniques) whose techniques act on each other's results -> what they change."""
 LOW_RATE = 5
 """A learning rate is low if it is below the usual one by this factor."""
 MAX_SHIFT = 20.0
@@ -175,7 +175,7 @@ def even_groups_of_median(config: RunConfig) -> Finding | None:
 
 
 def unlearned_limits(config: RunConfig) -> Finding | None:
-    """Warn if episodes that exceed the limit of `limits` have no penalty from `truncated`."""
+    """Warn of the techniques `limits` and `truncated` if a cut episode has no penalty."""
     options = config.technique_options
     penalty: float = getattr(options.get("truncated"), "penalty", 0.0)
     if "limits" not in options or "truncated" not in options or penalty:
@@ -191,7 +191,7 @@ def unlearned_limits(config: RunConfig) -> Finding | None:
 
 
 def slots_for_all(config: RunConfig) -> Finding | None:
-    """Warn if `segments` has a slot for every episode in flight, so that none ever waits."""
+    """Warn if the technique `segments` has a slot for every episode, so that none ever waits."""
     slots: int = getattr(config.technique_options.get("segments"), "max_concurrent_episodes", 0)
     schedule = config.schedule
     most = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
@@ -206,7 +206,7 @@ def slots_for_all(config: RunConfig) -> Finding | None:
 
 
 def picked_after_allocation(config: RunConfig) -> Finding | None:
-    """Warn of episodes that an allocator adds and `episode_filter` leaves out."""
+    """Warn of episodes that one technique adds and the technique `episode_filter` leaves out."""
     allocators = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
     if not allocators or "episode_filter" not in config.technique_options:
         return None
@@ -219,7 +219,7 @@ def picked_after_allocation(config: RunConfig) -> Finding | None:
 
 
 def too_old_when_tasks_return(config: RunConfig) -> Finding | None:
-    """Warn of `replay` whose groups are dropped before their tasks come again."""
+    """Warn if the technique `replay` drops stored groups before their tasks come again."""
     options = config.technique_options.get("replay")
     max_age: int = getattr(options, "max_age", 0)
     pool, groups = config.selection.pool, config.schedule.groups_per_step

@@ -14,8 +14,8 @@ chance.
 """
 
 COLLAPSED, NO_ENTROPY = 0.1, 1e-3
-"""The entropy has collapsed if it is below this share of its first value, or below this many nats
-per token.
+"""The entropy has collapsed if it is below the share `COLLAPSED` of its first value, or below
+`NO_ENTROPY` nats per token.
 """
 
 FAINT = 1e-7

@@ -91,7 +91,7 @@ class HeldOut:
 def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
     """Return the evaluations in the events of a run's log, in the order of their steps.
 
-    A resumed run may repeat an evaluation. The last one at a step is returned.
+    A resumed run may repeat an evaluation. The last one of a step counts.
     """
     found = {each.step: each for event in events if (each := HeldOut.of_event(event))}
     return [found[step] for step in sorted(found)]
@@ -151,10 +151,7 @@ def _of_rollouts(rollouts: Sequence[float]) -> Outcome | None:
 
 
 def remarks(evaluations: Sequence[HeldOut], changes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on failed evaluations, and on changes of the data set when a run resumed.
-
-    `changes` has the events of such resumes.
-    """
+    """Return sentences on failed evaluations, and on resumes with another data set (`changes`)."""
     failed = [f"The evaluation {each.when} failed." for each in evaluations if each.success is None]
     changed = [
         f"After step {int(number(event.get('step')) or 0)}, {str(event.get('text'))[:1000]}. "

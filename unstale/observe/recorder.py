@@ -47,10 +47,10 @@ MAX_SHOWN = 1000
 
 
 class Recorder:
-    """The log of the training loop, which sends metrics and events to the places in `Outputs`.
+    """The log of the training loop, which sends metrics and events to `Outputs` and the journal.
 
-    The journal gets them, too, but not the times of activities (spans), failures of trackers, and
-    user code that blocked the event loop.
+    The journal does not get times of activities (spans), failures of trackers, and user code that
+    blocked the event loop.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Recorder:
     ) -> None:
         """Record sampled tokens of a step (`points`) in the journal, and log events of the route.
 
-        Points with the column `true_log_d` are tokens that the audit scored again.
+        Points with `true_log_d` are tokens of the audit.
         """
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]

@@ -58,7 +58,7 @@ def histogram(row: Mapping[str, Any]) -> dict[int, float]:
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Return numbers by lag (staleness in versions), from pairs of both. The lowest lag is first.
+    """Return numbers by lag (staleness in versions), from pairs of lag and number.
 
     Pairs without a number, or without a lag of at most two digits, are left out.
 

@@ -85,9 +85,9 @@ class PairedDifference:
         return high
 
     def pairs_needed(self, true: float, alpha: float, power: float = POWER) -> int:
-        """Return the number of pairs with which a test finds a true mean with probability `power`.
+        """Return the number of pairs with which a test finds the true mean `true` with this power.
 
-        `true` is the true mean, and `alpha` the significance level of the test.
+        `alpha` is the significance level of the test.
         """
         few, enough = 1, 2
         while self._power(true, alpha, enough) < power:
@@ -117,8 +117,7 @@ class PairedDifference:
 def has_spread(values: Sequence[float]) -> bool:
     """Return True if values differ by more than their rounding errors.
 
-    Otherwise their spread is unknown, so no interval can be given. An interval of width 0 would be
-    wrong.
+    Otherwise their spread is unknown, so they have no interval.
 
     >>> has_spread([0.1, 0.3 - 0.2]), has_spread([0.1, 0.11]), has_spread([0.1])
     (False, True, False)

@@ -94,8 +94,7 @@ HEAD = ("", "attempts", "mean tokens", QUANTILES, "mean turns", QUANTILES, "succ
 def shown_places(survivors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attempts at episodes by environment, as a page shows them.
 
-    `survivors` is the content of survivors.json. The value of `missing` is the text to show if
-    there are no environments.
+    `survivors` is the content of survivors.json. `missing` is a text for the case without any.
     """
     places = [_place(place) for place in records(survivors.get("places"), MAX_PLACES)]
     return {"places": places, "head": HEAD, "missing": _missing(survivors)}
@@ -133,9 +132,9 @@ def _name(place: Mapping[str, Any]) -> str:
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
-    """Return an environment's table: a row for all attempts at episodes, then one for each end.
+    """Return an environment's table: a row for all attempts at episodes, then one per end.
 
-    The ends are those in `FATES`. `place` is the environment's row in survivors.json.
+    `place` is the environment's row in survivors.json.
     """
     attempts = mapping(place.get("kinds"))
     names = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
@@ -183,8 +182,8 @@ def _groups(place: Mapping[str, Any]) -> str:
 def _by_length(place: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield a row for each quarter of the attempts that ended, by their length in tokens.
 
-    A row has the range of lengths, then the numbers of attempts that ended, were trained on, wait
-    to be trained on and were lost, then the shares that were trained on and kept.
+    A row has the range of lengths, the numbers of attempts that ended, were trained on, wait for
+    training and were lost, and the shares that were trained on and kept.
     """
     for bucket in records(place.get("buckets"), MAX_ROWS):
         low, high, ended, trained, waiting = (

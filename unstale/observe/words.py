@@ -84,10 +84,10 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
-"""Shares that decide on the bottleneck. A trainer that waits less than `KEEPS_PACE` of the time
-does not wait for generation, and an engine that is idle less than `KEEPS_BUSY` is busy. If the
-share of tools, or of finished groups that wait for older ones, is at least `HELD_BACK`, they are
-the cause. A second activity of the trainer is named if its share is above `OTHER`.
+"""Shares that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time is
+ignored, and idle time of the engine below `KEEPS_BUSY`. Tools, or finished groups that wait for
+older ones, are the cause from a share of `HELD_BACK`. A second activity of the trainer is named
+above `OTHER`.
 """
 
 BOTTLENECKS = {
@@ -141,7 +141,7 @@ class Waiting:
     tools: float | None = None
     """Share of the episodes' time that is spent waiting for tools and rewards."""
     eval_tools: float | None = None
-    """The same share, of held-out episodes."""
+    """The share `tools` of held-out episodes."""
     finished: float | None = None
     """Share of the groups in flight that are finished but wait until older ones are trained on."""
     synchronous: bool = False

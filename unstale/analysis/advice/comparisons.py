@@ -1,9 +1,9 @@
 """The table of comparisons behind the advice: the success of inexact routes and of exact ones.
 
 A route is a method to obtain old log-probabilities. A setting is one comparison, with one task
-environment, engine and staleness bound. It is named by its study and its folder. An arm of a
-setting is a route with thresholds. Every arm is trained with several seeds, and compared with an
-exact route. `python -m tools.advice_table FOLDER` writes the table from folders of comparisons.
+environment, engine and staleness bound. Its arms are routes with thresholds, trained with several
+seeds, and compared with an exact route. `python -m tools.advice_table FOLDER` writes the table from
+folders of comparisons.
 """
 
 import json
@@ -37,8 +37,7 @@ class SettingKind:
     """The properties in which a run and a setting of the table must agree to be compared.
 
     With one minibatch per batch, the route `current_recompute` has S = 1, so a clip on S never
-    acts. With several minibatches it does. Limits on ratios of sequences are far narrower than
-    limits on ratios of tokens.
+    acts. With several it does. Limits on ratios of sequences are far narrower than on tokens.
     """
 
     one_minibatch: bool
@@ -102,9 +101,7 @@ class ArmRecord:
     worse: int
     """The number of settings in which the arm was significantly worse than the exact route."""
     difference: PairedDifference
-    """Held-out success of the arm minus that of the reference, over all pairs of these settings.
-    The pairs are taken as independent.
-    """
+    """The same difference as in `Case`, over all pairs of these settings, taken as independent."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +183,9 @@ def _label(arm: str, values: Row) -> str:
 def measure(folders: Sequence[Path]) -> tuple[list[Row], list[Path]]:
     """Return a row of the table for each setting in the folders of comparisons and studies.
 
-    A study is a folder with one comparison for each setting. A setting without a finished run of
-    its reference, or whose reference is not exact, has no row. The second list has the folders of
-    such settings. Raises `ConfigError` for a folder without a comparison, or a setting that occurs
-    twice.
+    A study is a folder with one comparison for each setting. Settings without a finished run of an
+    exact reference have no row. The second list has their folders. Raises `ConfigError` for a
+    folder without a comparison, or a setting that occurs twice.
     """
     rows: list[tuple[Path, Row | None]] = []
     for folder in folders:
@@ -241,10 +237,7 @@ def _config(folder: Path, arm: ArmResult) -> RunConfig | None:
 
 
 def _row(comparison: Comparison, arm: ArmResult, config: RunConfig) -> Row:
-    """Return the table's row of an arm: its difference in held-out success from the reference.
-
-    `mean` is None without a pair of runs, and `sd` if the pairs show no spread.
-    """
+    """Return the table's row of an arm: its difference in held-out success from the reference."""
     pairs = comparison.pairs(arm)
     paired = paired_difference(pairs)
     return {

@@ -43,9 +43,9 @@ from unstale.observe.words import mapping, number
 from unstale.records import nearest_rank
 
 Source = Literal["exact", "audited", "replayed", "lag 0", "moments", "none"]
-"""The source of the true D and S. `exact`: the run's route is exact. `audited`: the audit during
-training. `replayed`: `unstale audit`. `lag 0`: pi / mu of tokens of lag 0, which is D. `moments`:
-estimates of their variances from the metrics. `none`: they are not known.
+"""The source of the true D and S. `exact`: the run's route. `audited`: the audit during training.
+`replayed`: `unstale audit`. `lag 0`: pi / mu of tokens of lag 0, which is D. `moments`: variances
+estimated from the metrics. `none`: they are not known.
 """
 SOURCES: Mapping[Source, str] = {
     "exact": "the route's exact values, in the journal",
@@ -107,8 +107,8 @@ FIGURES = {
     "live_versions": ("", "versions whose tokens wait for training, at most"),
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
-"""Unit and meaning of each figure. There is also a figure `changed/NAME` for each route NAME whose
-ratios can be computed from exact ratios. It is `changed_by_route` for that route.
+"""Unit and meaning of each figure. A figure `changed/NAME` is `changed_by_route` for the route
+NAME, if its ratios can be computed from exact ratios.
 """
 
 Row4 = tuple[float, float, float, float]
@@ -214,10 +214,7 @@ class TokenSample:
 
 
 def read_sample(folder: RunFolder) -> TokenSample:
-    """Read the sample of trained tokens from a run's journal. Empty if there is no journal.
-
-    Missing or unreadable data are noted as gaps of `folder`.
-    """
+    """Read the sample of trained tokens from a run's journal. Problems become gaps of `folder`."""
     from unstale.durability.journal import JOURNAL, Journal, JournalError  # this imports torch
 
     tokens: list[Row4] = []
@@ -331,9 +328,8 @@ def of_sample(
 def _of_decisions(
     config: RunConfig, true: Factors, present: Factors | None, lengths: Lengths
 ) -> dict[str, float]:
-    """Return the shares of tokens that thresholds stop with exact ratios and with those of routes.
-
-    Shares of tokens that a route treats differently from exact ratios are among the figures.
+    """Return the shares of tokens that thresholds stop with exact ratios, and for each route the
+    share of tokens that its ratios treat differently.
     """
     limits = Thresholds.of(config, lengths)
     # `rollout` has no correction; with any other route the run's own is kept.
@@ -378,8 +374,7 @@ def _of_decisions(
 def with_route(config: RunConfig, name: str) -> RunConfig:
     """Return a configuration with another route, which has its defaults and what it requires.
 
-    If the present route requires the present mode of the correction of D, the correction gets its
-    defaults.
+    A mode of correction that only the present route requires is replaced by the default.
     """
     if name == config.old_logps.route:
         return config
@@ -412,8 +407,7 @@ def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
 def _of_reach(config: RunConfig, present: Factors, lengths: Lengths) -> dict[str, float]:
     """Return the pi / mu at which the clip acts with the run's route, for the most frequent lag.
 
-    Empty for a route whose S does not follow from pi / mu, as that of an exact route. S then varies
-    less than pi / mu for other reasons.
+    Empty for a route whose S does not follow from pi / mu, such as an exact route.
     """
     clip = Thresholds.of(config, lengths).clip
     stale = present.where(present.lag > 0)

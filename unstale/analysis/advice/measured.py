@@ -57,8 +57,8 @@ def of_moments(rows: Sequence[Row]) -> dict[str, float]:
 def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[str, float]:
     """Return the errors of the route `old` that an audit measured. Empty without an audit.
 
-    `rows` are metrics with the audit during training. Without it, `replayed` is used: the content
-    of `audit.json`, which `unstale audit` wrote.
+    The audit is that during training, in the metrics `rows`, or else that of `unstale audit`, in
+    the content `replayed` of `audit.json`.
     """
     by_figure = {
         "staleness_leak": "staleness_leak",

@@ -78,9 +78,9 @@ def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
 def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
     """Return the options of the exact route that costs this run least, and a sentence about it.
 
-    `eager` scores while the trainer waits for episodes, so it needs waiting time. Without that,
-    `snapshot_old` is chosen, because it needs no process and does not pause generation. The options
-    are empty if the run has an exact route and no other exact route costs less.
+    `eager` scores while the trainer waits for episodes, so it needs waiting time. Otherwise
+    `snapshot_old` is chosen, which needs no process and does not pause generation. The options are
+    empty if the run's route is exact and no other costs less.
     """
     config = evidence.config
     scoring, wait = evidence.get("scoring_s"), evidence.get("wait_s")
@@ -107,11 +107,10 @@ def repeat_with_audit(evidence: Evidence) -> str:
 
 
 def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
-    """Return a command that repeats the run with so many steps that `limit` leaves an interval.
+    """Return a command that repeats the run with more steps, so that an interval excludes `limit`.
 
-    It is the confidence interval of the figure `name`, whose half-width falls with the square root
-    of the number of steps. A figure near the limit would need too many steps, so their number is at
-    most `MOST_TIMES` that of the run.
+    The half-width of the confidence interval of the figure `name` falls with the square root of the
+    number of steps. There are at most `MOST_TIMES` as many steps.
     """
     share, low, high = (evidence.get(f"{name}{end}") or 0.0 for end in ("", "_low", "_high"))
     gap = max(abs(share - limit), 1e-9)

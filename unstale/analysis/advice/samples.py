@@ -106,9 +106,9 @@ def _d_share(factors: Factors) -> float | None:
 
 
 def _jackknife(factors: Factors, figure: Callable[[Factors], float | None]) -> float | None:
-    """Return the jackknife standard error of a figure, which leaves out one block of steps at once.
+    """Return the jackknife standard error of a figure, leaving out one block of steps at a time.
 
-    None with fewer than three steps, or if the figure is None without some block.
+    None with fewer than three steps, or if the figure is once None.
     """
     steps = numpy.unique(factors.step)
     count = min(BLOCKS, len(steps))
@@ -153,10 +153,7 @@ class Limit:
         return min(abs(self.low), abs(self.high))
 
     def outside(self, log_ratio: Column) -> Column:
-        """Return True where the log ratio of a token's unit is outside the range.
-
-        The rows of `log_ratio` `[U, n]` are sequences. The result has the same shape.
-        """
+        """Return True where a token's unit is outside the range. Rows `[U, n]` are sequences."""
         log_ratio = self.of_units(log_ratio)
         return (log_ratio < self.low) | (log_ratio > self.high)
 
@@ -234,10 +231,7 @@ class Thresholds:
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
 
     def clipped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log S is outside the clip.
-
-        `rows` `[U, n]` has the indices of tokens in `factors`. The result has the same shape.
-        """
+        """Return True for tokens whose log S is outside the clip. `rows` is as in `dropped`."""
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.clip is None else self.clip.outside(factors.log_s[rows])
 
@@ -249,10 +243,10 @@ class Thresholds:
 def draw_sequences(factors: Factors, tokens: int) -> Column:
     """Return token indices `[U, tokens]` of sequences that are drawn from the sample.
 
-    The journal has single tokens. For a threshold on the ratio of several tokens, sequences are
-    made: each has tokens of one step, drawn with replacement. So the tokens of a sequence are
-    independent, which is true only in part for real sequences. Equal samples give equal draws. With
-    `tokens` = 1, all tokens are returned, `[N, 1]`.
+    The journal has single tokens. So for a threshold on the ratio of several tokens, sequences are
+    made of tokens of one step, drawn with replacement. Their tokens are independent, which real
+    ones are only in part. Equal samples give equal draws. With `tokens` = 1, each token is returned
+    once, `[N, 1]`.
     """
     if tokens == 1:
         return numpy.arange(len(factors))[:, None]
@@ -272,9 +266,9 @@ def _log(bound: float) -> float:
 def is_computable(config: RunConfig) -> bool:
     """Return True if the route's log S follows from only pi / mu and the lag of a token.
 
-    That is so for routes that mix the policies pi and mu. Exact routes need older weights, and
-    moving averages need averaged weights. If a batch has several minibatches, the pi in the journal
-    is that after some of the batch's updates. Then the route must mix this pi, or only use mu.
+    That is so for routes that mix the policies pi and mu. With several minibatches, the pi in the
+    journal is that after some of the batch's updates. Then the route must mix this pi, or use only
+    mu.
     """
     old = config.old_logps
     needs = old.needs

@@ -1,6 +1,6 @@
-"""Rules of the advice about thresholds: limits on D (the band) and clips on S.
+"""Rules of the advice about limits on D (the band) and clips on S.
 
-They find thresholds that act at random, never act, or act at another pi / mu than they seem to.
+They find limits that act at random, never, or at another pi / mu than expected.
 """
 
 import math
@@ -31,9 +31,9 @@ FEW = 4000
 
 
 def other_reach(evidence: Evidence) -> Conclusion | None:
-    """Report the pi / mu at which the clip acts with an inexact route, if it is not the limit.
+    """Report the pi / mu at which the clip acts with an inexact route, if that is not its limit.
 
-    The options are those of a clip that acts at the limit.
+    The suggested options make the clip act at the limit.
     """
     clip, part = evidence.limits.clip, evidence.get("s_part")
     if clip is None or part is None or 1 / FAR < part < FAR:
@@ -65,7 +65,7 @@ def other_reach(evidence: Evidence) -> Conclusion | None:
 
 
 def band_is_random(evidence: Evidence) -> Conclusion | None:
-    """Report a band on D that drops many tokens, which is only for numerical differences."""
+    """Report limits on D that drop many tokens for only numerical differences."""
     rule, dropped = evidence.config.correction, evidence.get("band_share")
     if dropped is None and evidence.config.old_logps.exact and rule.unit != "token":
         kept = evidence.get("kept_share")

@@ -163,8 +163,7 @@ def workload_of(chosen: argparse.Namespace) -> Workload:
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
     """Return the device, and the shares of its speed that programs reach.
 
-    Both are measured in the run of `--like`, if it is given. Otherwise they follow from the
-    device's data sheet and `--shares`.
+    Both are measured in the run of `--like`, or follow from `--device` and `--shares`.
     """
     if chosen.like:
         if chosen.shares:

@@ -19,8 +19,7 @@ def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
     """Return the number of sampled tokens of an episode by tenth of the episode and lag.
 
     `version` is the version of the policy that was trained on the episode. The lag of a token is
-    `version` minus the version that sampled the token. Context counts for the length of the
-    episode, and its tokens are not in the result.
+    `version` minus the version that sampled it. Context counts for the length of the episode only.
 
     >>> sorted(count_ages([(10, None), (5, 3), (5, 4)], 4).items())
     [((5, 1), 2), ((6, 1), 2), ((7, 0), 1), ((7, 1), 1), ((8, 0), 2), ((9, 0), 2)]

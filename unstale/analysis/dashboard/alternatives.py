@@ -1,13 +1,11 @@
 """Compute which tokens another route or other limits would have kept and clipped in the same run.
 
-The trainer's own correction and objective (`trainer.rules.LossSpec`) are applied to the values that
-the journal keeps. Sequences are whole, because limits may act on a whole sequence. The tokens and
-their `logp` are those of the run. With other options the run would have learnt something else, and
-later steps would have had other tokens.
+The trainer's own correction and objective (`trainer.rules.LossSpec`) are applied to whole sequences
+of values in the journal. The tokens and their `logp` are those of the run. With other options the
+run would have learnt something else, and later steps would have had other tokens.
 
 Log D and log S are stored as float16, so a token next to a limit may come out on its other side.
-`rounding` counts the tokens for which even the run's own options give other flags than the stored
-ones.
+`rounding` counts the tokens to which even the run's own options give other flags than stored.
 """
 
 from collections import Counter
@@ -40,13 +38,12 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 MAX_TOKENS = 100_000
-"""Largest number of tokens that are computed for one answer. In a longer run, only groups that are
-evenly spaced over its steps are used. 100,000 tokens took 1.7 s of CPU time.
+"""Largest number of tokens that are computed for one answer. In a longer run, groups are evenly
+spaced over its steps. 100,000 tokens took 1.7 s of CPU time.
 """
 
 MAX_LISTED = 100
-"""Largest number of listed tokens with another outcome. Those with the largest |log S| are listed.
-"""
+"""Largest number of listed tokens with another outcome: those with the largest |log S|."""
 
 USED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED | TokenFlag.CLIPPED_LOW
 USED |= TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
@@ -87,8 +84,7 @@ class Applied:
 def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -> Row:
     """Return how many of the chosen tokens have each outcome in the run and with other settings.
 
-    `own` are the run's settings. Raises `JournalError` for a damaged journal, and OSError without a
-    journal.
+    `own` are the run's settings. Raises `JournalError`, and OSError without a journal.
     """
     tally = _Tally()
     with open_journal(folder) as journal:
@@ -158,8 +154,8 @@ def _known(group: RecordedGroup, settings: Settings) -> Any:
     """Return True for sampled tokens whose `old_logp` the route of the settings determines, `[n]`.
 
     A route that scores with the weights at the start of the batch needs the `logp` at that time,
-    which is stored only for the first optimizer step of a batch. It is not known either for
-    episodes that were trained on again.
+    which is stored only for the first optimizer step. Episodes that were trained on again are not
+    known either.
     """
 
     def is_known(values: TrainedTokens) -> bool:
@@ -288,8 +284,7 @@ def changed_tokens(
 ) -> Iterator[Row]:
     """Yield all chosen tokens that other settings treat differently, in the order of the steps.
 
-    The journal is read one group at a time. Raises `JournalError` for a damaged journal, and
-    OSError without a journal.
+    The journal is read one group at a time. Raises `JournalError`, and OSError without a journal.
     """
     with open_journal(folder) as journal:
         found = find_rows(journal, choice, limit=2**62).rows
@@ -322,9 +317,9 @@ class _Tally:
         self._not_run_dropped = 0
 
     def add_not_run(self, values: Sequence[TrainedTokens]) -> None:
-        """Count the tokens of episodes without a `logp`, because no training pass was run on them.
+        """Count the tokens of episodes on which no training pass was run.
 
-        Those with an advantage are also counted apart: all of their tokens had been dropped.
+        Of episodes with an advantage, all tokens had been dropped. They are also counted apart.
         """
         for each in values:
             self._not_run += len(each.flags)

@@ -67,10 +67,7 @@ def audit(index: RunIndex) -> Row:
 
 
 def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
-    """Return the page's part of `audit.json`, and sentences on what could not be read.
-
-    The first is None if the file is missing or unreadable.
-    """
+    """Return the page's part of `audit.json`, or None, and sentences on what could not be read."""
     try:
         status = os.lstat(index.folder / AUDIT)
     except OSError:

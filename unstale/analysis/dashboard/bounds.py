@@ -112,9 +112,9 @@ def explain(
     """Return `training`, the values of an episode's training, with bounds and gradients added.
 
     `limits` has a row for each bound, and `formulas` the explanations of gradients. In `tokens`,
-    `outside` has for each token and bound True, False or None (not known), `gradient` the factor of
-    the gradient, and `formula` a position in `formulas`. Gradients are None if `is_replaced`, which
-    means that a technique replaces the ratio or the loss of a token.
+    `outside` has True, False or None (not known) for each bound, `gradient` the factor of the
+    gradient, and `formula` a position in `formulas`. Gradients are None if a technique replaces the
+    ratio or the loss of a token (`is_replaced`).
     """
     tokens = training["tokens"]
     found = bounds(correction, objective)

@@ -1,7 +1,7 @@
 """The tables of a run's index: an SQLite database in a temporary folder, from which pages are made.
 
-The run's journal has no index for sorting, and the dashboard only reads it. The index has copies of
-the data for tables and plots. It can be deleted at any time, because it can be filled again.
+The run's journal has no index for sorting, and is only read. The run's index has copies of the data
+for tables and plots. It can be deleted at any time, because it can be filled again.
 """
 
 import sqlite3
@@ -51,8 +51,8 @@ COLUMNS = (
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
 """Columns of the table of episodes. A column by which many episodes are sorted gets a database
-index, so that the next page is read without sorting. Other columns have no index, because keeping
-21 indexes would take as long as reading the episodes of a live run.
+index, so that the next page is read without sorting. Others have none, because keeping 21 indexes
+would take as long as reading the episodes of a live run.
 """
 
 COLUMN = {column.name: column for column in COLUMNS}
@@ -188,7 +188,7 @@ class Database:
     def read(self) -> Iterator[sqlite3.Connection]:
         """Return a context with a reading connection, for which the content does not change.
 
-        Within another `read` in the same thread, it is the same connection with the same content.
+        Within another `read` in the same thread, it is the same connection.
         """
         reader: sqlite3.Connection | None = getattr(self._reading, "reader", None)
         if reader is not None:

@@ -115,10 +115,10 @@ _ATTEMPTS = """SELECT sampled_tokens, turns, success, reward,
 def attempts(database: Database) -> Row:
     """Return statistics of attempts at episodes by how they ended, and a curve of their lengths.
 
-    Branches of an episode are left out, because they have its outcome and reward. Each point of
+    Branches of an episode are left out, because they have its outcome and reward. A point of
     `curve` has a number of sampled tokens, the share of all ended attempts with at most so many,
-    and the same share of the attempts that were trained on. If long attempts are lost more often,
-    training prefers short episodes.
+    and the same share of those trained on. If long attempts are lost more often, training prefers
+    short episodes.
     """
     rows = database.rows(
         f"""SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)
@@ -194,7 +194,7 @@ def examples(database: Database) -> list[Row]:
 def forks(database: Database) -> list[Row]:
     """Return the reasons why agents changed the history of a conversation, most frequent first.
 
-    Each has the number of such forks, and the first `episode` and its token `at` which it forked.
+    Each has the number of such forks. `episode` and token `at` are those of the first fork.
     """
     rows: list[tuple[Any, ...]] = database.rows(
         """SELECT json_extract(fields, '$.reason'), count(*), json_extract(fields, '$.episode'),

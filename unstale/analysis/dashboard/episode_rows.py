@@ -28,9 +28,9 @@ MAX_FIGURES = 64
 
 
 def measure_pieces(pieces: Sequence[Piece]) -> Row:
-    """Return the columns of the table of episodes that follow from an episode's pieces.
+    """Return the columns of the table of episodes that follow from an episode's runs of tokens.
 
-    Raises ValueError if the packed tokens of a piece have the wrong size.
+    Raises ValueError if packed tokens have the wrong size.
     """
     versions: set[int] = set()
     turns = tokens = sampled = 0
@@ -64,9 +64,9 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
 
 
 def add_outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
-    """Return the columns on the end of an episode, and write its rewards and facts to `figures`.
+    """Return the columns on an episode's end, and write its rewards and facts to `figures`.
 
-    `end` is a row of the journal on the end of an episode.
+    `end` is the journal's row on the end.
     """
     episode, stop, rewards, facts, stage, error, reason, step, *_ = end
     if stop is None:

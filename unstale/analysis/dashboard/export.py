@@ -1,8 +1,8 @@
 """Send a selection of episodes or tokens as a file, JSON lines or Parquet, in parts.
 
-All selected rows are sent, however many they are. The memory needed is that of one part, and the
-journal is read in short transactions. If a part cannot be read, the download breaks off, so that an
-incomplete file is not taken for a complete one.
+All selected rows are sent. The memory needed is that of one part, and the journal is read in short
+transactions. If a part cannot be read, the download breaks off, so that an incomplete file is not
+taken for a complete one.
 """
 
 import re
@@ -120,8 +120,8 @@ def parquet_problem() -> str:
 def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
     """Return the parts of a file. The first row is computed before returning, so errors come early.
 
-    Raises `BadQuestion` for a wrong request, `JournalError` for a damaged journal, `NotYet` if the
-    index does not have all episodes yet, and OSError without a journal or if the index has failed.
+    Raises `BadQuestion`, `JournalError`, `NotYet` if the index does not have all episodes yet, and
+    OSError without a journal or if the index has failed.
     """
     if selection.format == "parquet" and (problem := parquet_problem()):
         raise BadQuestion(problem)
@@ -283,9 +283,8 @@ def _pages(
 ) -> Iterator[list[tuple[Any, ...]]]:
     """Yield the columns `names` of the selected episodes, as lists of at most `PAGE` rows.
 
-    The first column must be the episode's number. `more` are additional conditions. Raises
-    `NotYet` if the index does not have all episodes or texts yet, and OSError if the journal was
-    replaced.
+    The first column must be the episode's number. Raises `NotYet` if the index does not have all
+    episodes or texts yet, and OSError if the journal was replaced.
     """
     _require_complete(index)
     conditions = [*parse_filter(selection.filter), *more]

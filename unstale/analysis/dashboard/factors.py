@@ -1,8 +1,8 @@
 """Return the trained tokens of a run in the plane of log D and log S, for its page.
 
-The run trained with these values: log D is `old_logp - behavior_logp` and log S is
-`logp - old_logp`, with the `old_logp` of its route. They are read from the journal's table of
-trained tokens. Counts are of all tokens that were read, and points are a sample of these.
+They are the values that the run trained with: log D is `old_logp - behavior_logp` and log S is
+`logp - old_logp`, with the `old_logp` of its route. They come from the journal's table of trained
+tokens. Counts are of all tokens that were read, and points are a sample of these.
 """
 
 import math
@@ -33,7 +33,7 @@ MAX_CACHED = 4_000_000
 
 MAX_POINTS = 3000
 MAX_EPISODES = 100
-"""Largest number of listed episodes with tokens in the brush."""
+"""Largest number of listed episodes with tokens in the brush, the selected rectangle."""
 
 CELLS = 73
 """Number of cells of the grid of counts along each axis. It is odd, so that 0 is in the middle of a
@@ -196,8 +196,7 @@ class RowsToRead:
 def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
     """Return the rows of the chosen steps, in order, with at most `limit` tokens in all.
 
-    If the steps have more tokens, rows are left out evenly over the steps. At least one row is
-    returned if there is any.
+    If the steps have more tokens, rows are left out evenly over the steps. One row is always read.
     """
     if not journal.num_token_values:
         return RowsToRead((), 0, 0)
@@ -239,7 +238,7 @@ class TokenCache:
         """Return the chosen tokens of a run, about `limit` at most.
 
         A row in the cache is not read again, because a changed row has another checksum. Raises
-        `JournalError` for a damaged journal, and OSError without a journal.
+        `JournalError`, and OSError without a journal.
         """
         parts = []
         with open_journal(folder) as journal:
@@ -325,8 +324,8 @@ def _pieces(
 def _places(pieces: Sequence[tuple[int, int | None]], values: TokenValues) -> tuple[Any, Any]:
     """Return the positions of an episode's sampled tokens, and the versions that sampled them.
 
-    Raises ValueError if the number of sampled tokens is not that of the values. This is checked
-    before arrays are made, because a damaged number may be too large for memory.
+    Raises ValueError if their number is not that of the values. This is checked first, because a
+    damaged number may be too large for memory.
     """
     num_sampled = sum(count for count, version in pieces if version is not None)
     if num_sampled != len(values.flags) or any(count < 0 for count, _ in pieces):
@@ -538,7 +537,7 @@ def _hash(part: TokenColumns) -> Any:
 def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
     """Return the first `limit` tokens by their rank within their cell, then by hash.
 
-    A token that is left out would also be left out of a larger set, so sets can be merged in turn.
+    A token that is left out would also be left out of a larger set.
     """
     joined = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
     by_cell = np.lexsort((joined["order"], joined["cell"]))
@@ -552,10 +551,7 @@ def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Episode:
-    """The tokens in the brush of one episode in one step: their number, and the farthest of them.
-
-    `token`, `log_d`, `log_s` and `lag` are those of the farthest token.
-    """
+    """The number of an episode's tokens in the brush in one step, and the farthest of them."""
 
     episode: int
     step: int
@@ -569,8 +565,8 @@ class _Episode:
 def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
     """Return the number of tokens inside the brush, and the episodes with most such tokens.
 
-    Each episode has its farthest token: the one with the largest |log D| or |log S| among the
-    ratios that the brush limits.
+    Each episode has its farthest token: the one with the largest size of a ratio that the brush
+    limits.
     """
     found: list[_Episode] = []
     parts = list(tokens.inside(brush))

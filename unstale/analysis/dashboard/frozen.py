@@ -1,7 +1,7 @@
 """Write the report of a run: one file with the run's page of the dashboard and its data.
 
-The file has the same scripts and styles as the dashboard. The data that the page would request from
-the server are in the file as JSON, thinned so that its size does not grow with the run.
+It has the scripts and styles of the dashboard. The data that the page would request from the server
+are in the file as JSON, thinned so that its size does not grow with the run.
 """
 
 import shlex
@@ -39,23 +39,23 @@ READ_S = 60.0
 """Seconds after which no more episodes of a long run are read."""
 
 POINTS, OTHER_POINTS = 240, 60
-"""Largest number of points of a metric with a described plot, and of any other metric."""
+"""Largest number of points in the report of a metric with a described plot, and of any other."""
 
 VALUES, OTHER_VALUES = 40_000, 12_000
 """Largest number of points of all metrics with a described plot together, and of all others."""
 
 LAG_PARTS, SPANS, EVALUATIONS = 120, 800, 300
 FAILURES_LISTED, EVENTS_LISTED = 20, 100
-"""Numbers of newest failed episodes and of newest events that are in the file."""
+"""Numbers of newest failed episodes and of newest events in the report."""
 
 TOKEN_POINTS = 800
 """Number of points in the plane of D and S, as in plane.js."""
 
 LAST_STEPS = 8
-"""Number of last steps whose activities are in the file one by one."""
+"""Number of last steps whose activities are in the report one by one."""
 
 EPISODE_TOKENS = 1000
-"""Number of first tokens of an episode that are in the file."""
+"""Number of first tokens of an episode that are in the report."""
 
 SUCCESS, MEAN_STEPS = "rollout/success_rate", 5
 """The metric of the learning curve, and the number of steps over which it is averaged, as in
@@ -78,10 +78,9 @@ def write_and_warn(run_folder: Path) -> tuple[Path, list[str]]:
 
 
 def write_and_summarize(run_folder: Path) -> str:
-    """Write the report of a run. Return a text: the report's path and its main sentences, as lines.
+    """Write the report of a run. Return its path and its main sentences, as lines of a text.
 
-    The sentences are about the end of the run, its success, warnings, the bottleneck, and options
-    that would help.
+    They are about the end of the run, its success, warnings, the bottleneck, and what would help.
     """
     answers = freeze(run_folder)
     return "\n".join([str(_write(run_folder, answers)), *_sentences(answers["run"])])
@@ -206,7 +205,7 @@ def _run(index: RunIndex, name: str) -> Row:
 def _series(index: RunIndex) -> Row:
     """Return the values of all metrics as `[position in steps, values]`, and the lists `steps`.
 
-    `means` has the averaged learning curve. Metrics with equal steps share a list in `steps`.
+    `means` has the averaged learning curve.
     """
     main: list[str] = ["time_s"]
     other: list[str] = []

@@ -29,12 +29,10 @@ from unstale.observe.run_rows import histogram
 from unstale.observe.words import number
 
 CHUNK_EPISODES = 400
-"""Largest number of episodes that are read in one transaction of the journal. It limits the
-transaction's length.
-"""
+"""Largest number of episodes that are read in one transaction, to limit its length."""
 
 CHUNK_TOKENS = 400_000
-"""Approximate largest number of tokens that are read in one transaction. It limits the memory."""
+"""Approximate largest number of tokens that are read in one transaction, to limit the memory."""
 
 MAX_NAMES = 2000
 """Largest number of metrics that are kept. A damaged file may have any number of names."""
@@ -62,7 +60,7 @@ _NOTHING = _Consumed(-1, -1, -1)
 
 
 class RunIndex:
-    """The index of one run, and the progress of filling it.
+    """The index of one run, which is a database of copied data, and the progress of filling it.
 
     One thread calls `update_files` and `update_journal`. Any thread may read the attributes.
     """
@@ -88,9 +86,7 @@ class RunIndex:
         self.search_problem = ""
         """A sentence on why texts cannot be searched. Empty if they can."""
         self.num_restarts = 0
-        """Number of times that the episodes were removed because the journal was replaced, or
-        rewound by a resume.
-        """
+        """Number of times that all episodes were removed, for a replaced or rewound journal."""
         self.changes = 0
         """A number that grows with every change of the index."""
         self._metrics = Tail(folder / METRICS)
@@ -101,7 +97,7 @@ class RunIndex:
         self.health = TrainingHealth()
         """The checks of training health over the rows of `metrics.jsonl` read so far.
 
-        The events of checks are not used, because they include steps that a resume has repeated.
+        Events of checks are not used: they include steps that a resume has repeated.
         """
         self._names: dict[str, int] = {}
         self._state: tuple[int, ...] = ()
@@ -244,8 +240,8 @@ class RunIndex:
     def update_journal(self) -> bool:
         """Copy the next part of the journal. Return False if there was nothing left to copy.
 
-        If the journal cannot be read, no error is raised: `problem` has the reason, and a later
-        call tries again when the file has changed.
+        If the journal cannot be read, `problem` has the reason, and a later call tries again when
+        the file has changed.
         """
         state = _state(self.folder)
         if self.is_complete and state == self._state and not self.lacks_words:
@@ -335,8 +331,8 @@ class RunIndex:
     def _was_rewound(self, journal: JournalReader) -> bool:
         """Return True if a resume has deleted the group that was trained on last.
 
-        A group that was deleted and trained on again counts as deleted only if the step or the
-        version differs. Otherwise its values are the same as before.
+        A group that was trained on again counts as deleted only if its step or version differs.
+        Otherwise it has the same values as before.
         """
         last = self._last_consumed
         rows = journal.rows("SELECT step, version FROM consumed WHERE number = ?", last.group)
@@ -347,7 +343,7 @@ class RunIndex:
     ) -> tuple[int, bool]:
         """Copy those of the episodes `open_` that have ended, up to the limits of a part.
 
-        Return the number of copied episodes, and True if no ended episode is left.
+        Return their number, and True if none are left.
         """
         copied = tokens = 0
         is_last = True
@@ -362,10 +358,9 @@ class RunIndex:
         return copied, is_last
 
     def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
-        """Return the columns of an episode that was trained on.
+        """Return the columns of an episode that was trained on, and cache those of its group.
 
-        Those of the other episodes of its group are cached. `oldest` is the oldest version that
-        sampled the episode, or None.
+        `oldest` is the oldest version that sampled the episode, or None.
         """
         episode, step, group, version = end[0], *end[-3:]
         if self._siblings[0] != group:
@@ -459,8 +454,7 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
     """Add an episode that has begun to the index.
 
-    It is a branch if its seed differs from that of the first episode at the same place of the
-    group. Further attempts at an episode have the same seed.
+    Further attempts at an episode have the same seed, and branches of an episode have other seeds.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(

@@ -42,8 +42,8 @@ class Indexer:
     """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
 
     New metrics and events of every run are read. The journal of a run is read while its episodes
-    are requested. If only the run's page is requested, its episodes are counted. An indexer is a
-    context manager, and its thread runs within the context.
+    are requested. If only the run's page is requested, its episodes are counted. The thread runs
+    while the indexer is used as a context manager.
     """
 
     def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -184,8 +184,8 @@ class Indexer:
     def _for_a_while(self, index: RunIndex, update: Callable[[], bool]) -> bool:
         """Repeat an update until it returns False or `SLICE_S` seconds are over.
 
-        Return True if time was over. An index whose update fails, for example on a full disk, is no
-        longer updated, and its `failure` has the reason. Other runs are still read.
+        Return True if the time was over. An index whose update fails, for example on a full disk,
+        is no longer updated, and its `failure` has the reason.
         """
         end = self._clock() + SLICE_S
         while not self._stopped and not index.failure:

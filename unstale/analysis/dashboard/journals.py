@@ -14,8 +14,7 @@ _SHAPE_OFFSET, _SHAPE_WAL = 18, 2
 def open_journal(folder: Path) -> JournalReader:
     """Open the journal in a run folder for reading. The run may still be active.
 
-    Raises `JournalError` for a damaged journal, and FileNotFoundError, with the sentence of
-    `unreadable`, if it cannot be opened without writing.
+    Raises `JournalError`, and FileNotFoundError with the sentence of `unreadable`.
     """
     if problem := unreadable(folder):
         raise FileNotFoundError(problem)

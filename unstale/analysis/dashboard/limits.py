@@ -2,8 +2,8 @@
 
 A line is `on` log D (`d`, vertical), on log S (`s`, horizontal) or on their sum (`ds`, diagonal),
 `at` a value in nats. With the run's own route, a correction limits the log D that is drawn and a
-clip the log S. Another route computes its own log D and log S from their sum log pi - log mu, which
-is the same for all routes. So each limit on them is drawn as a limit on the sum.
+clip the log S. Another route computes both from the sum log pi - log mu, which is the same for all
+routes. So each of its limits is drawn as a limit on the sum.
 """
 
 import math
@@ -111,8 +111,8 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
     """Return the settings of a run with `changes`: full names of options -> values as texts.
 
     With another route, the options of the run's route do not apply. If the run's route is exact,
-    any exact route gives the stored values. Raises `BadQuestion` for an unknown option or value,
-    and for a route whose `old_logp` does not follow from what the journal keeps.
+    other exact routes have the stored values. Raises `BadQuestion` for an unknown option or value,
+    and for a route whose `old_logp` does not follow from the journal.
     """
     config = own.config
     known = options()
@@ -154,8 +154,7 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
 def _changed(section: SectionT, values: Mapping[str, Any]) -> SectionT:
     """Return a section of the configuration with other values of some options.
 
-    A value that is unused because of another of these values is ignored, because the form does not
-    show its field.
+    A value that another of them makes unused is ignored, because the form does not show its field.
     """
     unread = section.unread({**asdict(section), **values})
     hidden = [name for name in unread if section.decides(name) in values]
@@ -203,9 +202,9 @@ def refusal(spec: OldLogpsConfig, config: RunConfig) -> str:
 def choices(own: Settings) -> Row:
     """Return the content of the form for other settings.
 
-    `options` has name, allowed words, the run's value and explanation of each option that the form
-    offers. `routes` has for each route the reason why it cannot be computed, or "". `computed` is
-    True if the options of the run's own route can be changed.
+    `options` has name, allowed words, the run's value and explanation of each option in the form.
+    `routes` has the reason why each route cannot be computed, or "". `computed` is True if the
+    options of the run's own route can be changed.
     """
     known = options()
     found = []
@@ -262,8 +261,7 @@ def lines(settings: Settings, *, lag_max: int) -> list[Row]:
     """Return the lines that show the limits of some settings, each with a sentence.
 
     With the stored values, lines are vertical or horizontal; that of `ratio_cap` is diagonal. With
-    a route that mixes `behavior_logp` and `logp`, lines are diagonal, and may differ between lags
-    up to `lag_max`.
+    a route that mixes `behavior_logp` and `logp`, lines are diagonal and may differ between lags.
     """
     found = bounds(settings.correction, settings.objective)
     own = [line for each in found for line in _lines(each)]
@@ -366,7 +364,7 @@ def _tokens(behavior_logp: "Tensor") -> "Batch":
 def _on_ratio(line: Row, settings: Settings, lag_max: int) -> Iterator[Row]:
     """Yield the lines on log D + log S that correspond to `line`, for a route that mixes pi and mu.
 
-    They are yielded for each lag up to `lag_max` at which they differ.
+    Lags up to `lag_max` may have different lines.
     """
     import numpy as np
 

@@ -16,11 +16,11 @@ FIGURES = ("success", "reward", "sampled_tokens", "turns")
 def pairs(a: Database, b: Database) -> Row:
     """Return the mean differences B - A over the groups with equal number and equal task.
 
-    `figures` has for each figure the means of A and B, the difference, and `interval`, the 95%
-    interval of the difference over groups by Student's t. It is None for a single group and for
-    equal differences. `late` has the same for the last quarter of the common groups, before which
-    the runs have trained longest. `groups` is the number of common groups. `only` is the number of
-    other groups, which had different tasks or which one run did not finish.
+    `figures` has for each figure the means of A and B, the difference, and `interval`, its 95%
+    interval over groups by Student's t, or None for a single group and for equal differences.
+    `late` has the same for the last quarter of the common groups, before which the runs have
+    trained longest. `groups` is the number of common groups, `only` the number of groups that had
+    different tasks or that one run did not finish.
     """
     left, right = _groups(a), _groups(b)
     common = sorted(left.keys() & right.keys())

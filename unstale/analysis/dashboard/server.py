@@ -1,8 +1,8 @@
 """The dashboard's web server (starlette on uvicorn), for the one user who has its address.
 
-The server listens on loopback. The address has a random token, which the browser keeps as a cookie.
-A request without token and cookie is refused. Every request is a GET and changes nothing.
-docs/dashboard.md has the paths and their answers.
+It listens on loopback. The address has a random token, which the browser keeps as a cookie. A
+request without either is refused. Every request is a GET and changes nothing. docs/dashboard.md has
+the paths and their answers.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class Gate:
     """ASGI middleware that admits requests with the token, and adds the security headers.
 
     The token is in the query of the first request. The answer sets a cookie and redirects to the
-    same path without the token, so that the token is in no history and no link.
+    path without the token, which is then in no history and no link.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
@@ -402,8 +402,8 @@ class _Api:
     def _shown(self, name: str) -> RunIndex:
         """Return the index of a run whose page is requested.
 
-        If the run has ended, its journal is read at once. If it is live, its episodes are only
-        counted until a page shows them, because reading them takes time of the training.
+        The journal of a run that has ended is read at once. Episodes of a live run are only counted
+        until a page shows them, because reading them takes time of the training.
         """
         index = self._indexer.get(name, journal=False, count=True)
         if summary.state_of(index)["state"] != "live":
@@ -478,8 +478,7 @@ class Dashboard:
     def __init__(self, root: Path, *, port: int = 0, token: str | None = None) -> None:
         """Open a port on loopback for the runs below `root`. Port 0 takes a free one.
 
-        Without `token`, a random one is made. Raises `ConfigError` if `root` is not a folder, and
-        OSError if the port is in use.
+        Raises `ConfigError` if `root` is not a folder, and OSError if the port is in use.
         """
         self.folders = RunFolders(root)
         self.token = token or secrets.token_urlsafe(24)

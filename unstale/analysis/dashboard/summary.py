@@ -242,7 +242,7 @@ def series(
 
     A value is the mean of the last `window` recorded values. Longer series are then thinned to
     about `points` points: the smallest and the largest value in each of equal parts of the steps,
-    so that no peak is lost. Raises `BadQuestion` for a number outside its limits.
+    so that no peak is lost. Raises `BadQuestion`.
     """
     if len(names) > MAX_METRICS:
         raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
@@ -300,8 +300,8 @@ def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, floa
 def lags(database: Database, points: int = 300) -> Row:
     """Return the number of tokens trained on at each lag: in all steps, and in parts of the steps.
 
-    `total` has `[lag, tokens]`. `steps` has the first step of each part, with such pairs. A part
-    has `width` steps, so that there are at most `points` parts.
+    `total` has `[lag, tokens]`, and `steps` such pairs for each part of `width` steps, by its first
+    step. There are at most `points` parts.
     """
     total = database.rows("SELECT lag, sum(tokens) FROM lags GROUP BY lag ORDER BY lag")
     ((first, last),) = database.rows("SELECT min(step), max(step) FROM lags")
@@ -326,9 +326,8 @@ def lags(database: Database, points: int = 300) -> Row:
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
     """Return the newest training episodes that failed and were not retried, as `rows`.
 
-    `count` is the number of all such episodes. `text` is a sentence with this number, the number of
-    their tasks and the most frequent error. `held_out` is the number of failed episodes of
-    evaluations, which are counted separately.
+    `count` is the number of all such episodes, and `held_out` that of evaluations. `text` is a
+    sentence with `count`, the number of their tasks and the most frequent error.
     """
     # CASE, because SQLite may evaluate the operands of AND in any order
     final = (
@@ -364,10 +363,9 @@ def _of_failures(episodes: int, tasks: int, error: str) -> str:
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
-    """Return the events of a run's log, without activities, evaluations and failed episodes.
+    """Return events of a run's log with numbers above `after`, the newest first.
 
-    Failed episodes of evaluations that were not retried are included. The newest event is first.
-    Events with a number up to `after` are left out.
+    Activities, evaluations and failed training episodes are left out.
     """
     rows = database.rows(
         "SELECT id, time, kind, fields FROM events WHERE id > ? AND kind != 'eval' "

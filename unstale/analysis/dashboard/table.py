@@ -142,8 +142,8 @@ def parse_search(text: str) -> Condition | None:
 def statements(question: Question) -> tuple[Condition, list[Condition]]:
     """Return SQL that counts the episodes of a request, and two statements that read them in order.
 
-    The first of the two reads episodes with a value in the column by which the table is sorted. The
-    second reads the others, which come last in both directions. An index gives the order of both.
+    The first of the two reads episodes with a value in the sorted column. The second reads the
+    others, which come last in both directions.
     """
     conditions = parse_filter(question.filter)
     if search := parse_search(question.search):

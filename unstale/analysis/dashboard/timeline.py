@@ -21,8 +21,8 @@ MAX_READ = 200_000
 """Largest number of activities that are read for an answer: the newest in the range."""
 
 PARTS = 400
-"""Number of parts into which a lane is divided if there are too many activities, and largest number
-of bars in a lane with levels.
+"""Number of parts of a lane with too many activities, and largest number of bars in a lane with
+levels.
 """
 
 MAX_MARKS = 200
@@ -36,10 +36,10 @@ def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) 
     """Return the activities between the times `start` and `end` of the run, in seconds.
 
     `spans` has lane, start, end and label of each activity. With more than `limit` activities,
-    `spans` is empty, and `parts` has for each lane the covered share of each part of the range, as
-    `[lane, shares]`. `levels` has lane, start, end, level from 0 to 1 and label for values that are
-    only known by step: the busy share of each engine, and the episodes in tools. `marks` has the
-    times at which versions were published, and `steps` the ends of steps.
+    `spans` is empty, and `parts` has the covered share of each part of the range, as `[lane,
+    shares]`. `levels` has lane, start, end, level from 0 to 1 and label of values known only by
+    step: the busy share of each engine, and the episodes in tools. `marks` has the times at which
+    versions were published, and `steps` the ends of steps.
     """
     ((first, last, total),) = database.rows('SELECT min(start), max("end"), count(*) FROM spans')
     first, last = first or 0.0, last or 0.0
@@ -147,9 +147,9 @@ def _column(database: Database, name: str, start: float, end: float) -> dict[int
 def _chunks(
     times: dict[int, float], width: int
 ) -> list[tuple[float, float, list[tuple[int, float]]]]:
-    """Return parts of `width` successive steps: start, end, and the steps with their durations.
+    """Return parts of `width` steps: start, end, and the steps with their durations, in seconds.
 
-    `times` has the end of each step. All times are in seconds.
+    `times` has the end of each step.
     """
     steps = sorted(times)
     found = []

@@ -58,8 +58,7 @@ def episode(
     Trained tokens have the values of the step `step`, by default the first step that trained on
     them, with the limits of the run (`limits.of_training`). Lags are those in this step.
 
-    Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`
-    for wrong arguments.
+    Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
     """
     if start < 0 or not 1 <= limit <= MAX_TOKENS:
         raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
@@ -145,10 +144,7 @@ def _difference(reference: Sequence[int], stream: Sequence[int]) -> int | None:
 
 
 def _window(recorded: "_Recorded", decode: Decode | None, around: int | None) -> Row | None:
-    """Return the tokens around the position `around`.
-
-    None if `around` is None or among the first `MAX_SIBLING_TOKENS`, which the answer has anyway.
-    """
+    """Return the tokens around a position, or None if it is in the first `MAX_SIBLING_TOKENS`."""
     if around is None or around < MAX_SIBLING_TOKENS:
         return None
     start = max(MAX_SIBLING_TOKENS, min(around, recorded.num_tokens) - WINDOW_BEFORE)
@@ -249,10 +245,7 @@ class _Recorded:
 
 
 def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorded:
-    """Read an episode, with the values of step `step`, by default the first that trained on it.
-
-    Raises `JournalError` if the journal is damaged.
-    """
+    """Read an episode, with the values of step `step`, by default the first that trained on it."""
     group, episode = int(row["group_number"]), int(row["episode"])
     trained = journal.rows("SELECT version FROM consumed WHERE number = ?", group)
     return _Recorded(

@@ -21,8 +21,7 @@ ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy"
 def measure(values: Sequence[TokenValues]) -> dict[int, Row]:
     """Return the columns of the table of episodes that follow from tokens' values, by episode.
 
-    An episode on which no training pass was run has only an advantage. All episodes are computed
-    together, which is faster because an episode may have few tokens.
+    An episode on which no training pass was run has only an advantage.
     """
     found: dict[int, Row] = {each.episode: {"advantage": None} for each in values}
     filled = [each for each in values if len(each.flags)]
@@ -60,10 +59,7 @@ def _sizes(values: Any) -> Any:
 
 
 def measure_group(journal: JournalReader, group: int, step: int) -> dict[int, Row]:
-    """Return the result of `measure` for the episodes of a group in a step.
-
-    Raises `JournalError` if the journal is damaged.
-    """
+    """Return `measure` of the episodes of a group in a step. Raises `JournalError`."""
     return measure(journal.token_values(group, step))
 
 
@@ -72,7 +68,7 @@ def of_episode(journal: JournalReader, group: int, episode: int, step: int | Non
 
     Without `step`, it is the first step that trained on the episode. `steps` has all such steps.
     Empty if the journal has no values. Raises `BadQuestion` if `step` did not train on the episode,
-    and `JournalError` if the journal is damaged.
+    and `JournalError`.
     """
     every = journal.trained_tokens(group, episode=episode)
     if not every:

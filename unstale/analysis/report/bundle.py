@@ -43,8 +43,7 @@ def styles() -> Code:
 def script(entry: str, replaced: tuple[tuple[str, str], ...] = ()) -> Code:
     """Return one script with the library of plots, the module `entry` and all modules it imports.
 
-    `replaced` has pairs of a module and the module that replaces it. Raises ValueError if the text
-    would end a script element.
+    `replaced` has pairs of a module and the module that replaces it.
     """
     modules: dict[str, str] = {}
     _add(entry, dict(replaced), modules)
@@ -59,8 +58,7 @@ def script(entry: str, replaced: tuple[tuple[str, str], ...] = ()) -> Code:
 def _add(name: str, replaced: dict[str, str], modules: dict[str, str]) -> str:
     """Add a module to `modules`, after the modules that it imports.
 
-    Return the name of the variable with its exports. Raises ValueError for a line that cannot be
-    joined.
+    Return the variable with its exports. Raises ValueError for a line that cannot be joined.
     """
     name = replaced.get(name, name)
     variable = "module_" + re.sub(r"\W", "_", name)

@@ -254,9 +254,9 @@ def training_seconds(
 ) -> dict[int, float]:
     """Return the seconds of training up to each step, without evaluations.
 
-    `timed` has pairs of a step and the seconds from the start of the run to the step's end. `spans`
-    are activities: lane, start and end in seconds. Training begins at the time of step 0, or
-    without it at the first span of the lane `wait`. Evaluations must not overlap.
+    `timed` are steps with the seconds from the start of the run to their ends. `spans` are
+    activities: lane, start and end in seconds. Training begins at the time of step 0, or without it
+    at the first span of the lane `wait`. Evaluations must not overlap.
 
     >>> training_seconds([(0, 2.0), (1, 5.0), (2, 9.0)], [("eval", 0.0, 2.0), ("eval", 5.0, 6.0)])
     {0: 0.0, 1: 3.0, 2: 6.0}
@@ -333,8 +333,8 @@ class Comparison:
     def budget(self, unit: Unit) -> TrainingBudget | None:
         """Return the largest amount of training, in `unit`, that all finished runs reached.
 
-        Runs that did not record their amount are left out. The result is None if no run recorded
-        it, or if `unit` is minutes and the times of the runs cannot be compared.
+        Runs that did not record it are left out. The result is None if no run recorded it, or if
+        the times of the runs cannot be compared.
         """
         if unit == "minutes" and self.shared_machine:
             return None
@@ -372,7 +372,7 @@ class Comparison:
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
         """Return the differences in held-out success between runs of an arm and of the reference.
 
-        Runs with the same seed are compared, at the end or after an amount of training.
+        Runs with the same seed are compared.
         """
 
         def success(trial: Trial) -> float | None:
@@ -386,10 +386,9 @@ class Comparison:
         value: Callable[[Trial], float | None],
         reference_value: Callable[[Trial], float | None],
     ) -> list[float]:
-        """Return differences between the runs of an arm and those of the reference arm.
+        """Return `value` of each run of an arm minus `reference_value` of the reference's run.
 
-        A difference is `value` of a run minus `reference_value` of the reference's run with the
-        same seed. Seeds are left out if one of the runs has not finished or has no value.
+        Both runs have the same seed. Seeds are left out if a run has not finished or has no value.
         """
         reference = {trial.seed: reference_value(trial) for trial in self.reference.finished}
         values = [(value(trial), reference.get(trial.seed)) for trial in arm.finished]

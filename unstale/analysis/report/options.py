@@ -15,9 +15,8 @@ from unstale.observe.run_rows import flatten
 def changed_options(options: Mapping[str, Any]) -> set[str]:
     """Return the names of the options that differ from their defaults.
 
-    `options` has the values of a run's `config.json` by full name. Options that belong to the run's
-    route, environment and techniques are compared with their own defaults. Options that this
-    version does not know are left out.
+    `options` has the values of a run's `config.json` by full name. Options of the run's route,
+    environment and techniques have their own defaults. Unknown options are left out.
 
     >>> sorted(changed_options({"seed": 0, "old_logps.route": "ewma_prox", "old_logps.beta": 0.5}))
     ['old_logps.beta', 'old_logps.route']

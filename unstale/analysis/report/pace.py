@@ -71,9 +71,9 @@ def pace_of(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], begin_s: f
     """Return the shares of time of a run, from its metrics and its activities.
 
     `rows` are the metrics from step 1 on, and `begin_s` is the start of step 1. In a run of more
-    than two steps, the first is left out, because it waits for the first groups. In a run with more
-    than `MAX_SHARED` activities, only the last part is used. The trainer's shares are those of the
-    activities, or of the metrics if no activities were recorded.
+    than two steps, the first is left out, because it waits for the first groups. Only the newest
+    `MAX_SHARED` activities are used. The trainer's shares are those of the activities, or of the
+    metrics if no activities were recorded.
     """
     timed: Sequence[Mapping[str, Any]] = rows if len(rows) > 2 else [{"time_s": begin_s}, *rows]
     newest = sorted(spans, key=lambda span: span.end)[-MAX_SHARED:]

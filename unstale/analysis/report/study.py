@@ -1,8 +1,8 @@
 """Read the results of a study: a folder with one comparison for each of several settings.
 
-A setting trains the same arms (configurations) on another task, engine or staleness bound. The
-p-values of planned differences are corrected for their number. For a difference that may be 0, the
-power of the test is computed. This module does not import torch.
+Every setting has the same arms (configurations). The p-values of planned differences are corrected
+for their number. For a difference that may be 0, the power of the test is computed. This module
+does not import torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,8 +47,8 @@ class Difference:
     alpha: float
     """Probability with which the interval misses the true difference."""
     p: float | None
-    """The p-value of the hypothesis that there is no difference. For a planned difference it is
-    adjusted by Holm's method. None if `paired` is None.
+    """The p-value of no difference, adjusted by Holm's method if the difference is planned. None if
+    `paired` is None.
     """
 
     @property
@@ -98,7 +98,7 @@ class Pooled:
 class StudySetting:
     """A setting of a study, in which all arms are compared.
 
-    A study varies several dials, such as the thresholds. A setting has a position of each dial.
+    Settings differ in the positions of dials, such as the thresholds.
     """
 
     name: str
@@ -204,7 +204,7 @@ def _difference(
 ) -> Difference:
     """Return the difference of an arm from the reference in a setting.
 
-    `num_planned` is the number of all planned differences, or 0 if this one was not planned.
+    `num_planned` is the number of planned differences, or 0 if this one was not planned.
     """
     comparison = setting.comparison
     budget = None if measure == "steps" else comparison.budget(measure)
