@@ -49,8 +49,9 @@ class AuditConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig(Section):
-    """The correction for the discrepancy D = pi_old / mu, the ratio of the trainer's probability of
-    a token to that of the engine which sampled it.
+    """The correction for the discrepancy D = pi_old / mu between trainer and engine.
+
+    D is the ratio of the trainer's probability of a token to that of the engine which sampled it.
     """
 
     selector: ClassVar[str] = "mode"
