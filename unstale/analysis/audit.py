@@ -1,10 +1,10 @@
-"""Measure the error of every old-logit route on the tokens of one recorded run.
+"""Measure the error of every route on the tokens of one recorded run.
 
 A route is a method to obtain old log-probabilities. The recorded versions of the weights are loaded
 in order. At each version a route gets the calls that a run would make, and returns old
-log-probabilities for the batch that was trained on there. They are compared with the true ones,
-computed with the recorded weights that sampled each token. A recording does not say when tokens
-arrived. So the route `eager` gets all tokens of a version in time.
+log-probabilities for the batches that were trained on with this version. They are compared with
+true values, computed with the recorded weights that sampled each token. A recording does not
+contain the times at which tokens arrived. So the route `eager` gets all tokens in time.
 """
 
 import time
@@ -54,9 +54,7 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""Number of tokens per old-logit route whose ratios D (discrepancy) and S (staleness) are kept for
-plots.
-"""
+"""Number of tokens per route whose ratios D (discrepancy) and S (staleness) are kept for plots."""
 
 
 def audit(
@@ -66,7 +64,7 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Measure the old-logit routes named in `routes`, or all if empty, on a recorded run.
+    """Measure the routes named in `routes`, or all routes if empty, on a recorded run.
 
     `alphas` are additional settings of the routes `interp_prox_*`, which mix two policies with a
     constant weight alpha. Writes `audit.json`, `audit.md` and the report, and returns the content
@@ -111,10 +109,10 @@ def audit(
 def variants(
     own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """Return the settings of the old-logit routes to measure; without `names`, of all routes.
+    """Return the settings of the routes `names` to measure. Without `names`, those of all routes.
 
-    The route that the run used has the run's options, and the others have their defaults. Some
-    routes add further settings, such as one for each of `alphas`.
+    `own` has the options of the run's route. Other routes have their defaults. Some routes add
+    further settings, such as one for each of `alphas`. Raises `ConfigError` for an unknown route.
     """
     for name in names:
         if name not in routes():
@@ -128,7 +126,7 @@ def variants(
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:
-    """Yield the sampled tokens of a batch in pieces, which are runs of one turn and version."""
+    """Yield the sampled tokens of a batch in pieces: successive tokens of one turn and version."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     table = batch.routed_experts
     experts_of = table.sequences if table else [{}] * batch.num_sequences
@@ -156,7 +154,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
 
 @dataclass(slots=True)
 class Spent:
-    """The costs of a route: the seconds of calls to it, and the figures that it reports."""
+    """The costs of a route: the seconds spent in its methods, and the costs that it reports."""
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -178,7 +176,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run that is repeated for one old-logit route after the other.
+    """A recorded run that is repeated for one route after the other.
 
     `policy` has the weights of the version that the repetition has reached.
     """
@@ -191,9 +189,7 @@ class Replay:
     log-probabilities.
     """
     now: dict[int, tuple[float, int]]
-    """Version -> seconds and forward tokens to score its batches with the weights of that
-    version.
-    """
+    """Version -> seconds and forward tokens to score its batches with that version's weights."""
     pieces: dict[int, list[PendingPiece]]
     noise: float
 
@@ -276,7 +272,7 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """Load a version, and give the route all tokens that were sampled with it."""
+        """Load a version, and give the route all tokens that this version sampled."""
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
         later = [
@@ -351,7 +347,7 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """Return the figures about the recorded run that do not depend on the old-logit route."""
+        """Return the figures about the recorded run that do not depend on the route."""
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, shift=0.0)

@@ -32,7 +32,7 @@ class AdvantageConfig(Section):
     estimator: Estimator = "grpo"
     """The function that computes advantages from the rewards of a task's episodes."""
     discount: Share = 1.0
-    """Only for `turn_level`: discount factor per turn of later rewards."""
+    """Only for `turn_level`: discount factor on the rewards of later turns, per turn."""
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
 
@@ -42,8 +42,8 @@ class AuditConfig(Section):
     """The audit, which measures the error of old log-probabilities with copies of past weights."""
 
     share: Share = 0.0
-    """Share of sequences that are scored again with the weights that sampled them; 0 keeps no
-    copies.
+    """Share of sequences that are scored again with the weights that sampled them; 0 measures
+    nothing and keeps no copies of past weights.
     """
     record: bool = False
     """Keep every version of the weights and every batch in the run folder, for `unstale audit`."""
@@ -51,7 +51,10 @@ class AuditConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig(Section):
-    """The correction of D = pi_old / mu: trainer against engine, with the same weights."""
+    """The correction for the discrepancy D = pi_old / mu between trainer and engine.
+
+    D is the ratio of the trainer's probability of a token to that of the engine which sampled it.
+    """
 
     selector: ClassVar[str] = "mode"
     refused_unread: ClassVar = ("low", "high", "kl_limit", "normalize")
@@ -74,14 +77,16 @@ class CorrectionConfig(Section):
     D, and is aggregated over the unit, too. `k3_mask` on sequences needs about 0.01.
     """
     normalize: bool = False
-    """Divide the weights by their mean over the tokens of the batch that the correction kept."""
+    """Divide the correction's token weights by their mean over the tokens of the batch that the
+    correction kept.
+    """
     unit: Unit = "token"
-    """The tokens over which the discrepancy is aggregated: one token, a turn, a segment of one
-    version, or a sequence.
+    """The tokens over which the discrepancy is aggregated: one token, a turn, a segment (tokens
+    sampled by one version of the weights), or a sequence.
     """
     aggregate: Aggregate = "mean"
-    """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
-    `max` the ratio farthest from 1.
+    """Aggregate of the discrepancies of a unit's tokens: `mean` is their geometric mean, `sum`
+    their product, `max` the one farthest from 1.
     """
     token_veto_threshold: Share = 0.0
     """Drop a whole sequence if the discrepancy D of any of its tokens is below this value; 0 drops

@@ -23,16 +23,16 @@ class ClusterConfig(Section):
     for long episodes; 1 does not split (docs/long-context.md).
     """
     replicas: PositiveInt = 1
-    """Number of copies of the model among the trainer ranks, each divided among equally many of
-    them. With one copy for each machine, weights are gathered within a machine alone, and each GPU
-    needs more memory (docs/trainer-ranks.md).
+    """Number of copies of the model among the trainer ranks. Each copy is divided among equally
+    many ranks. With one copy for each machine, weights are gathered only within a machine, and each
+    GPU needs more memory (docs/trainer-ranks.md).
     """
     address: str = ""
-    """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine alone."""
+    """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine only."""
     patience_s: Positive = 600.0
-    """Seconds that the run waits for machines: for any engine host, for the trainer ranks in the
-    cluster at `address`, or for environments. The run then stops, and can be resumed if it had
-    begun. If machines for environments are missing later, only the episodes that waited for them
+    """Seconds that the run waits for missing machines before it stops: for any engine host, for the
+    trainer ranks in the cluster at `address`, or for environments. A run that had begun can be
+    resumed. If machines for environments are missing later, only the episodes that waited for them
     fail.
     """
     restarts: Count = 10

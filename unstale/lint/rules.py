@@ -1,6 +1,6 @@
 """The linter's rules. Each is a function that returns a problem, or None if nothing is wrong.
 
-The ratios are D = prox / mu and S = pi / prox, see `unstale.lint`.
+The ratios are D = pi_old / mu and S = pi / pi_old, see `unstale.lint`.
 """
 
 import math
@@ -27,7 +27,7 @@ uses 3e-4 and 4e-4.
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Largest upper limit of the discrepancy D at which a limit on D still limits staleness."""
+"""Largest upper limit on the discrepancy D that still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _SEQUENCE_RATIO: Fix = {
@@ -37,7 +37,7 @@ _SEQUENCE_RATIO: Fix = {
     "objective.clip_high": 4e-4,
     "objective.loss_aggregation": "sequence_mean",
 }
-"""Options by which the staleness ratio is that of a whole sequence, as in the GSPO paper."""
+"""Options with which the staleness ratio is that of a whole sequence, as in the GSPO paper."""
 
 
 def _exact_route(config: RunConfig) -> Fix:
@@ -109,7 +109,7 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 
 
 def _too_few_copies(config: RunConfig) -> Finding | None:
-    """Compare the memory limit with the copies of the weights that the route keeps.
+    """Refuse a memory limit that is too small for the copies of the weights that the route keeps.
 
     Only full copies have a size that is known before the run. The size of differences is checked
     while they are stored.
@@ -258,10 +258,7 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
 
 
 def _wide_reach(config: RunConfig) -> Finding | None:
-    """Warn if tokens pass the clip on S although their whole ratio pi / mu is beyond it.
-
-    S is the staleness ratio pi / prox.
-    """
+    """Warn if tokens pass the clip on S = pi / pi_old although their pi / mu is beyond the clip."""
     rule = config.objective
     old = config.old_logps
     if not isinstance(rule, ClippedObjective) or old.baseline or s_is_one(config):
@@ -289,7 +286,10 @@ def _wide_reach(config: RunConfig) -> Finding | None:
 
 
 def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
-    """Return True if a token of the largest lag with this pi / mu is neither clipped nor masked."""
+    """Return True if a token of the largest lag is neither clipped nor masked.
+
+    `ratio` is the token's pi / mu.
+    """
     s = config.old_logps.s_of(ratio, config)
     rule = config.correction
     low, high = (rule.band if rule.unit == "token" else None) or (0.0, math.inf)
@@ -302,7 +302,7 @@ def _beyond(s: float, clip: float) -> bool:
 
 
 def _bandless(config: RunConfig) -> Finding | None:
-    """Warn if all staleness is in the ratio D = prox / mu, and no limit applies to D."""
+    """Warn if all staleness is in the ratio D = pi_old / mu, and no limit applies to D."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.mode == "none":
@@ -347,7 +347,7 @@ def _dense_replay(config: RunConfig) -> Finding | None:
 
 
 def _unrecorded_experts(config: RunConfig) -> Finding | None:
-    """Refuse vLLM flags under which it records no routed experts, or only some."""
+    """Refuse vLLM flags with which vLLM records no routed experts, or only some."""
     if not config.trainer.routing_replay or config.engine.backend != "vllm":
         return None
     words = " ".join(shlex.split(config.engine.args)).replace("=", " ").replace("_", "-").split()
@@ -372,7 +372,7 @@ _NO_ROUTES = (
 
 
 def _free_experts(config: RunConfig) -> Finding | None:
-    """Warn of an MoE whose trainer chooses experts itself, under an exact route."""
+    """Warn of an MoE policy with an exact route if the trainer chooses experts itself."""
     if config.trainer.routing_replay or not config.old_logps.partly_exact:
         return None
     if not experts(local_folder(config)):

@@ -1,7 +1,7 @@
-"""Sentences of the pages of a run: figures, settings and the two policy ratios.
+"""Sentences for the pages of a run: figures, settings and the two policy ratios.
 
-The two ratios of a token are D = old_logp / behavior_logp and S = logp / old_logp (as
-probabilities). A route is a method to compute old_logp.
+For each token, log D = old_logp - behavior_logp and log S = logp - old_logp. A route is a method to
+compute old_logp.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ from unstale.observe.words import amount, percent
 def tiles(figures: Mapping[str, float | None], failed: int) -> list[tuple[str, str, str]]:
     """Return the eight key figures of a run that all pages show.
 
-    Each is a tuple: name, formatted value, and an explanation such as the unit.
+    Each is a tuple: name, formatted value, and an explanation such as the unit. `failed` is the
+    number of failed episodes.
     """
     return [
         (name, show(figures[key]), about.format(bound=amount(figures["staleness_bound"])))
@@ -48,20 +49,20 @@ MEANS = {
     "log_d": "correction/log_d_abs_mean",
     "log_s": "objective/log_s_abs_mean",
 }
-"""Figures that are means over the steps of a run, each with its metric."""
+"""Key figures that are means of a metric over the steps of a run -> the metric."""
 
 
 def is_exact(setting: Any) -> bool:
     """Return True if the route scores each token with the version that sampled it.
 
-    `setting(name)` returns an option as it is stored in a run folder. A configuration in memory has
-    `OldLogpsConfig.exact` instead.
+    `setting(name)` returns the value of an option in a run folder. For a configuration in memory,
+    use `OldLogpsConfig.exact`.
     """
     return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return a sentence on what the discrepancy contains under a route, and one on staleness."""
+    """Return two sentences: on what log D contains with a route, and on what log S contains."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
@@ -82,7 +83,7 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
 
 
 def meanings(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return in a few words what discrepancy D and staleness ratio S contain under a route."""
+    """Return in a few words what discrepancy D and staleness ratio S contain with a route."""
     if exact:
         return "discrepancy", "staleness"
     if route == "rollout":
@@ -93,8 +94,8 @@ def meanings(route: str, *, exact: bool) -> tuple[str, str]:
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
     """Return explanations of a run's settings, as (heading, sentence).
 
-    `setting(name)` returns an option as it is stored in a run folder. `exact_share` is the measured
-    share of tokens whose old_logp was computed with the version that sampled them.
+    `setting(name)` returns the value of an option in a run folder. `exact_share` is the measured
+    share of tokens whose old_logp was computed with the version that sampled them, or None.
     """
     route = str(setting("old_logps.route", "unknown"))
     if setting("schedule.max_staleness") == 0:
