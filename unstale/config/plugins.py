@@ -28,7 +28,7 @@ ANNEXES: Mapping[str, Sequence[str]] = {
     "unstale.techniques": ("unstale.research.techniques",),
     "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
-"""A package of the core -> packages of the annexes whose modules are found as if they were in it.
+"""A package of `unstale` -> packages of the optional annexes whose modules count as part of it.
 
 Three of these packages have modules only in annexes: adapters of libraries, listeners to the end of
 a run, and commands.
@@ -102,7 +102,7 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 
 def owner(group: str, name: str) -> str:
-    """Return the name and version of the distribution, or of all those, with an entry point."""
+    """Return name and version of the distribution with an entry point, or of all that have it."""
     found = [point.dist for point in read_entry_points()[group][name] if point.dist]
     return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
@@ -114,7 +114,7 @@ def problem(group: str, name: str, cause: str) -> ConfigError:
 
 
 def modules(package: str) -> dict[str, str]:
-    """Return the modules of a package of the core and those that the annexes add to it.
+    """Return the modules of a package of `unstale`, and those that optional packages add to it.
 
     The result maps the short name of a module to its full name. Nothing is imported. Subpackages
     and modules whose name begins with an underscore are left out.

@@ -54,7 +54,9 @@ diagnostic: nothing; the technique adds metrics.
 EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
 )
-"""Slots for at most one technique. Several techniques of another slot act in the order written."""
+"""Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
+another slot act in the order written.
+"""
 ON_BATCH: frozenset[Slot] = frozenset(
     {"reward", "filter", "estimator", "recredit", "shaper", "source"}
 )
