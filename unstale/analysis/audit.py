@@ -68,11 +68,10 @@ def audit(
 ) -> Row:
     """Measure routes on a recorded run: those named in `routes`, or all routes if it is empty.
 
-    A route is a method to compute old log-probabilities.
-    `alphas` are additional settings of the routes `interp_prox_*`, which mix two policies with a
-    constant weight alpha. Writes `audit.json`, `audit.md` and the report, and returns the content
-    of `audit.json`. Raises `ConfigError` if the run was not recorded. Batches that need a version
-    that was not recorded are skipped.
+    A route is a method to compute `old_logp`. `alphas` are further settings of `interp_prox_*`,
+    which mix two policies with a constant weight alpha. Writes `audit.json`, `audit.md` and the
+    report, and returns the content of `audit.json`. Raises `ConfigError` if the run was not
+    recorded. Batches that need a version that was not recorded are skipped.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -114,9 +113,9 @@ def variants(
 ) -> list[OldLogpsConfig]:
     """Return the settings to measure of the routes (methods to compute `old_logp`) in `names`.
 
-    Without `names`, all routes are measured.
-    `own` has the options of the run's route. Other routes have their defaults. Some routes add
-    further settings, such as one for each of `alphas`. Raises `ConfigError` for an unknown route.
+    Without `names`, all routes are measured. `own` has the options of the run's route. Other routes
+    have their defaults. Some add further settings, such as one for each of `alphas`. Raises
+    `ConfigError` for an unknown route.
     """
     for name in names:
         if name not in routes():

@@ -330,10 +330,7 @@ def _return_to(place: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
-    """Run all segments (parts between reloads of a checkpoint) of a session, and close it.
-
-    A second Ctrl-C or SIGTERM ends the process at once, after the event `stopped` is written.
-    """
+    """Train to the end of the run. A second Ctrl-C logs `stopped` and ends the process at once."""
     command = f"to continue: {resume_command(session.log.path)}"
 
     def on_end() -> None:

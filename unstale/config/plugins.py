@@ -30,8 +30,7 @@ ANNEXES: Mapping[str, Sequence[str]] = {
 }
 """A package of `unstale` -> packages of the optional annexes whose modules count as part of it.
 
-Three of these packages have modules only in annexes: adapters of libraries, listeners to the end of
-a run, and commands.
+Adapters of libraries, listeners to the end of a run, and commands are only in annexes.
 """
 ROOT = Path(__file__).parents[1]
 
@@ -133,8 +132,7 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    The annexes are the optional packages `unstale.analysis` and `unstale.research`. Empty if both
-    are installed.
+    These are `unstale.analysis` and `unstale.research`. Empty if both are installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())

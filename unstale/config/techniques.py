@@ -185,8 +185,8 @@ def chosen(names: str) -> tuple[Entry, ...]:
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
     """Return the section of options of each technique in `names`, by technique.
 
-    `given` has such sections. A technique without one gets its defaults. Raises `ConfigError` if
-    `given` has a technique that is not in `names`.
+    `given` has some of them. Others get their defaults. Raises `ConfigError` if `given` has a
+    technique that is not in `names`.
     """
     entries = chosen(names)
     for name in given:

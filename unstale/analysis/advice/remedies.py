@@ -79,8 +79,8 @@ def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
     """Return the options of the exact `old_logp` that costs this run least, and a sentence on it.
 
     `eager` scores while the trainer waits for episodes, so it needs waiting time. Otherwise
-    `snapshot_old` is chosen, which needs no process and does not pause generation. The options are
-    empty if the run's route is exact and no other costs less.
+    `snapshot_old` is chosen, which needs no process and does not pause generation. No options are
+    returned if the run's route is exact and no other costs less.
     """
     config = evidence.config
     scoring, wait = evidence.get("scoring_s"), evidence.get("wait_s")

@@ -189,8 +189,8 @@ class Thresholds:
     band: Limit | None
     """The range of log D outside which the correction drops a token. None if it drops none."""
     clip: Limit | None
-    """The range of log S outside which the clip stops a token whose advantage has one of the two
-    signs. None if the objective has no such clip.
+    """The range of log S outside which the clip stops a token, if its advantage has a certain sign.
+    None without such a clip.
     """
 
     @classmethod
@@ -225,7 +225,7 @@ class Thresholds:
     def dropped(self, factors: Factors, rows: Column) -> Column:
         """Return True for tokens whose log D is outside the correction's limits (the band).
 
-        `rows` `[U, n]` has the indices of tokens in `factors`. The result has the same shape.
+        `rows` has indices in `factors`, `[U, n]`, and so has the result.
         """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.band is None else self.band.outside(factors.log_d[rows])

@@ -314,10 +314,7 @@ def _pages(
 
 
 def _require_complete(index: RunIndex) -> None:
-    """Raise `NotYet` if the run's index (a database) lacks episodes of the journal.
-
-    Raises OSError if the index has failed.
-    """
+    """Raise `NotYet` if the run's database lacks episodes of the journal, OSError if it failed."""
     if problem := index.failure or index.problem:
         raise OSError(problem)
     if not index.is_complete:

@@ -454,7 +454,7 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
     """Add an episode that has begun to the run's index, a database.
 
-    Further attempts at an episode have the same seed, and branches of an episode have other seeds.
+    Further attempts at an episode have the same seed. Its branches have others.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(
@@ -497,7 +497,7 @@ def _copy_consumed(
 def _add_training(
     journal: JournalReader, writer: sqlite3.Connection, group: int, step: int
 ) -> None:
-    """Write the columns about training for the episodes of a group that was trained on.
+    """Write the columns about training for the episodes of a trained group.
 
     If the journal is damaged, write a note instead.
     """

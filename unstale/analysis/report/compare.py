@@ -376,8 +376,7 @@ class Comparison:
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
         """Return the differences in held-out success between runs of an arm and of the reference.
 
-        An arm is a configuration trained with several seeds.
-        Runs with the same seed are compared.
+        An arm is a configuration. Runs with the same seed are compared.
         """
 
         def success(trial: Trial) -> float | None:
@@ -404,8 +403,8 @@ class Comparison:
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Return the mean difference in held-out success between an arm and the reference arm.
 
-        An arm is a configuration trained with several seeds.
-        Runs with the same seed are paired. None for the reference arm itself, and without pairs.
+        An arm is a configuration. Runs with the same seed are paired. None for the reference arm
+        itself, and without pairs.
         """
         return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 

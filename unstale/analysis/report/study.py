@@ -98,8 +98,7 @@ class Pooled:
 class StudySetting:
     """A setting of a study, in which all configurations (arms) are compared.
 
-    Settings differ in the positions of dials. A dial, such as the thresholds, is a choice between
-    sets of options.
+    Settings differ in dials. A dial, such as the thresholds, is a choice between sets of options.
     """
 
     name: str
@@ -205,7 +204,7 @@ def _difference(
 ) -> Difference:
     """Return the difference of an arm from the reference in a setting.
 
-    `num_planned` is the number of planned differences, or 0 if this one was not planned.
+    `num_planned` is the number of planned ones, or 0 if this one was not planned.
     """
     comparison = setting.comparison
     budget = None if measure == "steps" else comparison.budget(measure)

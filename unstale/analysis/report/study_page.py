@@ -1,7 +1,6 @@
 """Write the results of a study as an HTML page, as Markdown tables and as JSON.
 
-A study compares the same arms (configurations) in several settings. A setting has a position of
-each dial, such as the thresholds.
+A study compares the same arms (configurations) in several settings.
 """
 
 import re
@@ -293,7 +292,7 @@ def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]
 
 
 def _in_order(settings: Sequence[StudySetting], dial: str) -> list[StudySetting]:
-    """Return settings sorted by the number in the name of their position of a dial (a choice).
+    """Return settings sorted by the number in the name of their position of a dial.
 
     If some names have no number, the order is not changed.
     """
