@@ -54,7 +54,9 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""Number of tokens per route whose ratios D (discrepancy) and S (staleness) are kept for plots."""
+"""Number of tokens per route (method to compute `old_logp`) whose ratios D (discrepancy) and S
+(staleness) are kept for plots.
+"""
 
 
 def audit(
@@ -64,12 +66,12 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Measure the routes named in `routes`, or all routes if empty, on a recorded run.
+    """Measure routes on a recorded run: those named in `routes`, or all routes if it is empty.
 
-    `alphas` are additional settings of the routes `interp_prox_*`, which mix two policies with a
-    constant weight alpha. Writes `audit.json`, `audit.md` and the report, and returns the content
-    of `audit.json`. Raises `ConfigError` if the run was not recorded. Batches that need a version
-    that was not recorded are skipped.
+    A route is a method to compute `old_logp`. `alphas` are further settings of `interp_prox_*`,
+    which mix two policies with a constant weight alpha. Writes `audit.json`, `audit.md` and the
+    report, and returns the content of `audit.json`. Raises `ConfigError` if the run was not
+    recorded. Batches that need a version that was not recorded are skipped.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -109,10 +111,11 @@ def audit(
 def variants(
     own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """Return the settings of the routes `names` to measure. Without `names`, those of all routes.
+    """Return the settings to measure of the routes (methods to compute `old_logp`) in `names`.
 
-    `own` has the options of the run's route. Other routes have their defaults. Some routes add
-    further settings, such as one for each of `alphas`. Raises `ConfigError` for an unknown route.
+    Without `names`, all routes are measured. `own` has the options of the run's route. Other routes
+    have their defaults. Some add further settings, such as one for each of `alphas`. Raises
+    `ConfigError` for an unknown route.
     """
     for name in names:
         if name not in routes():
@@ -154,7 +157,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
 
 @dataclass(slots=True)
 class Spent:
-    """The costs of a route: the seconds spent in its methods, and the costs that it reports."""
+    """The costs of a route (a way to compute `old_logp`): seconds spent, and costs it reports."""
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -176,7 +179,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run that is repeated for one route after the other.
+    """A recorded run that is repeated for one route (method to compute `old_logp`) after the other.
 
     `policy` has the weights of the version that the repetition has reached.
     """
@@ -247,7 +250,7 @@ class Replay:
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Repeat the run for a route and close the route. Return its errors and costs."""
+        """Repeat the run with the route `old`, and close it. Return its errors and costs."""
         spent = Spent()
         audited: list[Audited] = []
         claims: list[Tensor] = []

@@ -24,9 +24,8 @@ WORKER = "unstale.engines.embedded.worker"
 def refuse_early(config: RunConfig) -> None:
     """Raise `ConfigError` for problems that can be found before torch is imported for seconds.
 
-    These are most refusals of the linter, a missing model, and a missing package Ray. The model is
-    downloaded first if the options allow it. A run repeats the checks, because it may be started
-    from Python.
+    These are most refusals of the linter, a missing model, and a missing Ray. The model is
+    downloaded first if the options allow it. A run repeats the checks for runs from Python.
     """
     from unstale.lint import check  # most commands do not need it
     from unstale.lint.rules import TRIES_ESTIMATOR

@@ -181,8 +181,8 @@ def resume_command(run: Path) -> str:
     """Return the command that resumes the run in a folder, quoted for a shell.
 
     It names the user's own code, as `load_config` and `require_named_trackers` demand. For a run
-    that was given Python objects, the result is a call in Python. If the configuration cannot be
-    read, the command names no code, and reports the problem when it is run.
+    with Python objects as options, it is a call in Python. If the configuration cannot be read, the
+    command names no code, and reports the problem when it is run.
     """
     words = ["unstale", "train", "--resume", str(run)]
     try:

@@ -331,10 +331,7 @@ def _return_to(place: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
-    """Run all segments of a session, and close it.
-
-    A second Ctrl-C or SIGTERM ends the process at once, after the event `stopped` is written.
-    """
+    """Train to the end of the run. A second Ctrl-C logs `stopped` and ends the process at once."""
     command = f"to continue: {resume_command(session.log.path)}"
 
     def on_end() -> None:
@@ -348,7 +345,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 
 
 def _run_and_record(session: "RunSession", console: Console) -> Run:
-    """Run all segments of a session. Then write the report, and save the policy if none failed."""
+    """Train to the end of the run. Then write the report, and save the policy if nothing failed."""
     log = session.log
     folder, place = log.path, Path.cwd()
     reason, detail = "failed", "the program has an error, which is printed below"
@@ -601,7 +598,7 @@ class RunSession:
             self._trackers.close(outcome)
 
     def close(self) -> None:
-        """Close the engine, which is still open if the run failed between two segments."""
+        """Close the engine of a deterministic run, which stays open between the run's segments."""
         if self.machine and self.config.deterministic:
             virtual_clock.run(self.machine.generator.engine.close())
 

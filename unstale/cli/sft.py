@@ -180,7 +180,7 @@ def _have_different_tools(taskset: Any, seed: int) -> bool:
 
 
 def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
-    """Return a trainer whose objective receives log pi of each token in place of log S.
+    """Return a trainer whose objective gets log pi in place of log S.
 
     With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
     """

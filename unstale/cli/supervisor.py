@@ -52,8 +52,8 @@ _LOCKED = (
 def supervise() -> int | None:
     """Fork, and supervise the child. Return None in the child, and its exit code in the supervisor.
 
-    The supervisor returns when the child has ended. This must be called before threads are started.
-    Under a debugger, and on other systems than Linux, no process is forked and None is returned.
+    The supervisor returns when the child has ended. Call this before threads are started. Under a
+    debugger, and on other systems than Linux, nothing is forked and None is returned.
     """
     if sys.platform != "linux" or sys.gettrace():
         return None

@@ -76,8 +76,8 @@ def fetch_policy(config: RunConfig, named: Container[str]) -> RunConfig:
 def configure_trained(chosen: argparse.Namespace) -> RunConfig:
     """Return the configuration for evaluating or serving the policy of a run or model folder.
 
-    Raises `ConfigError` if a model folder is given without a recipe, or if the recipe's task is not
-    that of the run.
+    Raises `ConfigError` for a model folder without a recipe, and if the recipe's task is not that
+    of the run.
     """
     values = file_values(chosen)
     if policy_folder(chosen.trained) == chosen.trained:

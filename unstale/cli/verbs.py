@@ -50,8 +50,8 @@ VERBS: dict[str, Add] = {}
 """The commands of this file by name."""
 ADDED = Plugins("unstale.verbs", Callable)
 ANNEX = {name.replace("_", "-"): place for name, place in modules(ADDED.group).items()}
-"""The modules of the commands in `unstale.analysis` and `unstale.research`, by the command's name.
-Each module has a function `add`.
+"""The modules of commands in `unstale.analysis` and `unstale.research`, by command. Each has a
+function `add`.
 """
 
 
@@ -97,7 +97,7 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
-    """Return a decorator of the function that does a command's work. `about` is the command's help.
+    """Return a decorator of the function that does a command's work. `about` is its help.
 
     The decorator returns a function that adds the command to the command line.
     """

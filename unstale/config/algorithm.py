@@ -53,7 +53,7 @@ class AuditConfig(Section):
 class CorrectionConfig(Section):
     """The correction for the discrepancy D = pi_old / mu between trainer and engine.
 
-    D is the ratio of the trainer's probability of a token to that of the engine which sampled it.
+    D is the trainer's probability of a token, divided by that of the engine which sampled it.
     """
 
     selector: ClassVar[str] = "mode"

@@ -349,8 +349,8 @@ def kinds_of(kind: Any) -> tuple[Any, ...]:
 def converted(value: Any, kind: Any) -> Any:
     """Convert the value of an option from the form used in Python or a TOML file.
 
-    By the option's type `kind`, a text becomes a path, a table becomes JSON text, and a function or
-    other object becomes its name. Other values are returned unchanged.
+    By its type `kind`, a text becomes a path, a table JSON text, and a function or other object its
+    name. Other values are returned unchanged.
     """
     if isinstance(value, str) and Path in kinds_of(kind):
         return Path(value)

@@ -126,8 +126,8 @@ def _cache_folder() -> Path:
 def _key(file: Path, size: int, changed: int) -> str:
     """Return the name of the folder of a converted file, from a checksum of the file's content.
 
-    Size and time of the last change are arguments, so that a changed file is read again. Raises
-    `ConfigError` if the file cannot be read or is no GGUF file.
+    Size and time of change are arguments, so that a changed file is read again. Raises
+    `ConfigError` if the file is no readable GGUF file.
     """
     try:
         with file.open("rb") as content:

@@ -38,7 +38,7 @@ def model_folder(
     (`gguf_file`), which is converted to a folder in the cache. With `download`, files that the
     local cache lacks are fetched from the hub. Without `convert`, a GGUF file is not converted, and
     its folder may not exist. A path is returned unchecked. Raises `ConfigError` if a GGUF file is
-    missing or damaged, or if a hub model is not complete in the cache.
+    missing or damaged, or if a hub model is incomplete in the cache.
     """
     if file := gguf_file(policy, gguf):
         return converted_folder(file, convert=convert)

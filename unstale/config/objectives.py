@@ -83,8 +83,8 @@ class Bounds:
     def excludes(self, log_d: float | None, log_s: float | None) -> bool | None:
         """Return True if a token lies outside the bounds.
 
-        `log_d` and `log_s` are the logarithms of the token's D and S, in nats. None is returned if
-        one that is needed is None, or if the bounds are on an aggregate of several tokens.
+        `log_d` and `log_s` are in nats. None is returned if a needed one is None, or if the bounds
+        are on an aggregate of several tokens.
         """
         values = [each for name, each in (("d", log_d), ("s", log_s)) if name in self.on]
         known = [each for each in values if each is not None]

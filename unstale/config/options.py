@@ -322,8 +322,8 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a run's `config.json`, with the values of unused options reset.
 
-    Both are full name -> value. An unused option gets its default, or is removed if its section
-    does not declare it, such as options of objectives that are not chosen.
+    Both are full name -> value. An unused option gets its default. It is removed if its section
+    lacks it, such as options of objectives that are not chosen.
     """
     changed = dict(values)
     for name in _unread(values):

@@ -28,10 +28,9 @@ ANNEXES: Mapping[str, Sequence[str]] = {
     "unstale.techniques": ("unstale.research.techniques",),
     "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
-"""A package of the core -> packages of the annexes whose modules are found as if they were in it.
+"""A package of `unstale` -> packages of the optional annexes whose modules count as part of it.
 
-Three of these packages have modules only in annexes: adapters of libraries, listeners to the end of
-a run, and commands.
+Adapters of libraries, listeners to the end of a run, and commands are only in annexes.
 """
 ROOT = Path(__file__).parents[1]
 
@@ -102,7 +101,7 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 
 def owner(group: str, name: str) -> str:
-    """Return the name and version of the distribution, or of all those, with an entry point."""
+    """Return name and version of the distribution with an entry point, or of all that have it."""
     found = [point.dist for point in read_entry_points()[group][name] if point.dist]
     return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
@@ -114,7 +113,7 @@ def problem(group: str, name: str, cause: str) -> ConfigError:
 
 
 def modules(package: str) -> dict[str, str]:
-    """Return the modules of a package of the core and those that the annexes add to it.
+    """Return the modules of a package of `unstale`, and those that optional packages add to it.
 
     The result maps the short name of a module to its full name. Nothing is imported. Subpackages
     and modules whose name begins with an underscore are left out.
@@ -133,8 +132,7 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    The annexes are the optional packages `unstale.analysis` and `unstale.research`. Empty if both
-    are installed.
+    These are `unstale.analysis` and `unstale.research`. Empty if both are installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())

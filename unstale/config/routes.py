@@ -26,7 +26,7 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The requirements of a route on the training loop, and its costs."""
+    """What a route (a method to get `old_logp`) needs from the training loop, and its costs."""
 
     now: bool = False
     """True if the route's method `logps` uses its argument `now`, the log-probabilities under the
@@ -42,12 +42,12 @@ class Needs:
     if that version sampled none of its tokens.
     """
     resident_models: int = 0
-    """Number of additional models that the route holds in memory."""
+    """Number of additional models that the route (method to get `old_logp`) holds in memory."""
     trained_weights: bool = False
     """True if the route puts past versions into the trained model for a moment to score with them.
     """
     averages: int = 0
-    """Number of moving averages of the weights that the route holds, each a float32 copy."""
+    """Number of moving averages of the weights that the method holds, each a float32 copy."""
     closing: bool = False
     """True if, before an optimizer step changes the weights, generation must be paused and the
     route's method `before_update` called.
@@ -60,9 +60,10 @@ class Needs:
     whole_batch: bool = False
     """True if the route's method `logps` needs the whole batch at once, not some of its groups."""
     own_process: bool = False
-    """True if the route's models are in another process, which computes its forward passes."""
+    """True if another process holds the models for `old_logp` and computes the forward passes."""
     forwards: Forwards = "none"
-    """Forward passes per batch that a route needs: none, one, or one for each version in the batch.
+    """Forward passes per batch to compute `old_logp`: none, one, or one for each version in the
+    batch.
     """
 
     @property
@@ -97,15 +98,15 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """A description of a route: a row of the table in docs/old-logps.md, a sentence for reports."""
+    """A description of a route, a method to get `old_logp`, for docs/old-logps.md and reports."""
 
     policy: str
-    """The policy, or the weights, that the route uses as the old policy pi_old."""
+    """The policy, or the weights, under which the route computes `old_logp`."""
     exact: str
     holds: str
     costs: str
     choose: str
-    """The situation in which a user should choose the route."""
+    """The situation in which a user should choose this method to get `old_logp`."""
     report: str
 
 
@@ -165,7 +166,7 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def partly_exact(self) -> bool:
-        """True if the route gives exact values to all tokens, or to some of them."""
+        """True if some or all tokens get exact values, under the weights that sampled them."""
         return self.exact
 
     @property
@@ -178,7 +179,7 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def resets(self) -> bool:
-        """True if the route restarts its moving average when the correction drops many tokens."""
+        """True if the moving average of the weights restarts when correction drops many tokens."""
         return False
 
     @property
@@ -250,7 +251,7 @@ class OldLogpsConfig(VariantSection):
 
 
 class ExactSpec(OldLogpsConfig):
-    """Options of an exact route, which scores each token under the weights that sampled it."""
+    """Options of an exact route. Its `old_logp` of a token is under the weights that sampled it."""
 
     @property
     def exact(self) -> bool:
@@ -309,18 +310,18 @@ def live_versions(run: "RunConfig") -> int:
 
 
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
-    """Return the options class of every route, by name: exact routes first, then alphabetically."""
+    """Return the options class of each route (way to get `old_logp`) by name, exact ones first."""
     return OldLogpsConfig.variants_by_name()
 
 
 def route_names() -> list[str]:
-    """Return the names of all routes. Those of other distributions are not imported."""
+    """Return the names of all routes (methods to get `old_logp`), without importing plugins."""
     known = OldLogpsConfig.variants_by_name(added=False)
     return list(dict.fromkeys([*known, *added_names(OldLogpsConfig.group)]))
 
 
 def exact_routes() -> list[str]:
-    """Return the names of the routes that are exact with all settings of their options."""
+    """Return the names of the methods whose `old_logp` is exact with any settings of options."""
     return [name for name, spec in routes().items() if _is_exact(spec)]
 
 

@@ -54,7 +54,9 @@ diagnostic: nothing; the technique adds metrics.
 EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
 )
-"""Slots for at most one technique. Several techniques of another slot act in the order written."""
+"""Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
+another slot act in the order written.
+"""
 ON_BATCH: frozenset[Slot] = frozenset(
     {"reward", "filter", "estimator", "recredit", "shaper", "source"}
 )
@@ -183,8 +185,8 @@ def chosen(names: str) -> tuple[Entry, ...]:
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
     """Return the section of options of each technique in `names`, by technique.
 
-    `given` has such sections. A technique without one gets its defaults. Raises `ConfigError` if
-    `given` has a technique that is not in `names`.
+    `given` has some of them. Others get their defaults. Raises `ConfigError` if `given` has a
+    technique that is not in `names`.
     """
     entries = chosen(names)
     for name in given:

@@ -1,8 +1,8 @@
 """Sections with variants: the selector chooses a class, which declares its own options.
 
-The selector is the option that chooses, such as `old_logps.route`. A variant is a class in a file
-of the section's package, in an entry point of another distribution, or in any other imported file.
-It sets the selector to its own name. Its file can be imported without torch.
+The selector is an option such as `old_logps.route`. A variant is a class in a file of the section's
+package, in an entry point of another distribution, or in any other imported file. It sets the
+selector to its own name. Its file can be imported without torch.
 """
 
 from collections.abc import Mapping, Sequence

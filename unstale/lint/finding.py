@@ -61,7 +61,7 @@ def find(
 
 
 def use_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route.
+    """Return the options that select a route, which is a method to get old log-probabilities.
 
     They also reset `old_logps.beta`, and the options that this route does not have.
     """

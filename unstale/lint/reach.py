@@ -14,9 +14,9 @@ def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
 
     All staleness of `reference` must be in S, so its clip is on pi / mu. If the route of `config`
     leaves a part of the ratio in D, the clip is made narrower, and limits on D that would act
-    before the clip are made wider. If all of the ratio is in D, the limits on D become those of the
-    clip. The clip then acts only on the changes between the minibatches of a batch. Raises
-    `ConfigError` if the reference has no such clip, or if the part in D is not known before a run.
+    before the clip are made wider. If all of it is in D, the limits on D become those of the clip,
+    which then acts only on changes between the minibatches of a batch. Raises `ConfigError` if the
+    reference has no such clip, or if the part in D is not known before a run.
     """
     rule = reference.objective
     if not isinstance(rule, ClippedObjective):

@@ -286,7 +286,7 @@ def _wide_reach(config: RunConfig) -> Finding | None:
 
 
 def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
-    """Return True if a token of the largest lag is neither clipped nor masked.
+    """Return True if a token of the largest staleness is neither clipped nor masked.
 
     `ratio` is the token's pi / mu.
     """

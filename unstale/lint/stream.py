@@ -100,7 +100,7 @@ def batch_mean_weight(config: RunConfig) -> Finding | None:
 
 
 def batch_route(config: RunConfig) -> Finding | None:
-    """Refuse a route that needs the whole batch, such as a moving average that follows its lag."""
+    """Refuse a way to get `old_logp` that needs the whole batch, such as some moving averages."""
     route = config.old_logps
     if not config.trainer.stream or not route.needs.whole_batch:
         return None

@@ -33,7 +33,7 @@ distance of its reward to the median.
 
 
 def order(config: RunConfig) -> str:
-    """Return sentences on the order in which techniques of one slot act. Empty if none matters."""
+    """Return sentences on the order of techniques of one slot (kind). Empty if no order matters."""
     entries = chosen(config.techniques)
     sentences = []
     for slot, changed in CHAINS.items():
@@ -191,7 +191,7 @@ def unlearned_limits(config: RunConfig) -> Finding | None:
 
 
 def slots_for_all(config: RunConfig) -> Finding | None:
-    """Warn if the technique `segments` has a slot for every episode, so that none ever waits."""
+    """Warn if the technique `segments` lets all episodes run at once, so that none ever waits."""
     slots: int = getattr(config.technique_options.get("segments"), "max_concurrent_episodes", 0)
     schedule = config.schedule
     most = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size

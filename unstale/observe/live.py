@@ -38,8 +38,8 @@ def sparkline(
 ) -> str:
     """Return the values as a row of bars, one character each.
 
-    Bars range from `low` to `high`, by default the smallest and largest value. If there are more
-    than `width` values, neighbours are averaged.
+    Bars range from `low` to `high`, by default the smallest and largest value. Of more than `width`
+    values, neighbours are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'

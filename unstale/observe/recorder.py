@@ -49,8 +49,8 @@ MAX_SHOWN = 1000
 class Recorder:
     """The log of the training loop, which sends metrics and events to `Outputs` and the journal.
 
-    The journal does not get times of activities (spans), failures of trackers, and user code that
-    blocked the event loop.
+    The journal does not get times of activities (spans), failures of trackers, and events about a
+    blocked event loop.
     """
 
     def __init__(

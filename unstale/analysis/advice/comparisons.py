@@ -71,7 +71,7 @@ class SettingKind:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An arm with an inexact route in one setting, compared with the exact reference."""
+    """A configuration (arm) with approximate `old_logp`, compared with the exact reference."""
 
     setting: str
     """Name of the study and of the setting in it."""
@@ -81,7 +81,7 @@ class Case:
     route's options.
     """
     difference: PairedDifference
-    """Held-out success of the arm minus that of the reference, over pairs of runs."""
+    """Held-out success of this configuration minus that of the reference, over pairs of runs."""
 
     @property
     def study(self) -> str:
@@ -95,12 +95,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class ArmRecord:
-    """The results of an arm (a route with thresholds) in all settings of one kind."""
+    """The results of an arm (a way to get `old_logp`, and thresholds) in settings of one kind."""
 
     arm: str
     settings: int
     worse: int
-    """The number of settings in which the arm was significantly worse than the exact route."""
+    """The number of settings in which the arm had significantly less success than the reference."""
     difference: PairedDifference
     """The same difference as in `Case`, over all pairs of these settings, taken as independent."""
 
@@ -168,12 +168,12 @@ class ComparisonTable:
 
 
 def label_of(config: RunConfig) -> str:
-    """Return the name that the table has for an arm with the route of a run."""
+    """Return the name in the table of an arm (configuration) with the route of this run."""
     return _label(config.old_logps.route, _route_options(config))
 
 
 def _label(arm: str, values: Row) -> str:
-    """Return an arm's name with the options of its route, if it has any.
+    """Return the name of a configuration (arm) with the options in `values`, if any.
 
     >>> _label("ewma_prox", {"old_logps.beta": 0.75})
     'ewma_prox, beta 0.75'
@@ -230,7 +230,7 @@ def _setting(folder: Path) -> Row | None:
 
 
 def _config(folder: Path, arm: ArmResult) -> RunConfig | None:
-    """Return the configuration of an arm. None if no run of the arm has finished."""
+    """Return the configuration of an arm, a group of runs. None if none of them has finished."""
     if not arm.finished:
         return None
     run = folder / arm.finished[0].folder

@@ -112,17 +112,17 @@ NAME, if its ratios can be computed from exact ratios.
 """
 
 Row4 = tuple[float, float, float, float]
-"""log D, log S, lag and step of a token."""
+"""log D, log S, lag (staleness in versions) and optimizer step of a token."""
 
 MAX_TOKENS = 200_000
 """Approximate largest number of tokens in a sample. More would only take more time."""
 MIN_LAG_0 = 100
-"""Smallest number of tokens of lag 0 from which the spread of D is estimated."""
+"""Smallest number of tokens of lag 0 (no staleness) from which the spread of D is estimated."""
 MIN_OF_BLOCK = 100
 """Smallest number of tokens in a block of the sample in audit.json. Blocks take the place of steps.
 """
 MIN_OF_LAG = 50
-"""Smallest number of tokens of one lag from which the reach of a clip is computed."""
+"""Smallest number of equally stale tokens from which the reach of a clip is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,11 +204,11 @@ class TokenSample:
     """Tokens that the journal sampled from a run's batches, with their log ratios."""
 
     tokens: Factors
-    """Tokens with the ratios that the run's route computed."""
+    """Tokens with the ratios computed from the `old_logp` of the run."""
     audited: Factors
     """Tokens that the audit scored, with the exact ratios."""
     audited_by_route: Factors
-    """The tokens in `audited`, with the ratios that the run's route computed."""
+    """The tokens in `audited`, with the ratios computed from the `old_logp` of the run."""
     versions_per_episode: float | None = None
     """Mean number of versions that sampled an episode. None if there is no journal."""
 
@@ -372,7 +372,7 @@ def _of_decisions(
 
 
 def with_route(config: RunConfig, name: str) -> RunConfig:
-    """Return a configuration with another route, which has its defaults and what it requires.
+    """Return `config` with another way to get `old_logp`, its defaults and what it requires.
 
     A mode of correction that only the present route requires is replaced by the default.
     """

@@ -16,7 +16,7 @@ OTHERS = {
     "old_logit_model": "needs a second process and no trainer time",
     "interrupt_sync": "needs no memory, but pauses generation",
 }
-"""Exact routes whose cost a run with another route does not show, and this cost in words."""
+"""Exact ways to get `old_logp` -> their cost in words, which a run with another does not show."""
 
 
 MOST_TIMES = 10.0
@@ -76,11 +76,11 @@ def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
 
 
 def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
-    """Return the options of the exact route that costs this run least, and a sentence about it.
+    """Return the options of the exact `old_logp` that costs this run least, and a sentence on it.
 
     `eager` scores while the trainer waits for episodes, so it needs waiting time. Otherwise
-    `snapshot_old` is chosen, which needs no process and does not pause generation. The options are
-    empty if the run's route is exact and no other costs less.
+    `snapshot_old` is chosen, which needs no process and does not pause generation. No options are
+    returned if the run's route is exact and no other costs less.
     """
     config = evidence.config
     scoring, wait = evidence.get("scoring_s"), evidence.get("wait_s")

@@ -24,8 +24,8 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 SAME = 0.001
-"""Two routes count as equal if they treat less than this share of the tokens differently. A clip of
-PPO typically stops 1% to 5% of the tokens, so this is a small part of its decisions.
+"""Two routes (ways to get `old_logp`) count as equal if they treat less than this share of the
+tokens differently. A clip of PPO typically stops 1% to 5%, so this is a small part of its effect.
 """
 SAME_OF_STOPPED = 0.05
 """The limit `SAME` is raised to this part of the share of stopped tokens. A clip on sequences may
@@ -38,13 +38,13 @@ LARGE_ERROR = 0.1
 CORRELATED = 0.2
 """Size of a correlation of log D and log S that is worth naming."""
 BUSY = 0.03
-"""Share of the time of a step below which the cost of a route is not worth a change."""
+"""Share of a step's time below which the time to compute `old_logp` is not worth a change."""
 SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
 """The end of a reason that counts stopped tokens. `advise` prints the table of comparisons last."""
 
 
 def conclude(evidence: Evidence) -> list[Conclusion]:
-    """Return the conclusions that the evidence supports, those about the route first."""
+    """Return the conclusions that the evidence supports, those about `old_logp` first."""
     found = [rule(evidence) for rule in RULES]
     return [conclusion for conclusion in found if conclusion]
 
@@ -210,7 +210,7 @@ def _removable_discrepancy(evidence: Evidence) -> Conclusion | None:
 
 
 def _confounds(evidence: Evidence) -> Conclusion | None:
-    """Report the tokens that an inexact route treats differently, if exact values are known."""
+    """Report the share of tokens treated differently than with exact `old_logp`, if known."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     if low is None or share is None or low < _same(evidence) or evidence.route == "rollout":
         return None  # `split_decides` is about `rollout`
@@ -229,7 +229,7 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Name a route without forward passes that stops more nearly the tokens of exact values."""
+    """Name a way to get `old_logp` without forward passes that stops more of the right tokens."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
         name: figure
@@ -279,7 +279,7 @@ def _large_error(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_exact(evidence: Evidence) -> Conclusion | None:
-    """Alarm if the audit contradicts a route that claims to be exact."""
+    """Alarm if the `old_logp` of a route that claims to be exact has errors in the audit."""
     error, noise = evidence.get("audit_error"), evidence.get("audit_noise")
     if not evidence.config.old_logps.exact or error is None or noise is None:
         return None
@@ -296,7 +296,7 @@ def _not_exact(evidence: Evidence) -> Conclusion | None:
 
 
 def _cost(evidence: Evidence) -> Conclusion | None:
-    """Report the time of the route in a step, and name an exact route that costs less."""
+    """Report the time a step spends on `old_logp`, and name an exact way that costs less."""
     share, seconds = evidence.get("route_share"), evidence.get("route_s")
     step_s = evidence.get("step_s")
     if share is None or seconds is None or step_s is None:
@@ -380,7 +380,7 @@ def _changed(evidence: Evidence) -> list[str]:
 
 
 def _same(evidence: Evidence) -> float:
-    """Return the share of differently treated tokens below which two routes count as equal."""
+    """Return the share of differently treated tokens below which two `old_logp` count as equal."""
     return max(SAME, SAME_OF_STOPPED * (evidence.get("stopped_share") or 0.0))
 
 

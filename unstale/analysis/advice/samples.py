@@ -26,7 +26,7 @@ BLOCKS = 20
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Columns of a sample of tokens: log D, log S, lag in versions, and optimizer step."""
+    """Columns of a sample of tokens: log D, log S, lag (staleness in versions), optimizer step."""
 
     log_d: Column
     log_s: Column
@@ -52,7 +52,7 @@ class Factors:
 
     @property
     def log_ratio(self) -> Column:
-        """log(pi / mu) of each token, log D + log S. It does not depend on the route."""
+        """log(pi / mu) of each token, log D + log S. It does not depend on `old_logp`."""
         return self.log_d + self.log_s
 
     def where(self, chosen: Column) -> "Factors":
@@ -189,8 +189,8 @@ class Thresholds:
     band: Limit | None
     """The range of log D outside which the correction drops a token. None if it drops none."""
     clip: Limit | None
-    """The range of log S outside which the clip stops a token whose advantage has one of the two
-    signs. None if the objective has no such clip.
+    """The range of log S outside which the clip stops a token, if its advantage has a certain sign.
+    None without such a clip.
     """
 
     @classmethod
@@ -223,9 +223,9 @@ class Thresholds:
         return max((limit.tokens for limit in self.limits), default=1)
 
     def dropped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log D is outside the band.
+        """Return True for tokens whose log D is outside the correction's limits (the band).
 
-        `rows` `[U, n]` has the indices of tokens in `factors`. The result has the same shape.
+        `rows` has indices in `factors`, `[U, n]`, and so has the result.
         """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
@@ -236,7 +236,7 @@ class Thresholds:
         return inside if self.clip is None else self.clip.outside(factors.log_s[rows])
 
     def stopped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens that the band or the clip stops. `rows` is as in `dropped`."""
+        """Return True for tokens that limits on D or the clip stop. `rows` is as in `dropped`."""
         return self.dropped(factors, rows) | self.clipped(factors, rows)
 
 
@@ -264,7 +264,7 @@ def _log(bound: float) -> float:
 
 
 def is_computable(config: RunConfig) -> bool:
-    """Return True if the route's log S follows from only pi / mu and the lag of a token.
+    """Return True if the route's log S follows from only pi / mu and a token's lag (staleness).
 
     That is so for routes that mix the policies pi and mu. With several minibatches, the pi in the
     journal is that after some of the batch's updates. Then the route must mix this pi, or use only

@@ -13,7 +13,7 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 RANDOM = 0.01
-"""Largest share of tokens that a band may drop for only numerical differences."""
+"""Largest share of tokens that limits on D may drop for only numerical differences."""
 MANY = 0.2
 """Smallest share of tokens outside the clip with which the data is too stale for the clip."""
 NEVER_ACTS = 5.0
@@ -25,7 +25,7 @@ FAR = 1.25
 value, or below 1 divided by it.
 """
 NOISE = 3.0
-"""Half-width of a band, as a multiple of the numerical noise, below which the noise decides."""
+"""Noise decides which tokens are dropped if a limit on log D is below this multiple of it."""
 FEW = 4000
 """Smallest number of tokens with which the 95% interval of a share of 0 is below `rules.SAME`."""
 

@@ -30,7 +30,7 @@ MAX_ROUTES = 40
 MAX_POINTS = 400
 
 NOISE_TIMES = 3.0
-"""A route counts as exact if its mean error is at most this multiple of the numerical noise."""
+"""`old_logp` counts as exact if its mean error is at most this multiple of the numerical noise."""
 
 LEAK = 0.1
 """The verdict names a leak (a part of log S counted as D, or of log D as S) above this share."""
@@ -105,7 +105,7 @@ def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
 
 
 def _of_metrics(metrics: Mapping[str, float], route: str) -> Row:
-    """Return the metrics `audit/...` in the form of a route's row in `audit.json`."""
+    """Return the metrics `audit/...` in the form of a row of `audit.json`."""
     own = {name.removeprefix("audit/"): value for name, value in metrics.items()}
     return {**own, "route": route, "noise": own.get("logp_noise_rms")}
 
@@ -145,7 +145,7 @@ def _after(found: Row) -> Row:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """Return the result of an audit of a route in a few sentences.
+    """Return sentences on what an audit found about a route (a method to compute `old_logp`).
 
     `row` has the figures of the route, as in `audit.json`, and the numerical `noise` in nats.
 

@@ -117,7 +117,7 @@ class _IdleReaders:
         self._idle: list[tuple[Path, sqlite3.Connection]] = []
 
     def take(self, path: Path) -> sqlite3.Connection:
-        """Return an idle connection to the index at `path`, or a new one if none is idle."""
+        """Return an idle connection to the database at `path`, or a new one if none is idle."""
         with self._lock:
             for place, (own, reader) in enumerate(self._idle):
                 if own == path:
@@ -136,7 +136,7 @@ class _IdleReaders:
             spare.close()
 
     def drop(self, path: Path) -> None:
-        """Close all idle connections to the index at `path`."""
+        """Close all idle connections to the database at `path`."""
         with self._lock:
             closed = [reader for own, reader in self._idle if own == path]
             self._idle = [each for each in self._idle if each[0] != path]

@@ -28,7 +28,7 @@ MAX_FIGURES = 64
 
 
 def measure_pieces(pieces: Sequence[Piece]) -> Row:
-    """Return the columns of the table of episodes that follow from an episode's runs of tokens.
+    """Return the values in the table of episodes that follow from an episode's tokens.
 
     Raises ValueError if packed tokens have the wrong size.
     """

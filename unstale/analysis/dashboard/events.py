@@ -13,7 +13,7 @@ MAX_EVENT_TEXT = 4000
 
 
 def add_event(writer: sqlite3.Connection, row: Row) -> None:
-    """Add an event to the index. An activity (span) with invalid times is left out."""
+    """Add an event to a run's database. An activity (span) with invalid times is left out."""
     kind = str(row.get("kind"))
     if kind == "span":
         start, end = number(row.get("start")), number(row.get("end"))

@@ -54,7 +54,7 @@ is a part by itself.
 """
 
 PAGE = 500
-"""Number of episodes that are read from the index at a time."""
+"""Number of episodes that are read at a time from the run's index, a database."""
 
 EPISODES = 8
 """Number of episodes that are read from the journal in one transaction."""
@@ -314,7 +314,7 @@ def _pages(
 
 
 def _require_complete(index: RunIndex) -> None:
-    """Raise `NotYet` if the index lacks episodes of the journal, and OSError if it has failed."""
+    """Raise `NotYet` if the run's database lacks episodes of the journal, OSError if it failed."""
     if problem := index.failure or index.problem:
         raise OSError(problem)
     if not index.is_complete:

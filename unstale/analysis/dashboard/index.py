@@ -73,12 +73,12 @@ class RunIndex:
         self.num_events = 0
         self.last_step = 0
         self.num_episodes = 0
-        """Number of the journal's episodes that are in the index."""
+        """Number of the journal's episodes that are in this database."""
         self.num_ended = 0
         self.num_started = 0
         """Number of episodes that the journal had when it was last read."""
         self.is_complete = False
-        """True if all that the journal had when it was last read is in the index."""
+        """True if all that the journal had when it was last read is in this database."""
         self.problem = ""
         """A sentence on why the journal could not be read. Empty if it could."""
         self.failure = ""
@@ -88,7 +88,7 @@ class RunIndex:
         self.num_restarts = 0
         """Number of times that all episodes were removed, for a replaced or rewound journal."""
         self.changes = 0
-        """A number that grows with every change of the index."""
+        """A number that grows with every change of this database."""
         self._metrics = Tail(folder / METRICS)
         self._events = Tail(folder / EVENTS)
         self.state_events: dict[str, tuple[int, Row]] = {}
@@ -452,9 +452,9 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 
 
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
-    """Add an episode that has begun to the index.
+    """Add an episode that has begun to the run's index, a database.
 
-    Further attempts at an episode have the same seed, and branches of an episode have other seeds.
+    Further attempts at an episode have the same seed. Its branches have others.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(
@@ -497,7 +497,7 @@ def _copy_consumed(
 def _add_training(
     journal: JournalReader, writer: sqlite3.Connection, group: int, step: int
 ) -> None:
-    """Write the columns about training for the episodes of a group that was trained on.
+    """Write the columns about training for the episodes of a trained group.
 
     If the journal is damaged, write a note instead.
     """

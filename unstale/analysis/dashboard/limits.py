@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from unstale.trainer.rules import LossSpec
 
 COMPUTED = (Needs(), Needs(inline=True), Needs(now=True, forwards="one"))
-"""Needs of the routes whose `old_logp` can be computed from the values in the journal."""
+"""`Needs` of the methods (routes) whose `old_logp` follows from the values in the journal."""
 
 SectionT = TypeVar("SectionT", CorrectionConfig, ObjectiveConfig)
 
@@ -41,7 +41,7 @@ FIXED = ("loss_aggregation", "constant", "kl_coef", "entropy_coef", "normalize",
 """Options in `SECTIONS` that do not affect which tokens are kept and which are clipped."""
 
 REACH = 8.0
-"""Largest |log pi - log mu|, in nats, at which the limits of a route are searched."""
+"""Largest |log pi - log mu|, in nats, at which the limits on D and S are searched."""
 
 CURVE_POINTS = 81
 """Number of points of a route's curve, evenly spaced in the scale of the axes (`to_axis`).
@@ -51,17 +51,17 @@ scale. An axis is about 20 long, so this is a fifth of a pixel.
 """
 
 LAGS = 6
-"""Number of lags, from 0, whose lines are drawn."""
+"""Lines are drawn for this many lags (staleness in versions), from 0."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A route, a correction and an objective to apply to a run's tokens, with its techniques."""
+    """How to treat a run's tokens: the way to get `old_logp`, correction, objective, techniques."""
 
     config: RunConfig
     """The options of the run, in which route, correction and objective may be changed."""
     route: str
-    """The route whose `old_logp` is computed. "" if the values that the run stored are used."""
+    """The method (route) by which `old_logp` is computed. "" if the stored values are used."""
 
     @property
     def correction(self) -> CorrectionConfig:
@@ -74,7 +74,7 @@ class Settings:
 
     @property
     def spec(self) -> OldLogpsConfig:
-        """The options of the route."""
+        """The options of the route, which is the method to compute `old_logp`."""
         return self.config.old_logps
 
     @property
@@ -247,7 +247,7 @@ def make_route(settings: Settings, *, version: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The part of a scorer that routes without other weights use: the version, and lags."""
+    """The part of a scorer that routes without other weights use: versions, and their ages."""
 
     version: int
     weights_match_version: bool = True

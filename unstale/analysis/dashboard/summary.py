@@ -212,7 +212,7 @@ def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
 
 
 def progress(index: RunIndex) -> Row:
-    """Return how much of a run's files is in the index. `changes` grows with every change of it."""
+    """Return how much of a run's files is in `index`. `changes` grows with every change of it."""
     return {
         "rows": index.num_rows,
         "events": index.num_events,

@@ -209,7 +209,7 @@ def page(database: Database, question: Question) -> Row:
 
 
 def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
-    """Return the values of a row of `episodes` by column. Columns without a value are left out.
+    """Return the values of a row of `episodes` by column, without empty columns.
 
     `values` has two more values than `names`: `is_branch` and `note`.
     """

@@ -43,7 +43,7 @@ class UnknownEpisode(LookupError):
 
 
 class NotYet(RuntimeError):
-    """Error: the index is being filled and does not have the requested episodes yet."""
+    """Error: a run's database is being filled and does not have the requested episodes yet."""
 
 
 def episode(

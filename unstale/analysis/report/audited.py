@@ -11,7 +11,10 @@ from unstale.observe.words import NONE, amount, mapping, number, percent
 
 
 class Column(NamedTuple):
-    """A column of the table of routes. A terminal shows only columns whose `brief` is True."""
+    """A column of an audit's table, which has a row for each route (method to compute `old_logp`).
+
+    A terminal shows only columns whose `brief` is True.
+    """
 
     name: str
     about: str = ""
@@ -52,7 +55,7 @@ COLUMNS = (
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return a row of the table of routes as texts, one for each of `COLUMNS`.
+    """Return a row of an audit's table of routes as texts, one for each of `COLUMNS`.
 
     `row` has the figures of a route, as in `audit.json`.
     """

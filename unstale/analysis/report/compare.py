@@ -25,7 +25,9 @@ from unstale.observe.words import number
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
-"""Name of the arm with which the others are compared. If no arm has it, the first arm is used."""
+"""Name of the reference arm: the configuration with which the others are compared. If no arm has
+this name, the first arm is used.
+"""
 SUCCESS, STALENESS = "rollout/success_rate", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = (
     "correction/kept_share",
@@ -313,9 +315,11 @@ class Comparison:
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Warnings of the linter, by arm. Arms that were not checked are missing."""
+    """The linter's warnings, by arm (configuration). Arms that were not checked are missing."""
     reference_name: str = EXACT
-    """Name of the arm with which the others are compared. If no arm has it, it is the first arm."""
+    """Name of the arm (configuration) with which the others are compared. If no arm has this name,
+    the first arm takes its place.
+    """
 
     @property
     def trials(self) -> list[Trial]:
@@ -372,7 +376,7 @@ class Comparison:
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
         """Return the differences in held-out success between runs of an arm and of the reference.
 
-        Runs with the same seed are compared.
+        An arm is a configuration. Runs with the same seed are compared.
         """
 
         def success(trial: Trial) -> float | None:
@@ -399,12 +403,13 @@ class Comparison:
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Return the mean difference in held-out success between an arm and the reference arm.
 
-        Runs with the same seed are paired. None for the reference arm itself, and without pairs.
+        An arm is a configuration. Runs with the same seed are paired. None for the reference arm
+        itself, and without pairs.
         """
         return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the mean held-out success of an arm, at the end or after an amount of training."""
+        """Return an arm's mean held-out success over its seeds, at the end or after `budget`."""
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
@@ -413,7 +418,7 @@ class Comparison:
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return the options that are not equal in all runs, with the values of this arm."""
+        """Return the options that differ between runs of the comparison, with this arm's values."""
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {

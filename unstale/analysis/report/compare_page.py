@@ -36,7 +36,7 @@ from unstale.observe.words import NONE, amount, percent
 
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
 COLOURS = ("engine", "trainer", "good", "s", "lag-4", "d", "bad", "v5-line", "hex", "quiet")
-"""Colours of the arms, as names in the style sheet."""
+"""Colours of the compared configurations (arms), as names in the style sheet."""
 
 GRID = 40
 HOW = (
@@ -149,7 +149,7 @@ def equal(comparison: Comparison, unit: Unit) -> Table | None:
 
 
 def lengths(comparison: Comparison) -> str:
-    """Return a sentence on how the number of sampled tokens differs between arms."""
+    """Return a sentence on how the number of sampled tokens differs between configurations."""
     means = []
     for arm in comparison.arms:
         tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
@@ -165,9 +165,9 @@ def lengths(comparison: Comparison) -> str:
 
 
 def conduct(comparison: Comparison) -> Table:
-    """Return the table of mean staleness and shares of kept, clipped and exact tokens, by arm.
+    """Return a table by configuration: mean staleness, and shares of kept, clipped, exact tokens.
 
-    If some route reset its moving average, the table also has the mean number of resets.
+    If a run reset its moving average of weights, the table also has the mean number of resets.
     """
     head = ["arm", "staleness", "kept", "clipped", "exact"]
     some_reset = any(trial.resets for trial in comparison.finished)
@@ -194,7 +194,7 @@ def _count(mean: SeedMean | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Return sentences on the best arm, and on the difference of each arm from the reference."""
+    """Return sentences on the best configuration, and on how each differs from the reference."""
     ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
     if not ended:
         return ["No run has a held-out result."]
@@ -409,17 +409,17 @@ def arm_colours(comparison: Comparison) -> dict[str, str]:
 
 
 def colours_of(arms: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each arm, as a name of the style sheet."""
+    """Return the colour of each configuration (arm), as a name in the style sheet."""
     return {arm: COLOURS[index % len(COLOURS)] for index, arm in enumerate(arms)}
 
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
-    """Return a table as HTML, with the colour of each arm before its name."""
+    """Return a table as HTML, with the colour of each configuration (arm) before its name."""
     return coloured(arm_colours(comparison), shown)
 
 
 def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Markup:
-    """Return a table as HTML, with the colour of each arm before its name in a column."""
+    """Return a table as HTML, with the colour of each configuration (arm) before its name."""
     swatch = Markup('<i class="swatch {}"></i>{}')
     rows = [list[str](row) for row in shown.rows]
     for row in rows:

@@ -18,7 +18,7 @@ from unstale.observe.statistics import PairedDifference, holm, paired_difference
 
 Measure = Literal["steps", "tokens", "minutes"]
 MEASURES: tuple[Measure, ...] = ("steps", "tokens", "minutes")
-"""Measures of training after which arms are compared."""
+"""Measures of training after equal amounts of which configurations (arms) are compared."""
 ALPHA = 0.05
 """Probability of a false result: in all planned differences together, or in one other difference.
 """
@@ -28,7 +28,7 @@ SOUGHT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The success of an arm in a setting, and its difference from the reference arm."""
+    """The success of an arm (configuration) in a setting, and its difference from the reference."""
 
     setting: str
     arm: str
@@ -96,9 +96,9 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class StudySetting:
-    """A setting of a study, in which all arms are compared.
+    """A setting of a study, in which all configurations (arms) are compared.
 
-    Settings differ in the positions of dials, such as the thresholds.
+    Settings differ in dials. A dial, such as the thresholds, is a choice between sets of options.
     """
 
     name: str
@@ -127,7 +127,7 @@ class StudyResults:
 
     @property
     def arms(self) -> list[str]:
-        """The names of all arms, in the order of the settings."""
+        """The names of all arms (compared configurations), in the order of the settings."""
         names = [arm.name for each in self.settings for arm in each.comparison.arms]
         return list(dict.fromkeys(names))
 
@@ -204,7 +204,7 @@ def _difference(
 ) -> Difference:
     """Return the difference of an arm from the reference in a setting.
 
-    `num_planned` is the number of planned differences, or 0 if this one was not planned.
+    `num_planned` is the number of planned ones, or 0 if this one was not planned.
     """
     comparison = setting.comparison
     budget = None if measure == "steps" else comparison.budget(measure)

@@ -1,7 +1,6 @@
 """Write the results of a study as an HTML page, as Markdown tables and as JSON.
 
-A study compares the same arms (configurations) in several settings. A setting has a position of
-each dial, such as the thresholds.
+A study compares the same arms (configurations) in several settings.
 """
 
 import re
@@ -49,7 +48,8 @@ HEADINGS: Mapping[Measure, str] = {
     "minutes": UNITS["minutes"][0],
 }
 WORTH_A_PLOT = 3
-"""Smallest number of positions that a dial must have for a plot over it."""
+"""Smallest number of positions for a plot over a dial, which is a choice between sets of options.
+"""
 
 
 def write_pages(folder: Path) -> Path:
@@ -134,7 +134,10 @@ def findings(study: StudyResults) -> list[str]:
 
 
 def differences(study: StudyResults, measure: Measure) -> Table:
-    """Return the table of all arms in all settings, after equal training by `measure`."""
+    """Return the table of all configurations (arms) in all settings, after equal training.
+
+    `measure` names the measure of training, such as tokens.
+    """
     head = ["setting", "arm", "runs", "held-out success", f"less {study.reference}, points"]
     head += ["p", "power"]
     rows = []
@@ -255,7 +258,7 @@ def _plots(study: StudyResults) -> dict[str, Any]:
 
 
 def _html(colours: Mapping[str, str], shown: Table) -> Markup:
-    """Return a table as HTML, with links to the settings and the colour of each arm."""
+    """Return a table as HTML, with links to settings and the colour of each configuration."""
     link = Markup('<a href="{0}/compare.html">{0}</a>')
     earlier = ["", *(setting for setting, *_ in shown.rows)]
     rows = [

@@ -53,7 +53,7 @@ MEANS = {
 
 
 def is_exact(setting: Any) -> bool:
-    """Return True if the route scores each token with the version that sampled it.
+    """Return True if a run's `old_logp` of each token is that of the weights which sampled it.
 
     `setting(name)` returns the value of an option in a run folder. For a configuration in memory,
     use `OldLogpsConfig.exact`.
@@ -62,7 +62,7 @@ def is_exact(setting: Any) -> bool:
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return two sentences: on what log D contains with a route, and on what log S contains."""
+    """Return two sentences on what log D and log S contain with a route (way to `old_logp`)."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
@@ -83,7 +83,7 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
 
 
 def meanings(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return in a few words what discrepancy D and staleness ratio S contain with a route."""
+    """Return in words what D and S contain with a route, which is the way to get `old_logp`."""
     if exact:
         return "discrepancy", "staleness"
     if route == "rollout":
@@ -129,7 +129,7 @@ def _route_words(route: str, exact_share: float | None) -> str:
 
 
 def route_about(route: str) -> str:
-    """Return a sentence on how a route computes old_logp."""
+    """Return a sentence on how the method (route) with this name computes `old_logp`."""
     if route == "unknown":
         return "Not known: the configuration could not be read."
     if route not in routes():
