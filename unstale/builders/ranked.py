@@ -110,8 +110,8 @@ def build_ranked(
     """Return the components of a run that trains on ranks.
 
     `sampler` is the result of `build_sampler`. If `ranks` are given, they are used instead of new
-    ones. `notify` is called with a text on what new ranks wait for. Errors of `Ranks.make` are
-    raised after the ranks have ended.
+    ones. `notify` is called with a text that says what the start of new ranks waits for. If
+    `Ranks.make` fails, the ranks are ended before its error is raised.
     """
     policy, taskset, generator = sampler
     policy.check_length(config.engine.max_context)  # before ranks are waited for

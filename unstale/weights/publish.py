@@ -41,13 +41,13 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaInParts(Delta):
-    """A delta that consists of several others, such as one from each trainer rank.
+    """A delta that consists of several parts, such as one from each trainer rank.
 
-    `tensors` is empty: call `read` for the other deltas.
+    `tensors` is empty: `read` returns the parts.
     """
 
     read: Callable[[], Iterable[Delta]]
-    """A function that fetches and returns the other deltas, one at a time."""
+    """A function that fetches the parts and returns them one at a time, each as a delta."""
 
 
 class Publisher(Protocol):
@@ -60,8 +60,7 @@ class Publisher(Protocol):
         """Begin to prepare the update in the trainer's thread, while engines still generate.
 
         `live` are the older versions that must be kept, because they sampled tokens that are not
-        trained on yet. The weights must not change before the version is
-        published.
+        trained on yet. The weights must not change before the version is published.
         """
         ...
 

@@ -8,7 +8,7 @@ from unstale.analysis.dashboard.folders import is_own_file
 from unstale.durability.journal import JOURNAL, JournalReader
 
 _SHAPE_OFFSET, _SHAPE_WAL = 18, 2
-"""Position of the format in the header of a database, and its value with a write-ahead log."""
+"""Position of a byte in the header of an SQLite file, and its value with a write-ahead log."""
 
 
 def open_journal(folder: Path) -> JournalReader:
