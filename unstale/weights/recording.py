@@ -98,8 +98,8 @@ class Recording:
 class Recorded:
     """A reader of a `Recording`: the batches of a run, and the weights of each version.
 
-    A batch is skipped if the weights of one of its versions were not recorded. This happens if the run was killed
-    before it recorded a version, or if recording began with a resume.
+    A batch is skipped if the weights of one of its versions were not recorded. This happens if the
+    run was killed before it recorded a version, or if recording began with a resume.
     """
 
     def __init__(self, folder: Path) -> None:
