@@ -78,7 +78,7 @@ class Footprint:
         if self.ranks:
             parts = [f"{self.ranks} trainer ranks of {self.trainer / _GB:.1f}"]
         if self.scorers:
-            kind = "old-logit ranks" if self.ranks else "old-logit model"
+            kind = "ranks of the second model" if self.ranks else "second model"
             parts += [f"{self.scorers} {kind} of {self.scorer / _GB:.1f}"]
         place = ""
         if self.elsewhere:
