@@ -174,7 +174,8 @@ def test_the_second_model_of_a_route_is_counted_in_its_own_processes() -> None:
     ranks = replace(made, old_logps=three, cluster=ClusterConfig(trainers=2))
     found = predict_footprint(ranks, policy)
     assert found.scorer - PROCESS_BYTES == pytest.approx(total / 3 + gathered + total / 2)
-    assert "2 trainer ranks of 0.7, 3 ranks of the second model of 0.7, the run's process 0.7" in str(found)
+    text = "2 trainer ranks of 0.7, 3 ranks of the second model of 0.7, the run's process 0.7"
+    assert text in str(found)
     memory = 2 * found.trainer + 3 * found.scorer + found.driver + found.engines
     assert f"expected memory {memory / 1e9:.1f} GB (" in str(found)
     elsewhere = replace(ranks, cluster=ClusterConfig(trainers=2, address="head:6379"))
