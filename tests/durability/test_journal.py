@@ -941,7 +941,9 @@ def test_the_verb_shows_what_is_in_it(
 ) -> None:
     text = said(capsys, "journal", str(ran[0]))
     assert (
-        re.search(r"left out of a batch\W+24\b", text) and "0 to 12" in text and "no problems found" in text
+        re.search(r"left out of a batch\W+24\b", text)
+        and "0 to 12" in text
+        and "no problems found" in text
     )
     out = str(tmp_path / "none" / "rows.jsonl")
     assert f"--out {out} cannot be written: No such file" in said(
