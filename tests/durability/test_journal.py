@@ -856,8 +856,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
     take, consume = parts.queue.take, parts.journal.commit
     consumed: list[tuple[int, list[Group]]] = []
 
-    async def looked_up() -> list[Group]:
-        groups = await take()
+    async def looked_up(missing: int) -> list[Group]:
+        groups = await take(missing)
         with Journal.read(folder) as read:
             for each in groups:
                 assert read.group(each.number) == each
