@@ -255,7 +255,7 @@ def test_what_cannot_work_is_refused(model: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        ConfigError, match="1 GPU for the trainer and 1 for the server, but this machine has 1"
+        ConfigError, match="1 GPU for the trainer and 1 for servers, but this machine has 1"
     ):
         run_gpus(config({}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -106,7 +106,8 @@ def test_a_container_with_less_memory_than_the_machine_decides(tmp_path: Path) -
     for name, text in (
         ("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    2000 kB\n"),
         ("sys/fs/cgroup/memory.max", "max\n"),
-        ("sys/fs/cgroup/memory.current", "500000\n"),
+        ("sys/fs/cgroup/memory.current", "900000\n"),
+        ("sys/fs/cgroup/memory.stat", "anon 500000\ninactive_file 300000\nactive_file 100000\n"),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -673,10 +673,13 @@ def test_a_tensor_file_that_is_cut_short_or_damaged_is_refused_by_name(tmp_path:
     read = dict(read_tensors(path))
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    huge = b'{"a":{"dtype":"F32","shape":[5],"data_offsets":[0,9999999999999999]}}'
     cases = {
         whole[:-1]: "a has 19 of its 20 bytes",
         whole[:-25]: "b has 19 of its 24 bytes",
-        whole[:40]: "JSONDecodeError",
+        whole[:40]: "its header has 32 of its",
+        whole[:7] + b"\x7f" + whole[8:]: "its header has",
+        len(huge).to_bytes(8, "little") + huge: "a has 0 of its 9,999,999,999,999,999 bytes",
         whole[:4]: "error",
         whole.replace(b"[5]", b"[6]"): "6 numbers of F32 do not take 20 bytes",
     }

@@ -89,11 +89,13 @@ def run_gpus(config: RunConfig) -> GpuShares:
     if cluster.address or not (cluster.trainers or over_nccl or config.engine.servers > 1):
         return GpuShares()
     gpus = gpus_here()
-    if over_nccl and not cluster.trainers and 0 < len(gpus) < 1 + engines:
+    if not cluster.trainers and 0 < len(gpus) < 1 + engines:
+        servers = config.engine.servers
+        option = f"engine.servers = {servers}" if servers > 1 else "engine.transfer = nccl"
+        remedy = "lower engine.servers" if servers > 1 else "set engine.transfer = file"
         raise ConfigError(
-            f"engine.transfer = nccl needs 1 GPU for the trainer and {engines} for the server, but "
-            f"this machine has {len(gpus)}: let the server use fewer GPUs (engine.args), or set "
-            "engine.transfer = file"
+            f"{option} needs 1 GPU for the trainer and {engines} for servers, but this machine has "
+            f"{len(gpus)}: let each server use fewer GPUs (engine.args), or {remedy}"
         )
     scorers = config.old_logps.scoring_ranks if cluster.trainers else 0
     trainers = max(1, cluster.trainers)

@@ -132,16 +132,23 @@ def total_bytes(device: "torch.device") -> int:
 
 
 def _free_main_memory(root: Path = Path("/")) -> int:
-    """Return the free bytes of main memory, or of the container's memory limit if that is less."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    found = {
-        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
-    }
-    free = 1024 * found["MemAvailable"]
+    """Return the free bytes of main memory, or of the container's memory limit if that is less.
+
+    Cached files count as free, because the kernel drops them when a process needs the memory.
+    """
+    free = 1024 * _numbers(root / "proc/meminfo")["MemAvailable:"]
     limit, used = root / "sys/fs/cgroup/memory.max", root / "sys/fs/cgroup/memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+        stat = _numbers(root / "sys/fs/cgroup/memory.stat")
+        cached = stat["active_file"] + stat["inactive_file"]
+        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
     return max(0, free)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the number behind the first word of each line of a file."""
+    lines = map(str.split, path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in lines}
 
 
 def _sizes_of(model: "nn.Module") -> DecoderSizes:

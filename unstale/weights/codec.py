@@ -650,14 +650,19 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with path.open("rb") as file:
         try:
             (size,) = _HEADER.unpack(file.read(_HEADER.size))
+            left = path.stat().st_size - _HEADER.size - size
+            if left < 0:
+                raise ValueError(f"its header has {left + size:,} of its {size:,} bytes")
             header = json.loads(file.read(size))
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 first, last = entry["data_offsets"]
+                if not 0 <= first <= last <= left:  # before memory is allocated for it
+                    found = min(last, left) - first
+                    raise ValueError(f"{name} has {found:,} of its {last - first:,} bytes")
                 file.seek(_HEADER.size + size + first)
                 data = bytearray(last - first)
-                if (found := file.readinto(data)) != len(data):
-                    raise ValueError(f"{name} has {found:,} of its {len(data):,} bytes")
+                file.readinto(data)
                 yield name, _tensor_at(data, -first, **entry)
         except (*_DAMAGE, ValueError) as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error!r}") from error
