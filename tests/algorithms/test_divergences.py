@@ -4,6 +4,7 @@
   units as it aggregates log D.
 - `dppo` stops the tokens that prime-rl's default loss stops (TV) and that the KL of the paper does.
 - Its penalty is on every token, its gradient elsewhere that of an importance weight.
+- `drpo` has the gradient weight of its paper and vanishes at the limit of `dppo`.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor, tensor
 
 from tests.trainer.test_trainer import a_batch, gradient, make, tiny_policy
 from unstale.algorithms.corrections import binary_kl, keep_all, kpop, mask_weight, two_way_kl
-from unstale.algorithms.objectives import Surrogate, dppo
+from unstale.algorithms.objectives import Surrogate, dppo, drpo
 from unstale.config import CorrectionConfig, ObjectiveConfig
 from unstale.trainer.rules import LossSpec
 
@@ -110,10 +111,29 @@ def test_junk_off_the_mask_changes_nothing() -> None:
         old_logp = tensor([-1.0, junk, -2.0])
         log_s = tensor([0.1, 0.0, -0.2], requires_grad=True)
         inputs = {"old_logp": old_logp, "sampled": sampled}
-        answer = dppo(log_s, tensor([1.0, junk, -1.0]), kl_tau=0.1, **inputs)
-        answer.loss.sum().backward()
-        found.append((answer.loss.tolist(), log_s.grad))
+        advantage = tensor([1.0, junk, -1.0])
+        loss = dppo(log_s, advantage, kl_tau=0.1, **inputs).loss
+        loss = loss + drpo(log_s, advantage, **inputs).loss
+        loss.sum().backward()
+        found.append((loss.tolist(), log_s.grad))
     assert all(loss == found[0][0] and grad.equal(found[0][1]) for loss, grad in found)
+
+
+@given(PROBABILITY, PROBABILITY, ADVANTAGES)
+@settings(deadline=None)
+def test_drpo_has_the_gradient_weight_of_its_paper(
+    now: float, old: float, advantage: float
+) -> None:
+    """1 - sign(A) (pi - pi_old) / delta, times S A (arXiv 2606.09821, table 1)."""
+    old_logp = tensor([math.log(old)], dtype=torch.float64)
+    log_s = (tensor([math.log(now)], dtype=torch.float64) - old_logp).requires_grad_()
+    found = drpo(log_s, tensor([advantage], dtype=torch.float64), old_logp=old_logp)
+    (slope,) = torch.autograd.grad(found.loss, log_s)
+    ratio = now / old
+    weight = 1 - math.copysign(1, advantage) * (now - old) / 0.2
+    loss = abs(advantage) / 0.4 * old * (ratio - 1) ** 2 - ratio * advantage
+    assert found.loss.item() == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    assert slope.item() == pytest.approx(-ratio * advantage * weight, rel=1e-6, abs=1e-9)
 
 
 # --- corrections

@@ -169,6 +169,7 @@ REFUSED = [
     ("--old_logps.route current_recompute --objective.loss_type sapo", "sapo can never act"),
     ("--old_logps.route current_recompute --objective.loss_type dppo", "dppo can never act"),
     ("--objective.loss_type dppo --objective.unit turn", "dppo cannot take S as the geometric"),
+    ("--objective.loss_type vespo --objective.unit sequence", "vespo cannot take S as the geo"),
     ("--old_logps.route current_recompute --objective.loss_type dro", "dro can never act"),
     (
         "--old_logps.route interp_prox_loglinear --correction.normalize true",
@@ -659,6 +660,8 @@ def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
         ("--objective.loss_type cispo", "nothing"),
         ("--objective.loss_type sapo", "nothing"),
         ("--objective.loss_type dppo", "S from above where A < 0"),
+        ("--objective.loss_type drpo", "S from above where A < 0"),
+        ("--objective.loss_type vespo", "nothing"),
         ("--objective.loss_type dppo --objective.ratio_cap 20", "nothing"),
         ("--objective.loss_type dro", "S is pulled back, not cut"),
         ("--objective.ratio_cap 3", "nothing"),

@@ -144,6 +144,10 @@ HEARD += (
     "--objective.loss_type sapo --objective.tau_pos 1e5",
     "--objective.loss_type sapo --objective.tau_pos 2 --objective.unit sequence",
     "--objective.loss_type dppo --objective.unit sequence",
+    "--objective.loss_type drpo --objective.unit turn",
+    "--objective.loss_type drpo --objective.drpo_delta inf",
+    "--objective.loss_type vespo --objective.unit sequence",
+    "--objective.loss_type vespo --objective.vespo_lambda_pos 1e5",
     "--old_logps.route rollout --correction.mode kpop",
     "--old_logps.route rollout --correction.mode k3_mask",
     "--correction.mode kpop --correction.kl_limit 1e-5 --trainer.dtype bfloat16",
@@ -194,6 +198,11 @@ SILENT += (
     "--correction.mode kpop",
     "--correction.mode kpop --correction.unit sequence --correction.aggregate max",
     "--correction.mode k3_mask --correction.unit sequence --correction.kl_limit 0.01",
+    "--objective.loss_type drpo",
+    "--objective.loss_type vespo",
+    "--objective.loss_type vespo --objective.unit sequence --objective.aggregate sum "
+    "--trainer.minibatches_per_batch 2",
+    "--objective.loss_type vespo --old_logps.route rollout --correction.mode none",
     "--objective.loss_type dppo",
     "--objective.loss_type dppo --objective.divergence kl --objective.divergence_low 0.05 "
     "--objective.divergence_high 0.05",

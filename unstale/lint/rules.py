@@ -214,6 +214,8 @@ def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
     rule = config.objective
     if rule.ratio_unit != "sequence" or rule.loss_aggregation not in ("action_tokens", "kept"):
         return None
+    if rule.ratio == ("sequence", "sum"):
+        return None  # the weight of a sequence's log-probability, which is a sum over its tokens
     return Finding(
         f"a ratio per sequence, and a mean over tokens (loss_aggregation {rule.loss_aggregation})",
         "a sequence then counts as often as it has tokens, and long ones outweigh the others",

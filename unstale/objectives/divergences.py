@@ -1,4 +1,6 @@
-"""Objectives that limit the change of a token's probability instead of its ratio: `dppo`."""
+"""Objectives that limit the change of a token's probability instead of its ratio: `dppo`
+and `drpo`.
+"""
 
 import math
 from collections.abc import Iterator
@@ -71,3 +73,43 @@ class Dppo(ObjectiveConfig):
     @property
     def trains_zero_advantage(self) -> bool:
         return self.kl_tau > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drpo(ObjectiveConfig):
+    """An importance weight that fades with the change of a token's probability, and turns back."""
+
+    loss_type: str = "drpo"
+    drpo_delta: Positive = 0.2
+    """The change of probability |pi - pi_old| at which a token has no gradient in the direction of
+    its advantage. Beyond it the gradient points back. The runs of the paper set 12.5, with which
+    the gradient changes by at most 8%.
+    """
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-(S A - \\|A\\| / (2 drpo_delta) pi_old (S - 1)^2)",
+        source="arXiv 2606.09821, eq. 8",
+        choose="as `dppo`, to pull tokens back instead of dropping their gradient",
+    )
+    ratio: ClassVar = ("token", "mean")
+    inputs: ClassVar = ("old_logp", "sampled")
+    wide: ClassVar = {"drpo_delta": 0.2}
+    no_limit: ClassVar = ("drpo_delta",)
+
+    def limit(self) -> str:
+        return (
+            f"a gradient that fades to 0 at |pi - pi_old| = {self.drpo_delta:g} where A moves the "
+            "token away, and points back beyond"
+        )
+
+    def thresholds(self) -> Iterator[float]:
+        """Yield the smallest log S at which a gradient can be 0."""
+        if self.drpo_delta < 1:
+            yield -math.log1p(-self.drpo_delta)
+
+    def unlimited(self, *, capped: bool) -> str:
+        return "" if capped else f"{LOOSE_ABOVE} (ratio_cap sets one)"
+
+    @property
+    def bounds_s(self) -> bool:
+        return self.drpo_delta < math.inf
