@@ -209,11 +209,16 @@ class Policy:
         self._compile()
 
     @property
+    def num_experts(self) -> int:
+        """The number of experts in a layer. 0 for a dense model."""
+        return num_experts(self.model.config.to_dict())
+
+    @property
     def has_experts(self) -> bool:
         """True for an MoE model. On a CPU, packing can change how a value rounds only in such a
         model.
         """
-        return num_experts(self.model.config.to_dict()) > 0
+        return self.num_experts > 0
 
     @property
     def replays_experts(self) -> bool:

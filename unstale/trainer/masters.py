@@ -169,7 +169,7 @@ class Masters:
     ) -> None:
         """Load the weights `names`, and round them as they were rounded after step `rounded_at`."""
         for name in names:
-            self.tensors[name].copy_(weights[name])
+            local(self.tensors[name].detach()).copy_(local(weights[name]))
         self.round(rounded_at, names)
 
 
