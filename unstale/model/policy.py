@@ -196,7 +196,7 @@ class Policy:
                 f"trainer.compile must be false with several trainer ranks, got {self.peers.count}"
             )
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, passes.gradient_checkpointing)
         before = (self.passes.quantise, self.passes.published_dtype)
         if self.passes.quantise == "none":
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
