@@ -1,7 +1,7 @@
 """The components of a run whose trainer is divided among ranks."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,9 @@ from unstale.weights.publish import Publisher
 def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call this function."""
     torch.set_num_threads(trainer_threads(config))
-    peers = peers.in_context_groups(config.cluster.context).in_replicas(config.cluster.replicas)
+    cluster = config.cluster
+    peers = peers.in_context_groups(cluster.context).in_replicas(cluster.replicas)
+    peers = replace(peers, divides_experts=cluster.expert_parallel)
     policy = load_policy(config, peers)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer, on_rank=True)

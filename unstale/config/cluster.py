@@ -27,6 +27,10 @@ class ClusterConfig(Section):
     many ranks. With one copy for each machine, weights are gathered only within a machine, and each
     GPU needs more memory (docs/trainer-ranks.md).
     """
+    expert_parallel: bool = False
+    """For an MoE policy: keep each expert whole on one of the trainer ranks of a copy, and send
+    tokens to it, instead of gathering all experts of a layer in each pass (docs/trainer-ranks.md).
+    """
     address: str = ""
     """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine only."""
     patience_s: Positive = 600.0
@@ -58,6 +62,13 @@ class ClusterConfig(Section):
                 f"at least 2 ranks, got {self.replicas}"
             )
 
+        if self.expert_parallel and self.trainers // self.replicas < 2:
+            raise ConfigError(
+                "cluster.expert_parallel needs at least 2 trainer ranks for each copy of a model, "
+                f"got cluster.trainers = {self.trainers} and cluster.replicas = {self.replicas}"
+            )
+
     def applies(self, option: str) -> bool:
         # `address` and `patience_s` are also read with task.isolate = ray
-        return option not in ("context", "replicas", "restarts") or self.trainers > 0
+        of_ranks = ("context", "replicas", "expert_parallel", "restarts")
+        return option not in of_ranks or self.trainers > 0

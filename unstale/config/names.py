@@ -200,6 +200,8 @@ SYNONYMS = {
     "optimizer_offload": "trainer.offload_optimizer",
     "fsdp_cpu_offload": "trainer.offload_optimizer; parameters stay on the GPU",
     "param_offload": "; parameters stay on the GPU, trainer.offload_optimizer moves the rest",
+    "ac.freq": "trainer.gradient_checkpointing_interval",
+    "selective_ac_option": "trainer.gradient_checkpointing_interval; it takes a number",
     "peft_config": "trainer.lora_rank, trainer.lora_alpha",
     "lora_r": "trainer.lora_rank",
     "use_peft": "trainer.lora_rank",

@@ -312,6 +312,11 @@ class RunConfig(Section):
                 "cluster.replicas must be 1 with trainer.lora_rank > 0, got "
                 f"{self.cluster.replicas}: torch does not gather the frozen weights of such copies"
             )
+        if self.cluster.expert_parallel and self.trainer.lora_rank:
+            raise ConfigError(
+                "cluster.expert_parallel must be false with trainer.lora_rank > 0: adapters of an "
+                "MoE policy are not supported"
+            )
         if self.old_logps.scoring_ranks > 1 and not self.cluster.trainers:
             raise ConfigError(
                 "old_logps.ranks must be 1 without trainer ranks, got "

@@ -82,6 +82,8 @@ class TrainerConfig(Section):
     """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves memory and takes more time."""
+    gradient_checkpointing_interval: PositiveInt = 1
+    """Compute only the activations of each Nth layer again; 1 those of all layers."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.
@@ -135,6 +137,8 @@ class TrainerConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "rounding":
             return self.dtype != "float32"
+        if option == "gradient_checkpointing_interval":
+            return self.gradient_checkpointing
         return option not in ("lora_alpha", "lora_targets") or self.lora_rank > 0
 
 

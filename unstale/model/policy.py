@@ -199,7 +199,7 @@ class Policy:
                 f"trainer.compile must be false with several trainer ranks, got {self.peers.count}"
             )
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, passes.gradient_checkpointing)
         before = (self.passes.quantise, self.passes.published_dtype)
         if self.passes.quantise == "none":
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
@@ -212,9 +212,14 @@ class Policy:
         self._compile()
 
     @property
+    def num_experts(self) -> int:
+        """The number of experts in a layer. 0 for a dense model."""
+        return num_experts(self.model.config.to_dict())
+
+    @property
     def has_experts(self) -> bool:
         """True for an MoE model. On a CPU, packing can change rounding only in such a model."""
-        return num_experts(self.model.config.to_dict()) > 0
+        return self.num_experts > 0
 
     @property
     def replays_experts(self) -> bool:

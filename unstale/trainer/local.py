@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unstale.config import RunConfig
 from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
-from unstale.model.sharding import gather_whole, is_sharded
+from unstale.model.sharding import is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
 from unstale.techniques.hooks import (
@@ -310,8 +310,7 @@ class LocalTrainer:
             self._keep_whole()
             self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
-        total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
-        norm = float(gather_whole(total))
+        norm = self._weights.clip(self.config.grad_clip)
         overflows = self._loss_scale.absorbs(math.isfinite(norm))
         if not overflows and not math.isfinite(norm):
             raise FloatingPointError(

@@ -173,7 +173,7 @@ class Masters:
         No other thread may read the weights of the policy.
         """
         for name in names:
-            self.tensors[name].copy_(weights[name])
+            local(self.tensors[name].detach()).copy_(local(weights[name]))
         self.round(rounded_at, names)
 
 
