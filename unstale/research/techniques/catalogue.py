@@ -392,5 +392,13 @@ ROWS: Sequence[Row] = (
         "model are missing",
         "transfer",
     ),
+    _row(
+        59,
+        "DAPO, arXiv 2503.14476",
+        "other groups in the place of uniform ones, and a penalty for long replies",
+        "--schedule.resampled_groups N, and --techniques long_reply_penalty; its clip and its loss "
+        "over tokens are the defaults, --techniques truncated masks cut replies",
+        "works",
+    ),
 )
 """All rows, by number."""

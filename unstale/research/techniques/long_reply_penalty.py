@@ -104,6 +104,7 @@ It has not been measured on a language model.
 ENTRY = Entry(
     name="long_reply_penalty",
     slot="reward",
+    rows=(59,),
     makes=LongReplyPenalty,
     options=LongReplyPenaltyConfig,
     changes=frozenset({"reward"}),
