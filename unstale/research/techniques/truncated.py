@@ -125,7 +125,7 @@ It has not been measured on the desks.
 ENTRY = Entry(
     name="truncated",
     slot="filter",
-    rows=(17,),
+    rows=(17, 59),
     makes=Truncated,
     options=TruncatedConfig,
     changes=frozenset({"groups", "reward"}),
