@@ -106,7 +106,7 @@ class Spans:
 
     def publish(self, version: int) -> None:
         with self.log.span("publish", f"version {version}"):
-            self.clock.now += 0.15 * self.pace
+            self.clock.now += (0.15 + 0.05) * self.pace  # to prepare and to stage
             self.spend("standstill", f"version {version}", 0.25)
 
     def step(self, step: int, version: int, states: float = 0.0) -> dict[str, Any]:
@@ -126,13 +126,15 @@ class Spans:
             "version": version,
             "engine/steps": 7,
             "rollout/episodes": 4,
+            "publish/trainer_s": 0.15 * self.pace,
             "schedule/staleness_histogram": {},
         }
 
 
 def test_the_times_of_a_step_are_found_in_its_spans(tmp_path: Path) -> None:
     """Each step: 2 s of waiting, 0.1 s to build the batch, 1 s, 2.5 s, 0.5 s, 0.2 s to record it,
-    0.15 s to publish, 0.25 s of loading, and 0.6 s for a checkpoint in every second step."""
+    0.15 s to publish, 0.05 s to stage, 0.25 s of loading, and 0.6 s for a checkpoint in every
+    second step."""
     clock = FakeClock()
     rows = []
     with RunLog.create(tmp_path, {}, clock=clock) as log:
@@ -147,11 +149,12 @@ def test_the_times_of_a_step_are_found_in_its_spans(tmp_path: Path) -> None:
     steps = recorded_steps(rows, events, dict.fromkeys(range(1, 7), 1.5))
     assert [each.step for each in steps] == [2, 3, 4, 5, 6]
     for each in steps:
-        found = (each.publish, each.load, each.optimizer, each["engine/steps"], each.versions)
-        assert found == pytest.approx((0.15, 0.25, 0.5, 7, 1.5))
+        found = (each.publish, each.stage, each.load, each.optimizer, each.versions)
+        assert found == pytest.approx((0.15, 0.05, 0.25, 0.5, 1.5))
+        assert each["engine/steps"] == 7
         assert each.checkpoint == pytest.approx(0.6 * (each.step % 2 == 0))
         late = {3: 0.6, 4: 5.0, 5: 0.6}.get(each.step, 0.0)
-        assert each.seconds == pytest.approx(6.7 + late)
+        assert each.seconds == pytest.approx(6.75 + late)
         # an evaluation is no work of the event loop, and its step is left out of comparisons
         assert each.between == pytest.approx(0.3 + 5.0 * (each.step == 4))
     assert [each.step for each in delayed(steps, 0) if each.evaluation] == [4, 5]
@@ -197,7 +200,7 @@ def test_a_resumed_run_has_the_times_since_its_last_resume(tmp_path: Path, resta
     assert [each.step for each in recorded.steps] == [5, 6, 7, 8, 9]  # 4 warms up the processes
     for each in recorded.steps:
         found = (each.seconds, each.publish, each.load, each.optimizer, each.between)
-        assert found == pytest.approx((13.4, 0.3, 0.5, 1.0, 0.6))
+        assert found == pytest.approx((13.5, 0.3, 0.5, 1.0, 0.6))
     assert recorded.resumed == 3 and recorded.cores == (8 if restart == "resumed" else 2)
     filling = recorded.config.schedule.max_staleness + 1
     assert [each.step for each in recorded.steady] == [*range(4 + filling, steps + 1)]

@@ -19,6 +19,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.long_context import saved_bytes, shape_of
+from unstale.analysis.planner import publication
 from unstale.analysis.planner.analytic import (
     REDUCE_S,
     AnalyticCosts,
@@ -174,7 +175,7 @@ def costs(route: str) -> AnalyticCosts:
     setup = TrainingSetup(
         model=hand,
         device=core,
-        shares=Shares(matmul=1, bandwidth=1, link=1),
+        shares=Shares(matmul=1, bandwidth=1, link=1, cores=1),
         lr=1e-6,
         rounding="nearest",
         episodes=EpisodeStats(tokens=320, longest=320, attended=160, prompt=64),
@@ -265,36 +266,141 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     assert pair.step_s(16, 16_000) == pytest.approx(alone.step_s(16, 16_000) / 2 + reduced)
 
 
-def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
-    """16 devices: 8.04 GB over 50 GB/s take 0.16 s. A delta of about 9 MB takes no time to send,
-    but one core per trainer applies it, which takes 12 times as long for 12 engines per trainer."""
-    model = PRESETS["4B"]
+def published(model: str, placement: Placement, **changes: Any) -> AnalyticCosts:
+    """Return the costs of a publication on H100s, with all of the links' bandwidth."""
     setup = TrainingSetup(
-        model=model,
+        model=PRESETS[model],
         device=DEVICES["H100"],
-        shares=Shares(link=1),
+        shares=Shares(**{"link": 1, "cores": 1, **changes}),
         lr=1e-6,
         rounding="nearest",
         episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
     )
-    alone = AnalyticCosts(
-        setup=setup,
-        placement=Placement(4, 4, 1),
-        route=route_cost("snapshot_old"),
-        batch=1e5,
-        live=3,
-    )
-    loaded = 8.044936192e9 / 64e9
-    assert alone.load_s() == pytest.approx(loaded)  # within a node nothing travels
-    far = replace(alone, placement=Placement(8, 8, 1))
-    assert far.load_s() == pytest.approx(loaded + 8.044936192e9 / 50e9)
-    quick = replace(far, setup=replace(setup, shares=Shares(link=1, cores=64)))
-    applied = delta_sizes.apply_s(model.parameters, 1e-6) / 64
-    travelled = delta_sizes.delta_bytes(model.parameters, 1e-6) / 50e9
-    assert (
-        quick.load_s() == pytest.approx(loaded + applied + travelled)
-        and quick.load_s() < far.load_s()
-    )
+    route = route_cost("snapshot_old")
+    return AnalyticCosts(setup=setup, placement=placement, route=route, batch=1e5, live=3)
+
+
+def test_engines_stand_still_only_while_they_load() -> None:
+    """8.04 GB at 5 GB/s. Before, one core applies 4 G words in 2.0 s and checks 8.04 GB in 0.36 s,
+    or writes 8.04 GB in 3.9 s."""
+    one = published("4B", Placement(4, 1, 4))
+    gb = 8.044936192
+    assert one.load_s() == pytest.approx(gb / 4 / 5)  # each GPU reads its part
+    decoded = delta_sizes.apply_s(PRESETS["4B"].parameters, 1e-6) + 0.045 * gb
+    assert one.stage_s() == pytest.approx(decoded / 4)  # a core for each of four GPUs
+    several = published("4B", Placement(4, 4, 1))
+    assert several.stage_s() == pytest.approx(0.49 * gb)
+    assert several.load_s() == pytest.approx(gb / 5)
+    # The run's own process then applies the delta to its copy, on one core.
+    serial = delta_sizes.apply_s(PRESETS["4B"].parameters, 1e-6)
+    assert several.publish_s() - one.publish_s() == pytest.approx(serial)
+    core = replace(one.setup.device, name="core")
+    on_cores = replace(one, setup=replace(one.setup, device=core))
+    assert on_cores.stage_s() == on_cores.probe_s() == 0
+    assert on_cores.load_s() == pytest.approx(gb / 4 / 64)
+
+
+@pytest.mark.parametrize(("model", "tp", "reference"), [("4B", 1, 3.0), ("30B-A3B", 4, 8.0)])
+def test_the_measured_parts_of_a_publication_are_predicted(
+    model: str, tp: int, reference: float
+) -> None:
+    """The standstills of benchmarks/results/standstill.md, whose steps slept for all bytes."""
+    text = (ROOT / "benchmarks/results/standstill.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if f"| {model} |" in line]
+    assert len(rows) >= 3
+    for _, gb, way, speed, staged, _, _, standstill, *_ in rows:
+        whole = way == "whole"
+        place = Placement(4, 4 if whole else 1, tp)
+        found = published(model, place, cores=1 / tp, loader_gb_s=float(speed))
+        assert found.setup.model.copy_bytes / 1e9 == pytest.approx(float(gb), rel=0.01)
+        assert found.load_s() == pytest.approx(float(standstill), rel=0.15)
+        assert found.stage_s() == pytest.approx(float(staged), rel=0.15)
+        assert publication.reference_s(found.setup.model) == pytest.approx(reference, rel=0.15)
+
+
+def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
+    """16 devices: 8.04 GB over 50 GB/s take 0.16 s, and 3.9 s to write. A delta of about 9 MB takes
+    no time to send, and 2.4 s to decode."""
+    words = PRESETS["4B"].parameters
+    quick = published("4B", Placement(8, 8, 1))
+    travelled = delta_sizes.delta_bytes(words, 1e-6) / 50e9
+    decoded = delta_sizes.apply_s(words, 1e-6) + 0.045 * 8.044936192
+    assert quick.stage_s() == pytest.approx(travelled + decoded)
+    none = replace(quick, route=route_cost("rollout"), placement=Placement(1, 8, 2))
+    assert none.stage_s() == pytest.approx((0.49 + 1 / 100) * 8.044936192)
+
+
+def test_experts_are_padded_and_divisors_of_their_number_preferred() -> None:
+    """36 ranks hold 4 experts each, of 128: 144 of them. 32 hold 4 each without padding."""
+    model = PRESETS["30B-A3B"]
+    experts = model.matrices["experts"] / model.parameters
+    assert model.padding(36) == pytest.approx(1 + experts / 8)
+    assert model.padding(32) == model.padding(128) == PRESETS["4B"].padding(36) == 1
+    setup = replace(asked().setup, model=model, gradient_checkpointing=True)
+    found = list(placements(setup, route_cost("snapshot_old"), devices=64, max_staleness=2))
+    assert {place.trainers for place in found} == {16, 32}
+    # Where no divisor fits, other numbers are tried.
+    found = list(placements(setup, route_cost("snapshot_old"), devices=15, max_staleness=2))
+    assert found and all(128 % place.trainers for place in found)
+
+
+def test_the_largest_passes_that_fit_are_proposed() -> None:
+    """A training pass of 4B with checkpointing takes 0.36 MB a token. One without gradient takes
+    0.18 MB a token, so that twice as many tokens fit into the memory of the former."""
+    route = route_cost("snapshot_old")
+    setup = replace(asked().setup, gradient_checkpointing=True)
+    found = setup.with_largest_passes(4, route)
+    assert (found.microbatch, found.scoring_pass) == (32_768, 131_072)
+    assert found.fits(4, route)
+    tight = replace(setup, shares=Shares(memory=0.32))
+    found = tight.with_largest_passes(4, route)
+    assert 4096 < found.microbatch < 32_768 and found.fits(4, route)
+    assert found.microbatch < found.scoring_pass <= 4 * found.microbatch
+    assert not replace(found, microbatch=2 * found.microbatch).fits(4, route)
+    # Fewer passes gather weights less often.
+    costs = published("4B", Placement(8, 8, 1))
+    longer = replace(costs, setup=replace(costs.setup, microbatch=8192))
+    assert longer.train_transfer_s(2**18) == costs.train_transfer_s(2**18) / 2
+
+
+def test_eager_adds_what_does_not_fit_into_the_time_in_which_the_trainer_waits() -> None:
+    late = replace(published("4B", Placement(4, 4, 1)), route=route_cost("eager"))
+    passes = 0.9 * 1.5 + 0.1 * 2  # two versions, and a tenth is prompt
+    everything = late.old_logps_s(100_000, 2)
+    assert everything == pytest.approx(passes * late.forward_s(100_000))
+    part = replace(late, absorbed_s=everything / 4)
+    assert part.old_logps_s(100_000, 2) == pytest.approx(0.75 * everything)
+    assert replace(late, absorbed_s=everything).old_logps_s(100_000, 2) == 0
+
+
+def test_a_trainer_that_waits_scores_meanwhile(plan: Suggestion) -> None:
+    """With one engine generation takes longer, and the trainer has time."""
+    costs = replace(plan.best.candidate.costs, placement=Placement(7, 1, 1))
+    narrow = replace(plan.best.candidate, costs=costs)
+    eager, kept = narrow.with_route("eager"), narrow.with_route("snapshot_old")
+    assert eager.costs.absorbed_s > 0 == kept.costs.absorbed_s
+    assert eager.trainer_s < kept.trainer_s
+    waits_s = kept.estimate.step_s - narrow.with_route("rollout").trainer_s
+    assert eager.costs.absorbed_s == pytest.approx(waits_s, rel=0.3)
+
+
+def test_adapters_train_a_model_on_one_gpu() -> None:
+    """4B: 8 GB of weights, 0.5 GB of states, and an engine with 8 GB more. All weights take 72
+    GB."""
+    request = asked(devices=1, route="snapshot_old", lags=(1,))
+    with pytest.raises(ConfigError, match=r"Use --gpus 3, or train adapters: --lora-rank 16 fits"):
+        suggest(request)
+    setup = replace(request.setup, lora_rank=16)
+    assert setup.trained == 33_030_144
+    held = setup.trainer_bytes(1, route_cost("snapshot_old")) - setup.activation_bytes
+    assert held == pytest.approx(8.044936192e9 + 18 * 33_030_144)
+    told = as_json(suggest(replace(request, setup=setup)))
+    assert told["place"] | {"trainers": 1, "engines": 1, "tp": 1} == told["place"]
+    assert "in turns" in told["suggestion"] and "old_logit_model" not in str(told["routes"])
+    config = configure(parse(told["command"].split()[1:]))
+    assert config.trainer.lora_rank == 16 and not config.cluster.trainers
+    with pytest.raises(ConfigError, match=r"not fit 2 H100 .* or train adapters"):
+        suggest(replace(request, devices=2))
 
 
 def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
@@ -345,14 +451,16 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
         ("4B", 4, (16.1, 1.2, 2.0, 6.0)),
         ("4B", 24, (2.7, 1.2, 0.3, 1.0)),
         ("30B-A3B", 8, (61.1, 3.7, 7.6, 22.9)),
-        ("30B-A3B", 24, (20.4, 3.7, 2.5, 7.6)),
+        ("30B-A3B", 24, (22.8, 3.7, 2.85, 8.5)),
         ("30B-A3B", 32, (15.3, 3.7, 1.9, 5.7)),
     ],
 )
 def test_sharded_memory_is_that_of_the_arithmetic_by_hand(
     name: str, devices: int, by_hand: tuple[float, float, float, float]
 ) -> None:
-    """GB a device: 16 bytes a parameter, embedding and head and two layers, and the routes'."""
+    """GB a device: 16 bytes a parameter, embedding and head and two layers, and the routes'.
+
+    24 devices have 6 experts each, 144 in place of 128."""
     state, gathered, twin, averages = by_hand
     setup = replace(asked().setup, model=PRESETS[name])
 
@@ -372,7 +480,8 @@ def test_a_pass_of_a_sharded_trainer_takes_its_transfers_where_they_are_longer()
     """30B-A3B on three nodes: 61 GB come in twice as bfloat16, and gradients once as float32."""
     setup = replace(asked().setup, model=PRESETS["30B-A3B"])
     link = 0.8 * 8 * 50e9  # eight ports of a node
-    gather = 23 / 24 * setup.model.copy_bytes / link
+    padded = 1 + 16 / 128 * setup.model.matrices["experts"] / setup.model.parameters
+    gather = 23 / 24 * padded * setup.model.copy_bytes / link
     shapes = {"setup": setup, "route": route_cost("snapshot_old"), "batch": 1e6, "live": 3}
     costs = AnalyticCosts(placement=Placement(24, 4, 8), **shapes)
     few = 24 * 4096  # one microbatch on each device
@@ -433,7 +542,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
     assert plan.synchronous
     assert plan.synchronous.result.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
     assert [candidate.name for candidate in plan.routes] == list(routes())
-    assert plan.simulated["snapshot_old"].result == plan.simulated["eager"].result
+    assert plan.simulated["snapshot_old"].rate <= 1.001 * plan.simulated["eager"].rate
 
 
 def test_a_synchronous_plan_trains_and_samples_on_every_device(plan: Suggestion) -> None:
@@ -483,7 +592,9 @@ def test_interrupt_sync_adds_scoring_if_generation_is_the_bottleneck(plan: Sugge
     """When generation is the bottleneck, scoring and the optimizer step add to it, and `load_s` has
     neither."""
     best = plan.best.candidate
-    narrow = replace(best, costs=replace(best.costs, placement=Placement(7, 1, 1)))
+    setup = replace(best.costs.setup, shares=Shares(loader_gb_s=1e3, cores=1e3))
+    costs = replace(best.costs, setup=setup, placement=Placement(7, 1, 1))
+    narrow = replace(best, costs=costs)
     free, closing = narrow.with_route("rollout"), narrow.with_route("interrupt_sync")
     assert closing.costs.load_s() == free.costs.load_s() and closing.costs.train_s(
         10**5
@@ -549,7 +660,8 @@ def test_a_plan_has_room_for_the_longest_episode_that_can_be() -> None:
     config = configure(parse(told["command"].split()[1:]))
     assert config.engine.max_context == 5000
     assert (config.engine.max_completion_tokens, config.rollout.max_turns) == (5000, 2)
-    assert any("(a pass of 5,000 tokens)" in reason for reason in told["reasons"])
+    (pass_tokens,) = re.findall(r"\(a pass of ([\d,]+) tokens\)", " ".join(told["reasons"]))
+    assert int(pass_tokens.replace(",", "")) >= 5000
 
 
 def test_the_command_of_a_plan_for_cores_divides_them() -> None:
@@ -657,7 +769,7 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
     }
     for wrong, message in (
         (["--route", "snapsht_old"], "did you mean snapshot_old"),
-        (["--gpus", "1"], "--gpus: must be between 2 and 1000000, got 1"),
+        (["--gpus", "0"], "--gpus: must be between 1 and 1000000, got 0"),
         (["--reply", "x"], "--reply"),
         (["--rounds", "1"], "--rounds: must be between 2 and 1000, got 1"),
         (["--window", "2"], "needs --lag 2"),
@@ -784,7 +896,7 @@ def test_a_pass_of_131072_tokens_keeps_what_is_added_up_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("name", "trainers", "needed"),
-    [("4B", 4, 1), ("4B", 2, 2), ("30B-A3B", 12, 4), ("30B-A3B", 16, 2), ("32B", 24, 4)],
+    [("4B", 4, 1), ("4B", 2, 2), ("30B-A3B", 16, 2), ("32B", 24, 4)],
 )
 def test_the_smallest_context_that_fits_is_used(name: str, trainers: int, needed: int) -> None:
     """131,072 tokens on H100s with the second model of snapshot_old, and gradient checkpointing."""

@@ -199,6 +199,26 @@ def test_colocated_engines_stand_still_while_the_trainer_works() -> None:
     assert apart.mean_step_s == pytest.approx(0.4 + 0.7)
 
 
+def test_a_version_is_staged_before_engines_stand_still_and_probed_afterwards() -> None:
+    """In turns: 0.5 s of generation, 0.7 s of training, 0.2 s to publish, 0.3 s to stage and 0.4 s
+    to load. Replies that end before the probe are held back until then."""
+    costs = LinearCosts(decode=0.01, train=0.7, publish=0.2, stage=0.3, load=0.4)
+    fleet = Fleet(max_running=16)
+    serial = 0.7 + 0.2 + 0.3 + 0.4
+    for probe, generation in ((0.0, 0.5), (0.4, 0.5), (0.9, 0.9)):
+        probed = replace(costs, probe=probe)
+        outcome = simulate(LENGTHS, fleet, SCHEDULE, probed, steps=6)
+        assert outcome.mean_step_s == pytest.approx(serial + generation)
+    # Engines that sample meanwhile: only the optimizer step waits for the version before, or the
+    # whole batch with a route that keeps no versions.
+    ahead = replace(SCHEDULE, max_staleness=2)
+    slow = replace(costs, stage=3.0, optimizer_s=0.2)
+    fleet = Fleet(max_running=64, keep_cache=True)
+    for needs, waits in ((Needs(snapshots=True), 0.0), (Needs(), 0.5)):
+        outcome = simulate(LENGTHS, fleet, ahead, slow, steps=9, needs=needs)
+        assert outcome.mean_step_s == pytest.approx(0.2 + 0.2 + 3.0 + 0.4 + waits)
+
+
 def test_a_route_that_closes_scores_what_is_open_while_generation_stands() -> None:
     schedule = ScheduleConfig(max_staleness=1, groups_per_step=1, group_size=1)
     costs = LinearCosts(decode=0.01, old_token=0.01, train=0.5, optimizer_s=0.2, load=0.3)

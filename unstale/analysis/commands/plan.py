@@ -73,7 +73,7 @@ def add(verbs: Any) -> None:
     )
     option("--model", sizes, required=True)
     gpus = "number of devices, or of cores with --like"
-    number("--gpus", gpus, 2, 10**6, required=True, metavar="N")
+    number("--gpus", gpus, 1, 10**6, required=True, metavar="N")
     option("--device", ", ".join(DEVICES), default="H100")
     option("--shares", shares, default="", metavar="NAME=VALUE,...")
     number("--lag", lag, 0, 1000, nargs="+", default=[1, 2, 4], metavar="S")
@@ -81,6 +81,8 @@ def add(verbs: Any) -> None:
     number("--group-size", "episodes per group", 1, 10**4, default=8, metavar="N")
     number("--window", window, 1, 10**4, metavar="W")
     option("--route", f"{', '.join(route_names())}. Now: the exact one with the highest throughput")
+    lora = "rank of LoRA adapters, which are trained instead of all weights. Now: all weights"
+    number("--lora-rank", lora, 1, 10**4, metavar="R")
     option("--lr", rate, type=bounded(float, 1e-12, 1), default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)
@@ -130,6 +132,7 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
             device=device,
             shares=shares,
             lr=chosen.lr,
+            lora_rank=chosen.lora_rank or 0,
             episodes=EpisodeStats.of(workload, group_size=chosen.group_size, shorten=shorten),
         ),
         workload=workload,

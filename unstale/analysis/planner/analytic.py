@@ -8,8 +8,10 @@ the two times.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+from unstale.analysis.planner import publication
 from unstale.analysis.planner.hardware import Device, Shares
 from unstale.analysis.planner.models import Model
 from unstale.analysis.planner.route_costs import RouteCost
@@ -50,6 +52,12 @@ PASS_TOKENS = 4096
 """Number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A longer
 episode is a microbatch alone.
 """
+MOST_PASS_TOKENS = 32_768
+"""Largest microbatch that is proposed. Longer ones compute no faster."""
+SCORING_FACTOR = 4
+"""Tokens of a pass without gradient, of which GPUs keep one layer's activations at a time, as a
+multiple of a microbatch: the default of `trainer.max_tokens_per_scoring_pass`.
+"""
 
 MIN_EPISODES = 8
 """Number of episodes of mean length for which an engine must have memory. Tensor parallelism is
@@ -80,6 +88,22 @@ class TrainingSetup:
     gradient_checkpointing: bool = False
     context: int = 1
     """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
+    microbatch: int = PASS_TOKENS
+    """Largest number of tokens in a pass: `trainer.max_tokens_per_microbatch`."""
+    scoring_pass: int = PASS_TOKENS
+    """The same without gradient: `trainer.max_tokens_per_scoring_pass`."""
+    lora_rank: int = 0
+    """Rank of the adapters that are trained; 0 trains all weights: `trainer.lora_rank`."""
+
+    @property
+    def trained(self) -> float:
+        """The number of parameters that are trained."""
+        return self.model.lora_parameters(self.lora_rank) or self.model.parameters
+
+    @property
+    def version_bytes(self) -> float:
+        """Bytes of a version as the trainer copies it to main memory, in bfloat16."""
+        return WORD * self.trained
 
     @property
     def delta_rate(self) -> float:
@@ -107,12 +131,21 @@ class TrainingSetup:
         The optimizer's state, the float32 weights and the models of the old-logit route are
         sharded. The activations of a microbatch are divided by `context`.
         """
-        sharded = self.sharded_bytes(route)
-        return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
+        sharded = self.sharded_bytes(route, devices)
+        activations = max(self.activation_bytes, self.scoring_bytes)
+        return sharded / devices + self.computed_bytes(devices) + activations
 
-    def sharded_bytes(self, route: RouteCost) -> float:
-        """Return the bytes that are divided among the trainer's devices, on all of them."""
-        return STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
+    def sharded_bytes(self, route: RouteCost, devices: int = 1) -> float:
+        """Return the bytes that are divided among the trainer's devices, on all of them.
+
+        Several devices divide the experts of a layer, and are padded to as many each.
+        """
+        if self.lora_rank:  # the frozen weights are divided, too
+            share = self.trained / self.model.parameters
+            frozen = self.model.copy_bytes * self.is_sharded(devices)
+            return STATE_BYTES * self.trained + share * route.device_bytes(self.model) + frozen
+        padding = self.model.padding(devices) if self.is_sharded(devices) else 1.0
+        return padding * (STATE_BYTES * self.model.parameters + route.device_bytes(self.model))
 
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
@@ -131,7 +164,7 @@ class TrainingSetup:
         divide a pass, of which they have one layer's activations at a time.
         """
         gathered = self.model.gathered_bytes(_GATHERED_LAYERS) if self.is_sharded(devices) else 0
-        activations = self.pass_tokens * self.model.layer_bytes
+        activations = self.scoring_bytes * self.context
         return self.model.copy_bytes / devices + gathered + activations
 
     def checkpoint_bytes(self, devices: int) -> float:
@@ -139,7 +172,7 @@ class TrainingSetup:
 
         A trainer on one device makes no copy.
         """
-        copied = CHECKPOINT_BYTES * self.model.parameters / devices
+        copied = CHECKPOINT_BYTES * self.trained / devices
         return copied if self.is_sharded(devices) else 0.0
 
     def is_sharded(self, devices: int) -> bool:
@@ -166,21 +199,49 @@ class TrainingSetup:
 
         `context` devices share it.
         """
-        return max(PASS_TOKENS, math.ceil(self.episodes.longest))
+        return max(self.microbatch, math.ceil(self.episodes.longest))
 
     @property
     def mean_pass_tokens(self) -> float:
         """The mean number of tokens in a microbatch, which decides how many there are."""
-        return max(PASS_TOKENS, self.episodes.tokens)
+        return max(self.microbatch, self.episodes.tokens)
+
+    @property
+    def mean_scoring_tokens(self) -> float:
+        """The mean number of tokens in a pass without gradient."""
+        return max(self.scoring_pass, self.episodes.tokens)
 
     def fits(self, devices: int, route: RouteCost) -> bool:
         return self.trainer_bytes(devices, route) <= self.memory
+
+    def with_largest_passes(self, devices: int, route: RouteCost) -> Self:
+        """Return the setup with the largest microbatch and scoring pass that fit on GPUs."""
+        best = replace(self, microbatch=PASS_TOKENS, scoring_pass=PASS_TOKENS)
+        if self.device.is_core:
+            return best
+        while best.microbatch < MOST_PASS_TOKENS:
+            longer = replace(best, microbatch=2 * best.microbatch)
+            if not longer.fits(devices, route):
+                break
+            best = longer
+        while best.scoring_pass < SCORING_FACTOR * best.microbatch:
+            longer = replace(best, scoring_pass=2 * best.scoring_pass)
+            if not longer.fits(devices, route):
+                break
+            best = longer
+        return best
 
     @property
     def activation_bytes(self) -> float:
         """The bytes of the activations of one microbatch on each of its `context` devices."""
         token = token_bytes(self.model, checkpointing=self.gradient_checkpointing)
         return token * self.pass_tokens / self.context
+
+    @property
+    def scoring_bytes(self) -> float:
+        """The bytes of one layer's activations of a pass without gradient, on each device."""
+        tokens = max(self.scoring_pass, math.ceil(self.episodes.longest))
+        return self.model.layer_bytes * tokens / self.context
 
     @property
     def context_sizes(self) -> list[int]:
@@ -196,13 +257,14 @@ class TrainingSetup:
             if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
         ]
 
-    def context_tokens(self, tp: int) -> float:
+    def context_tokens(self, tp: int, *, taken: float = 0.0) -> float:
         """Return how many tokens of context fit into the memory of an engine with `tp` devices.
 
         The number is negative if the weights do not fit. Each device has at least one key-value
-        head, so heads are replicated if `tp` is larger than their number.
+        head, so heads are replicated if `tp` is larger than their number. `taken` are the bytes of
+        a trainer on the same device.
         """
-        free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
+        free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes - taken
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
 
     @property
@@ -212,12 +274,21 @@ class TrainingSetup:
         It must hold the model, and the contexts of `MIN_EPISODES` mean episodes or of the longest
         one.
         """
-        needed = max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
         return [
             tp
             for tp in ENGINE_SIZES
-            if self.model.heads % tp == 0 and self.context_tokens(tp) >= needed
+            if self.model.heads % tp == 0 and self.context_tokens(tp) >= self.least_context
         ]
+
+    @property
+    def least_context(self) -> float:
+        """The number of context tokens for which an engine must have memory."""
+        return max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
+
+    def share_one(self, route: RouteCost) -> bool:
+        """Return True if a trainer and an engine fit into the memory of one device together."""
+        trainer = self.trainer_bytes(1, route)
+        return self.context_tokens(1, taken=trainer) >= self.least_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,22 +328,46 @@ class Placement:
 def placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int, max_staleness: int
 ) -> Iterator[Placement]:
-    """Yield the divisions of the devices that fit. Devices that are too few for an engine train."""
+    """Yield the divisions of the devices that fit. Devices that are too few for an engine train.
+
+    A single device trains and samples in turns, with memory for both. Numbers of training devices
+    that divide the number of experts are preferred, because others pad the experts.
+    """
+    if devices == 1:
+        yield from colocated_placements(setup, route, devices=1)
+        return
+    found = [
+        place
+        for tp in setup.engine_sizes
+        for place in _divisions(setup, route, devices, tp, max_staleness)
+    ]
+    experts = setup.model.experts
+    even = [place for place in found if experts and experts % place.trainers == 0]
+    yield from even or found
+
+
+def _divisions(
+    setup: TrainingSetup, route: RouteCost, devices: int, tp: int, max_staleness: int
+) -> Iterator[Placement]:
+    """Yield the divisions that fit, with engines of `tp` devices."""
     stride = max(1, devices // _SPLITS)
-    for tp in setup.engine_sizes:
-        for trainers in range(1, devices, stride):
-            scorers = scoring_devices(setup, route, trainers, max_staleness=max_staleness)
-            engines, left = divmod(devices - trainers - scorers, tp)
-            fits = (trainers + left) % setup.context == 0 and setup.fits(trainers + left, route)
-            fits = fits and (not scorers or setup.scorer_bytes(scorers) <= setup.memory)
-            if engines > 0 and left < stride and fits:
-                yield Placement(trainers + left, engines, tp, scorers)
+    divisors = {count for count in range(1, devices) if setup.model.experts % count == 0}
+    tried = {*range(1, devices, stride), *(divisors if setup.model.experts else ())}
+    for trainers in sorted(tried):
+        scorers = scoring_devices(setup, route, trainers, max_staleness=max_staleness)
+        engines, left = divmod(devices - trainers - scorers, tp)
+        fits = (trainers + left) % setup.context == 0 and setup.fits(trainers + left, route)
+        fits = fits and (not scorers or setup.scorer_bytes(scorers) <= setup.memory)
+        if engines > 0 and left < stride and fits:
+            yield Placement(trainers + left, engines, tp, scorers)
 
 
 def colocated_placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int
 ) -> Iterator[Placement]:
     """Yield divisions in which all devices alternate between training and sampling."""
+    if devices == 1 and (route.needs.own_process or not setup.share_one(route)):
+        return
     if devices % setup.context == 0 and setup.fits(devices, route):
         for tp in setup.engine_sizes:
             if tp <= devices:
@@ -314,6 +409,16 @@ class AnalyticCosts:
     """Mean number of tokens in a batch."""
     live: int
     """Number of versions whose tokens may be waiting for training at the same time."""
+    absorbed_s: float = 0.0
+    """Seconds of a step in which the trainer waits, and a route with `needs.idle` scores."""
+
+    @property
+    def context_tokens(self) -> float:
+        """The number of context tokens that fit into the memory of an engine."""
+        taken = 0.0
+        if self.placement.devices == 1:
+            taken = self.setup.trainer_bytes(1, self.route)
+        return self.setup.context_tokens(self.placement.tp, taken=taken)
 
     def step_s(self, replies: int, context: int) -> float:
         """Return the seconds of one decoding step of an engine.
@@ -349,12 +454,14 @@ class AnalyticCosts:
         """Return the seconds of a forward pass, a backward pass and the optimizer step.
 
         A backward pass takes as long as two forward passes, or three with gradient checkpointing.
+        With adapters it takes one less, because frozen weights have no gradient.
         """
         return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
 
     def train_compute_s(self, tokens: int) -> float:
         """Return the seconds that a forward and backward pass over `tokens` tokens computes."""
-        passes = 4 if self.setup.gradient_checkpointing else 3
+        setup = self.setup
+        passes = 3 + setup.gradient_checkpointing - (setup.lora_rank > 0)
         return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
 
     def train_transfer_s(self, tokens: int) -> float:
@@ -363,60 +470,128 @@ class AnalyticCosts:
         The weights are gathered for the forward and for the backward pass. The gradients are summed
         in float32 after each backward pass.
         """
-        copies = 2 + _REDUCED_BYTES / WORD
-        return copies * self._gather_s(tokens, self.placement.trainers)
+        setup = self.setup
+        copies = 2 + _REDUCED_BYTES / WORD * setup.trained / setup.model.parameters
+        return copies * self._gather_s(tokens, self.placement.trainers, setup.mean_pass_tokens)
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """Return the seconds that the old-logit route adds to the trainer's step.
 
         A route with separate devices works in parallel. It adds the transfer of the weights, and
         the seconds by which it is slower than training. A route that restores versions from deltas
-        applies one delta for each version in the batch, and at most all that it keeps.
+        applies one delta for each version in the batch, and at most all that it keeps. One that
+        scores while the trainer waits adds what does not fit into `absorbed_s`.
         """
+        if self.route.needs.idle:
+            return max(0.0, self._late_s(tokens, versions) - self.absorbed_s)
+        return self._scored_s(tokens, versions)
+
+    def _late_s(self, tokens: int, versions: float) -> float:
+        """Return the seconds of a route that scores each version's tokens before the next one.
+
+        They are those of its forward passes with the trainer's weights. No version is restored.
+        """
+        route = self.route
+        prompt = self.setup.episodes.prompt_fraction
+        forwards = route.forward_passes(versions, prompt_fraction=prompt)
+        return forwards * self._scoring_pass_s(tokens)
+
+    def _scoring_pass_s(self, tokens: int) -> float:
+        """Return the seconds of a forward pass of the trainer's devices without gradient."""
+        forward_s = self.forward_s(tokens) + self._exchange_s(tokens)
+        each = self.setup.mean_scoring_tokens
+        return max(forward_s, self._gather_s(tokens, self.placement.trainers, each))
+
+    def _scored_s(self, tokens: int, versions: float) -> float:
+        """Return the seconds in which a route scores a batch when it is trained on."""
         route = self.route
         trainers = self.placement.trainers
         forwards = route.forward_passes(
             versions, prompt_fraction=self.setup.episodes.prompt_fraction
         )
-        forward_s = self.forward_s(tokens) + self._exchange_s(tokens)
-        scoring = forwards * max(forward_s, self._gather_s(tokens, trainers))
+        scoring = forwards * self._scoring_pass_s(tokens)
         if route.needs.own_process:
             scorers = self.placement.scorers
             alone_s = self.forward_s(tokens) * trainers / scorers
-            apart = forwards * max(alone_s, self._gather_s(tokens, scorers))
+            each = self.setup.mean_scoring_tokens
+            apart = forwards * max(alone_s, self._gather_s(tokens, scorers, each))
             cores = trainers * self.setup.shares.cores
-            transfer = TRANSFER_S * self.setup.model.copy_bytes / cores
+            transfer = TRANSFER_S * self.setup.version_bytes / cores
             return max(0.0, apart - self.train_s(tokens)) + transfer
         restoring = min(self.live - 1, versions) * self.apply_s * route.needs.snapshots
         traffic = route.traffic_bytes(self.setup.model) / (self.setup.bandwidth * trainers)
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
-        """Return the seconds to copy the weights to main memory and encode the delta.
+        """Return the seconds in which the trainer copies a version to main memory and encodes it.
 
-        The latter is 0 without deltas.
-        """
-        link = self.setup.device.host_link * self.setup.shares.link
-        return self.setup.model.copy_bytes / (self.placement.trainers * link) + self.encode_s
-
-    def load_s(self) -> float:
-        """Return the seconds in which engines receive and load a version.
-
-        Between nodes, a delta is sent if that is faster than sending all weights. Engines pass a
-        version on to each other, so the time does not depend on their number.
+        If several engines of one node load whole weights of trainer ranks, the run's own process
+        also applies all deltas to its copy, on one core.
         """
         setup = self.setup
-        tp = self.placement.tp
-        load = setup.model.copy_bytes / (tp * setup.device.host_link * setup.shares.link)
-        if self.placement.colocated or self.placement.devices <= setup.device.node:
-            return load
-        link = tp * setup.device.network * setup.shares.link
-        whole = setup.model.copy_bytes / link
-        if not self.route.needs.snapshots:
-            return load + whole
-        apply = self.apply_s * self.placement.trainers / tp
-        delta = delta_sizes.delta_bytes(setup.model.parameters, setup.delta_rate) / link + apply
-        return load + min(whole, delta)
+        link = setup.device.host_link * setup.shares.link
+        copied = setup.version_bytes / (self.placement.trainers * link) + self.encode_s
+        ranked = setup.is_sharded(self.placement.trainers) and not setup.lora_rank
+        serial = ranked and not self.sends_deltas
+        return copied + serial * delta_sizes.apply_s(setup.trained, setup.delta_rate)
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.placement.colocated or self.placement.devices <= self.setup.device.node
+
+    @property
+    def sends_deltas(self) -> bool:
+        """True if engines get deltas: a single one on this node, or engine hosts on others.
+
+        Adapters are merged into whole weights.
+        """
+        has_deltas = self.route.needs.snapshots or self.setup.is_sharded(self.placement.trainers)
+        has_base = self.placement.engines == 1 or not self.is_one_node
+        return has_deltas and has_base and not self.setup.lora_rank
+
+    def stage_s(self) -> float:
+        """Return the seconds in which hosts receive and decode a version, while engines sample.
+
+        Engines pass a version on to each other, so the time does not depend on their number.
+        Between nodes, a delta is sent if that is faster than sending all weights. The embedded
+        engines of processor cores stage nothing.
+        """
+        setup = self.setup
+        if setup.device.is_core:
+            return 0.0
+        cores = self.placement.tp * setup.shares.cores
+        whole_s = publication.WRITE_S * setup.model.copy_bytes
+        words, rate = setup.trained, setup.delta_rate
+        delta_s = publication.decode_s(words, rate, cores=cores)
+        if self.is_one_node:
+            return delta_s if self.sends_deltas else whole_s
+        link = self.placement.tp * setup.device.network * setup.shares.link
+        whole_s += setup.version_bytes / link
+        if not self.sends_deltas:
+            return whole_s
+        return min(whole_s, delta_s + delta_sizes.delta_bytes(words, rate) / link)
+
+    def load_s(self) -> float:
+        """Return the seconds for which engines stand still to load a version.
+
+        A server reads its staged weights from main memory, each of its devices a part.
+        """
+        setup = self.setup
+        each = setup.model.copy_bytes / self.placement.tp
+        if setup.device.is_core:
+            return each / (setup.device.host_link * setup.shares.link)
+        return each / (setup.shares.loader_gb_s * 1e9)
+
+    def probe_s(self) -> float:
+        """Return the seconds after a load for which replies are held until the probe has passed.
+
+        A server samples the probe's tokens one by one, and a core computes them with the same
+        weights. Embedded engines have no probe.
+        """
+        if self.setup.device.is_core:
+            return 0.0
+        sampled = publication.PROBE_REPLY * self.step_s(1, publication.PROBE_PROMPT)
+        return sampled + publication.reference_s(self.setup.model)
 
     @property
     def encode_s(self) -> float:
@@ -425,13 +600,14 @@ class AnalyticCosts:
         0 without deltas.
         """
         cores = self.placement.trainers * self.setup.shares.cores
-        encode = delta_sizes.encode_s(self.setup.model.parameters, self.setup.delta_rate)
-        return encode / cores * self.route.needs.snapshots
+        encode = delta_sizes.encode_s(self.setup.trained, self.setup.delta_rate)
+        has_deltas = self.route.needs.snapshots or self.sends_deltas
+        return encode / cores * has_deltas
 
     @property
     def apply_s(self) -> float:
         """Seconds in which the trainer's ranks apply the deltas of their shards."""
-        alone = delta_sizes.apply_s(self.setup.model.parameters, self.setup.delta_rate)
+        alone = delta_sizes.apply_s(self.setup.trained, self.setup.delta_rate)
         return alone / (self.placement.trainers * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
@@ -439,18 +615,20 @@ class AnalyticCosts:
         flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return flops / (self.placement.trainers * self.setup.flops)
 
-    def _gather_s(self, tokens: float, devices: int) -> float:
+    def _gather_s(self, tokens: float, devices: int, pass_tokens: float) -> float:
         """Return the seconds in which `devices` devices gather the weights for a forward pass.
 
-        Every device takes part in the same number of microbatches, and gathers the weights in
-        bfloat16 for each of them. The time is 0 for one device.
+        Every device takes part in the same number of microbatches of `pass_tokens` tokens, and
+        gathers the weights in bfloat16 for each of them, with padded experts. The time is 0 for one
+        device.
         """
         setup = self.setup
         if not setup.is_sharded(devices):
             return 0.0
         groups = max(1, devices // setup.context)
-        microbatches = math.ceil(tokens / (groups * setup.mean_pass_tokens))
-        received = setup.model.copy_bytes * (devices - 1) / devices
+        microbatches = math.ceil(tokens / (groups * pass_tokens))
+        padded = setup.model.padding(devices) * setup.model.copy_bytes
+        received = padded * (devices - 1) / devices
         return microbatches * received / setup.ring_bandwidth(devices)
 
     def _exchange_s(self, tokens: float) -> float:
@@ -469,7 +647,7 @@ class AnalyticCosts:
 
     @property
     def optimizer_s(self) -> float:
-        moved = _STEPPED_BYTES * self.setup.model.parameters
+        moved = _STEPPED_BYTES * self.setup.trained
         return moved / (self.placement.trainers * self.setup.bandwidth)
 
     def _all_reduce_s(self, tokens: int) -> float:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from unstale.analysis.planner.analytic import (
     ENGINE_SIZES,
     MIN_EPISODES,
+    PASS_TOKENS,
     STATE_BYTES,
     AnalyticCosts,
     Placement,
@@ -29,6 +30,8 @@ from unstale.config import ConfigError, ScheduleConfig, staleness_bound
 
 MAX_TRAINERS = 1024
 """Largest number of training devices that an error message suggests."""
+ADVISED_RANK = 16
+"""Rank of the adapters that an error message suggests where all weights do not fit."""
 MAX_RUNNING = 256
 """Largest number of replies that an engine samples at once: vLLM's default `max_num_seqs`."""
 SYNCHRONOUS_ROUTE = "current_recompute"
@@ -85,13 +88,37 @@ class Candidate:
         return self.costs.setup.episodes
 
     def with_route(self, name: str) -> "Candidate":
-        return replace(self, name=name, costs=replace(self.costs, route=route_cost(name)))
+        costs = replace(self.costs, route=route_cost(name), absorbed_s=0.0)
+        return replace(self, name=name, costs=costs).with_idle_scoring()
+
+    def with_idle_scoring(self) -> "Candidate":
+        """Return the candidate with the time in which the trainer waits, if its route scores then.
+
+        That is what generation takes longer than the trainer without scoring.
+        """
+        if not self.costs.route.needs.idle or self.placement.colocated:
+            return self
+        unscored = replace(self, costs=replace(self.costs, absorbed_s=math.inf))
+        waits_s = unscored.estimate.step_s - unscored.trainer_s
+        return replace(self, costs=replace(self.costs, absorbed_s=max(0.0, waits_s)))
+
+    @property
+    def trainer_s(self) -> float:
+        """Seconds of a step in which the trainer works."""
+        costs = self.costs
+        batch = round(costs.batch)
+        scoring_s = costs.old_logps_s(batch, self.estimate.versions)
+        return costs.train_s(batch) + costs.publish_s() + scoring_s
 
     @property
     def route_s(self) -> float:
-        """Seconds that the old-logit route adds to the trainer's step."""
-        scoring = self.costs.old_logps_s(round(self.costs.batch), self.estimate.versions)
-        return scoring + self.costs.encode_s
+        """Seconds that the old-logit route adds to the trainer's step.
+
+        Trainer ranks encode deltas for the engines in any case.
+        """
+        costs = self.costs
+        scoring = costs.old_logps_s(round(costs.batch), self.estimate.versions)
+        return scoring + (0 if costs.sends_deltas else costs.encode_s)
 
     @property
     def sequences(self) -> int:
@@ -105,7 +132,7 @@ class Candidate:
         Its memory and the queue limit this number.
         """
         live = math.ceil(self._live_per_engine)
-        in_memory = self.costs.setup.context_tokens(self.placement.tp) // self.episodes.tokens
+        in_memory = self.costs.context_tokens // self.episodes.tokens
         return max(1, min(live, MAX_RUNNING, int(in_memory)))
 
     @property
@@ -122,8 +149,10 @@ class Candidate:
         """Estimate the throughput from mean durations.
 
         A step takes as long as the slower of generation and training, which overlap. In synchronous
-        training it takes their sum. The time of a step depends on the number of versions that
-        sample an episode, and that number depends on the time of a step. Four iterations converge.
+        training, and on the same devices, it takes their sum. The optimizer step waits until the
+        previous version is staged and loaded, and without kept versions the whole batch. The time
+        of a step depends on the number of versions that sample an episode, and that number depends
+        on the time of a step. Four iterations converge.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -133,17 +162,30 @@ class Candidate:
         estimate = ThroughputEstimate(math.inf, 0.0, 1.0)
         for _ in range(4):
             scoring_s = costs.old_logps_s(batch, estimate.versions)
-            trainer_s = costs.train_s(trained) + costs.publish_s() + scoring_s
+            train_s, optimizer_s = costs.train_s(trained), costs.optimizer_s
+            engines_s = costs.stage_s() + costs.load_s()
+            needs = costs.route.needs
+            ahead_s = scoring_s + train_s - optimizer_s  # before the optimizer step, which waits
+            waits_s = engines_s
+            if needs.snapshots and not needs.trained_weights:
+                waits_s = max(0.0, engines_s - ahead_s)
+            trainer_s = costs.publish_s() + ahead_s + waits_s + optimizer_s
             live = self._live_per_engine * estimate.alive(self.episodes.tail)
             running, engine_s = self._share_engine(live, estimate.versions - 1)
             generation_s = self.sequences * engine_s / (running * self.placement.engines)
-            episode_s = engine_s + self.episodes.tool_s
-            if self.schedule.max_staleness == 0:
-                step_s = max(generation_s, episode_s * self.episodes.slowest) + trainer_s
+            held_s = costs.probe_s() / 2 * (estimate.versions - 1)
+            episode_s = engine_s + self.episodes.tool_s + held_s
+            if self.schedule.max_staleness == 0 or self.placement.colocated:
+                slowest_s = episode_s * self.episodes.slowest
+                sampled_s = generation_s
+                if self.schedule.max_staleness == 0:
+                    sampled_s = max(generation_s, slowest_s)
+                serial_s = costs.publish_s() + scoring_s + train_s + engines_s
+                step_s = sampled_s + serial_s
             else:
-                paused_s = (scoring_s + costs.optimizer_s) * costs.route.needs.closing
+                paused_s = (scoring_s + optimizer_s) * needs.closing
+                generation_s += costs.load_s()
                 step_s = max(generation_s, trainer_s - paused_s) + paused_s
-            step_s += costs.load_s()
             versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
             estimate = ThroughputEstimate(step_s, episode_s, versions)
         return estimate
@@ -238,7 +280,7 @@ def candidates(
     """The smallest `context` with which a division fits."""
     for context, checkpointing in product(request.setup.context_sizes, (False, True)):
         setup = replace(request.setup, gradient_checkpointing=checkpointing, context=context)
-        if colocated:
+        if colocated or request.devices == 1:
             places = colocated_placements(setup, route, devices=request.devices)
         else:
             places = placements(
@@ -248,9 +290,22 @@ def candidates(
             if least.setdefault(placement, context) < context:
                 continue
             costs = AnalyticCosts(
-                setup=setup, placement=placement, route=route, batch=batch, live=live
+                setup=_with_passes(setup, placement, route),
+                placement=placement,
+                route=route,
+                batch=batch,
+                live=live,
             )
-            yield Candidate(request, costs, name, schedule)
+            yield Candidate(request, costs, name, schedule).with_idle_scoring()
+
+
+def _with_passes(setup: TrainingSetup, placement: Placement, route: RouteCost) -> TrainingSetup:
+    """Return the setup with the largest passes that fit. An engine on the same device needs the
+    rest of its memory.
+    """
+    if placement.devices == 1:
+        return setup
+    return setup.with_largest_passes(placement.trainers, route)
 
 
 def best_candidate(request: PlanRequest, name: str, schedule: ScheduleConfig) -> Candidate:
@@ -270,13 +325,13 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     route = route_cost(name)
     trainers, setup = _fewest_trainers(request.setup, route)
     unsharded = setup.activation_bytes + setup.computed_bytes(2)
-    sharded = setup.sharded_bytes(route)
+    sharded = setup.sharded_bytes(route, 2)
     divided = f" (with cluster.context {setup.context})" if setup.context > 1 else ""
     scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
     if not trainers or (scorers and setup.scorer_bytes(scorers) > setup.memory):
         advice = "Use shorter episodes (--longest) or larger devices"
     elif sizes := setup.engine_sizes:
-        advice = f"Use --gpus {trainers + scorers + sizes[0]}"
+        advice = f"Use --gpus {trainers + scorers + sizes[0]}{_adapters(request, name, schedule)}"
     else:
         advice = f"Use larger devices: an engine has at most {max(ENGINE_SIZES)}"
     return (
@@ -288,6 +343,16 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
         f"{setup.model.copy_bytes / gb:.0f} GB for weights, and memory for {MIN_EPISODES} "
         f"episodes. {advice}"
     )
+
+
+def _adapters(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
+    """Return the advice to train adapters, if they fit the devices. Otherwise an empty text."""
+    if request.setup.lora_rank:
+        return ""
+    setup = replace(request.setup, lora_rank=ADVISED_RANK)
+    if not best_or_none(replace(request, setup=setup), name, schedule):
+        return ""
+    return f", or train adapters: --lora-rank {ADVISED_RANK} fits"
 
 
 def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, TrainingSetup]:
@@ -325,11 +390,13 @@ def with_route(candidate: Candidate, name: str) -> Candidate | None:
     """
     route = route_cost(name)
     placement = candidate.placement
-    setup = candidate.costs.setup
+    setup = replace(candidate.costs.setup, microbatch=PASS_TOKENS, scoring_pass=PASS_TOKENS)
     for same in (setup, replace(setup, gradient_checkpointing=True)):
         has_devices = route.needs.own_process == bool(placement.scorers)
+        if placement.devices == 1:
+            has_devices = has_devices and same.share_one(route)
         if has_devices and same.fits(placement.trainers, route):
-            costs = replace(candidate.costs, setup=same)
+            costs = replace(candidate.costs, setup=_with_passes(same, placement, route))
             return replace(candidate, costs=costs).with_route(name)
     return best_or_none(candidate.request, name, candidate.schedule)
 

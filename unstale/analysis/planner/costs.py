@@ -41,8 +41,14 @@ class Costs(Protocol):
     def publish_s(self) -> float:
         """Return the seconds in which the trainer prepares a version, while engines sample."""
 
+    def stage_s(self) -> float:
+        """Return the seconds in which hosts decode a version, while engines still sample."""
+
     def load_s(self) -> float:
         """Return the seconds for which engines pause to load a version."""
+
+    def probe_s(self) -> float:
+        """Return the seconds after a load for which engines hold replies back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +86,12 @@ class LinearCosts:
     """
     publish: float = 0.0
     """Seconds in which the trainer prepares a version for publication."""
+    stage: float = 0.0
+    """Seconds in which hosts decode a version before it is loaded, while engines sample."""
     load: float = 0.0
     """Seconds for which the engines pause to load a version."""
+    probe: float = 0.0
+    """Seconds after a load for which engines hold their replies back."""
 
     def step_s(self, replies: int, context: int) -> float:
         return self.decode + self.decode_reply * replies + self.decode_context * context
@@ -102,8 +112,14 @@ class LinearCosts:
     def publish_s(self) -> float:
         return self.publish
 
+    def stage_s(self) -> float:
+        return self.stage
+
     def load_s(self) -> float:
         return self.load
+
+    def probe_s(self) -> float:
+        return self.probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,8 @@ class SimulatedReply:
     """True on a prefill engine that samples only the next token, and sends the context on."""
 
 
+_ORDER = count()
+"""Numbers of arrival, by which replies that end at the same step are sorted."""
 _UNKNOWN = 1 << 30
 """The expected tokens of a reply before any reply is complete."""
 _SPARE = 0.01
@@ -93,6 +95,7 @@ class SimulatedEngine:
         """Largest number of replies that waited while the engine sampled."""
         self.on_first_token: Callable[[SimulatedReply, float], None] = lambda reply, time: None
         self.on_move: Callable[[SimulatedReply], None] = lambda reply: None
+        self.on_complete: Callable[[SimulatedReply, int], None] = lambda reply, tokens: None
         self.load = 0
         """Sum of the weights of the replies that run or wait on this engine."""
         self.on_load_change: Callable[[SimulatedEngine], None] = lambda engine: None
@@ -119,7 +122,6 @@ class SimulatedEngine:
         """Number of context tokens that fit into memory. 0 means no limit."""
         self._running: list[tuple[int, int, SimulatedReply]] = []
         """A heap of (step at which the reply is complete, order of arrival, reply)."""
-        self._order = count()
         self._fresh: dict[int, SimulatedReply] = {}
         """Replies by episode that have started and wait for their first step."""
         self._waiting: deque[SimulatedReply] = deque()
@@ -276,7 +278,7 @@ class SimulatedEngine:
         if reply.requested_at >= 0:
             self._fresh[reply.episode] = reply
         steps = 1 if reply.moves else reply.left
-        heapq.heappush(self._running, (self._steps + steps, next(self._order), reply))
+        heapq.heappush(self._running, (self._steps + steps, next(_ORDER), reply))
         self._context += reply.context
         self._evict()
 
@@ -415,7 +417,7 @@ class SimulatedEngine:
         self._evict()
         self._start_waiting()
         for reply, tokens in finished:
-            reply.on_tokens(tokens, True)
+            self.on_complete(reply, tokens)
         for reply, tokens in moved:
             reply.on_tokens(tokens, False)
             self.on_move(reply)
@@ -449,6 +451,8 @@ class SimulatedEnginePool:
     ) -> None:
         self._overheads = overheads
         self.version = -1
+        self.held_until = 0.0
+        """Time until which complete replies are held back, because their version is probed."""
         self.deaths = 0
         self.members = [
             SimulatedEngine(clock, costs, fleet, number) for number in range(fleet.engines)
@@ -477,6 +481,7 @@ class SimulatedEnginePool:
             engine.on_load_change = self._rank
             engine.on_first_token = self._add_first_token
             engine.on_move = self._move
+            engine.on_complete = self._complete
             self._rank(engine)
 
     def sample(self, reply: SimulatedReply) -> None:
@@ -565,6 +570,13 @@ class SimulatedEnginePool:
         reply.cached = cached
         reply.engine = engine
         engine.take(reply)
+
+    def _complete(self, reply: SimulatedReply, tokens: int) -> None:
+        """Return a complete reply to its episode, when its version has been probed."""
+        if self._clock.now < self.held_until:
+            self._clock.at(self.held_until, partial(reply.on_tokens, tokens, True))
+        else:
+            reply.on_tokens(tokens, True)
 
     def _add_first_token(self, reply: SimulatedReply, time: float) -> None:
         self.first_tokens.append((time, time - reply.requested_at))

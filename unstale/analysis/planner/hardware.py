@@ -33,8 +33,15 @@ class Shares(Section):
     """Share of the memory that may be used: vLLM's default `gpu_memory_utilization`."""
     step_s: Annotated[float, Range(0, 1e3)] = 0.001
     """Overhead of a decoding step in seconds, for launches, sampling and scheduling. Assumed."""
-    cores: Annotated[float, Range(1e-6, 1e3)] = 1
-    """Processor cores per device that encode and apply deltas. The version store uses one core."""
+    cores: Annotated[float, Range(1e-6, 1e3)] = 4
+    """Processor cores per device that encode, apply and check deltas. Assumed: half of a node's
+    cores do, and nodes have at least 8 per device.
+    """
+    loader_gb_s: Annotated[float, Range(1e-3, 1e4)] = 5
+    """GB per second at which a vLLM server reads new weights from main memory into one device.
+    Assumed: copies from pageable memory reach 2.5 to 10 (`python -m benchmarks.gpu_check` measures
+    it).
+    """
 
     @classmethod
     def parse(cls, text: str) -> "Shares":

@@ -66,6 +66,7 @@ class FittedCosts:
     old: Fit
     optimizer_s: float
     publish: float
+    stage: float
     load: float
 
     @property
@@ -76,6 +77,7 @@ class FittedCosts:
             **self.old.seconds,
             optimizer_s=self.optimizer_s,
             publish=self.publish,
+            stage=self.stage,
             load=self.load,
         )
 
@@ -214,6 +216,7 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
         ),
         optimizer_s=fmean(each.optimizer for each in steps),
         publish=fmean(each.publish for each in steps),
+        stage=fmean(each.stage for each in steps),
         load=fmean(each.load for each in steps),
     )
 
@@ -282,6 +285,7 @@ def core_of(
         bandwidth=1.0,
         link=1.0,
         step_s=costs.decode,
+        cores=1,
     )
     return device, shares
 

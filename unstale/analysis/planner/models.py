@@ -1,5 +1,6 @@
 """Parameters, memory and operations per token of a model, computed from its sizes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -103,6 +104,33 @@ class Model:
     def copy_bytes(self) -> int:
         """Bytes of the weights in bfloat16."""
         return WORD * self.parameters
+
+    def padding(self, devices: int) -> float:
+        """Return how much larger the weights are when `devices` devices divide the experts.
+
+        Each gets as many experts, so that some get only padding.
+
+        >>> [round(PRESETS["30B-A3B"].padding(devices), 2) for devices in (32, 36, 256)]
+        [1.0, 1.12, 1.95]
+        """
+        if not self.experts:
+            return 1.0
+        padded = math.ceil(self.experts / devices) * devices / self.experts
+        return 1 + (padded - 1) * self.matrices["experts"] / self.parameters
+
+    def lora_parameters(self, rank: int) -> int:
+        """Return the number of parameters of adapters of all linear layers but the head.
+
+        Experts have none.
+
+        >>> PRESETS["4B"].lora_parameters(16)
+        33030144
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 4 * self.hidden + 2 * queries + 2 * keys
+        dense = self.dense if self.experts else self.layers
+        mlp = dense * 3 * (self.hidden + self.ffn)
+        return rank * (self.layers * attention + mlp)
 
     def gathered_bytes(self, layers: int) -> int:
         """Return the bytes in bfloat16 of the embedding, the head and the `layers` largest layers.

@@ -217,7 +217,7 @@ def _rows(run: RecordedRun, engines: int) -> list[Mapping[str, float]]:
                 **each.metrics,
                 "time_s": time,
                 "engine/busy_share": each["engine/busy_s"] / each.seconds,
-                "publish/duration_s": each.publish + each.load,
+                "publish/duration_s": each.publish + each.stage + each.load,
                 "checkpoint/duration_s": each.checkpoint,
             }
         )

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from unstale.analysis.planner.analytic import STATE_BYTES
+from unstale.analysis.planner.analytic import STATE_BYTES, AnalyticCosts
 from unstale.analysis.planner.candidates import Candidate, why_not_synchronous
 from unstale.analysis.planner.route_costs import route_cost
 from unstale.analysis.planner.suggest import (
@@ -23,7 +23,6 @@ from unstale.analysis.planner.suggest import (
 )
 from unstale.config import SHIPPED_POLICIES
 from unstale.config.routes import routes
-from unstale.observe.words import KEEPS_PACE
 
 _GB = 1e9
 _LONG = 32_768
@@ -39,8 +38,8 @@ _MEMORY = {
 _NOTES = (
     "extra s: seconds that it adds to the trainer's step. stop s: seconds "
     "that sampling pauses for a new version. tokens/s: simulated if marked by *, otherwise the "
-    "suggestion's, scaled by a formula. eager uses the time in which the trainer waits, so it is "
-    "never slower than snapshot_old."
+    "suggestion's, scaled by a formula. eager adds only what does not fit into the time in which "
+    "the trainer waits."
 )
 _ON_CORES = {
     "GPU GB": "model GB",
@@ -125,11 +124,21 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
                 "more does not justify older tokens or larger batches"
             )
     yield from _cost_of_exactness(suggestion)
-    if costs.load_s() > 0.5 * KEEPS_PACE * result.mean_step_s:
-        yield (
-            f"Engines pause {costs.load_s():.3g} s to load a version, and then compute their "
-            "contexts again"
-        )
+    yield _publication(costs, result.mean_step_s)
+
+
+def _publication(costs: AnalyticCosts, step_s: float) -> str:
+    """Return what a new version costs the trainer and the engines."""
+    load_s = costs.load_s()
+    share = f"({load_s / step_s:.0%} of a step)"
+    stands = f"Engines stand still {load_s:.2g} s {share} to load a version"
+    if costs.setup.device.is_core:
+        return f"{stands}, and then compute their contexts again"
+    return (
+        f"A version takes the trainer {costs.publish_s():.2g} s, and then its hosts "
+        f"{costs.stage_s():.2g} s while engines sample. {stands}, compute their contexts again, "
+        f"and hold replies back for {costs.probe_s():.2g} s until the probe has passed"
+    )
 
 
 def _synchronous(suggestion: Suggestion) -> str:
@@ -170,7 +179,7 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
         )
     if not setup.is_sharded(devices):
         return
-    state = STATE_BYTES * setup.model.parameters / devices
+    state = STATE_BYTES * setup.trained * setup.model.padding(devices) / devices
     route = costs.route.device_bytes(setup.model) / devices
     divided = f", divided by {setup.context} GPUs" if setup.context > 1 else ""
     yield (
@@ -242,6 +251,11 @@ def command(candidate: Candidate) -> str:
     options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr
     options["trainer.gradient_checkpointing"] = str(setup.gradient_checkpointing).lower()
+    if not setup.device.is_core:
+        options["trainer.max_tokens_per_microbatch"] = setup.microbatch
+        options["trainer.max_tokens_per_scoring_pass"] = setup.scoring_pass
+    if setup.lora_rank:
+        options["trainer.lora_rank"] = setup.lora_rank
     placement = candidate.placement
     if setup.device.is_core:  # all engines are processes of the run, which share max_running
         options["engine.max_running"] = placement.engines * candidate.max_running
@@ -282,10 +296,7 @@ def missing(candidate: Candidate) -> Iterator[str]:
             "embedded engine samples"
         )
     if setup.is_sharded(placement.trainers):
-        yield (
-            "several trainer ranks were tested on CPUs only, and send whole weights to the servers "
-            "(docs/trainer-ranks.md)"
-        )
+        yield ("several trainer ranks were tested on CPUs only (docs/trainer-ranks.md)")
 
 
 def route_rows(suggestion: Suggestion) -> list[Row]:

@@ -65,6 +65,8 @@ class RecordedStep:
     """Seconds from then until they had loaded the version of this step."""
     publish: float
     """Seconds in which the trainer prepared the version, while engines sampled."""
+    stage: float
+    """Seconds between that and the pause, in which hosts decoded the version."""
     load: float
     """Seconds for which the engines paused to load the version."""
     optimizer: float
@@ -275,7 +277,8 @@ def recorded_steps(
                 step=step,
                 loaded=before,
                 seconds=published - before,
-                publish=published - began - load,
+                publish=row["publish/trainer_s"],
+                stage=max(0.0, published - began - load - row["publish/trainer_s"]),
                 load=load,
                 optimizer=_seconds(_training(spans, step)[1::2]),
                 checkpoint=_seconds(spans.get(("checkpoint", step), ())),

@@ -264,7 +264,10 @@ class SimulatedRoute(OldLogps):
 
 
 class SimulatedPublisher:
-    """The publication of versions. To load a version, all engines pause and then continue."""
+    """The publication of versions. To load a version, all engines pause and then continue.
+
+    It is staged before, and engines hold their replies back until it has been probed.
+    """
 
     bytes = 0
 
@@ -287,14 +290,20 @@ class SimulatedPublisher:
         if source.version and self._due:
             self._trainer.owed["publish"] += self._costs.publish_s()
 
-    async def stage(self) -> None: ...
+    async def stage(self) -> None:
+        if self._due and self._engines.version >= 0:  # the first is loaded before the run
+            await self._clock.sleep(self._engines.held_until - self._clock.now)
+            await self._clock.sleep(self._costs.stage_s())
 
     async def publish(self) -> None:
         if not self._due:
             return
         await self.interrupt()
-        if self._engines.version >= 0:  # the first version is loaded before the run
+        probe_s = 0.0
+        if self._engines.version >= 0:
             await self._clock.sleep(self._costs.load_s())
+            probe_s = self._costs.probe_s()
+        self._engines.held_until = self._clock.now + probe_s
         self._engines.resume(self._engines.version + 1)
 
     async def start(self) -> None: ...

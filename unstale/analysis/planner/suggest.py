@@ -178,7 +178,7 @@ class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult])
             engines=placement.engines,
             max_running=candidate.max_running,
             colocated=placement.colocated,
-            cache_tokens=int(candidate.costs.setup.context_tokens(placement.tp)),
+            cache_tokens=int(candidate.costs.context_tokens),
         )
         return simulate(
             request.workload,
