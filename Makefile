@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-oldest test-kernels check docs bench wheel fuzz sizes \
+.PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-oldest test-kernels gpu-check check docs bench wheel fuzz sizes \
 	env-openenv env-verifiers env-cluster env-peers
 
 # A pretrained model for `--model smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
@@ -74,6 +74,11 @@ test-kernels: .venv-triton/.ready
 	$(BIN)/python $(PURELIB) > $$(.venv-triton/bin/python $(PURELIB))/shared.pth
 	.venv-triton/bin/pip install --quiet --disable-pip-version-check triton==3.7.1
 	touch $@
+
+# Measure the GPUs of this machine: where the time of a step goes, and what is wrong or slow (an hour at most).
+GPU_PYTHON ?= $(BIN)/python
+gpu-check:
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu_check
 
 # Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready

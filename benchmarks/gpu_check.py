@@ -1,560 +1,474 @@
-"""Check the GPUs of one machine against the goals for trainer ranks, engines and runs.
+"""Check the GPUs of one machine: where the time of a step goes, and what is wrong or slow.
 
-    python -m benchmarks.gpu_check            # all GPUs of this machine; nothing is downloaded
-    python -m benchmarks.gpu_check --tiny     # tries the script at tiny sizes, also without GPUs
+    python -m benchmarks.gpu_check            # all GPUs; at most an hour, nothing is downloaded
+    python -m benchmarks.gpu_check --tiny     # every part at tiny sizes, also without GPUs
 
-A Qwen3-shaped model of 4B parameters with random weights in bfloat16. The embedded engine samples
-the first batch. Then trainer ranks train: one, two, and all GPUs (at most 8). The table says for
-each goal whether it is met. A goal that needs more GPUs than there are is never met. The numbers of
-the goals are those of docs/scale-out.md, which also says what is not checked. Goals 3-vllm, 5 and 6
-use vLLM where it is installed, and otherwise the embedded engine; they are then open.
-
-Needs the extra `cluster`. Goals 1 and 3 train the whole model on the first GPU, which takes about
-140 GB by estimate.
+A Qwen3 with random weights is trained by a real run, of the largest preset that fits: half of the
+GPUs train, the others sample with vLLM if it is installed. A single GPU does both. The report is
+printed, and written with all numbers to `gpu-check.json`, which you can send back. A part that
+needs a GPU says so without one. Several GPUs need the extra `cluster`.
 """
 
 import argparse
-import asyncio
+import json
+import shlex
 import subprocess
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from functools import cached_property
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 
-from benchmarks import gpu_engines, gpu_runs, publish
-from benchmarks.gpu import PROMPT, REPLY, Big, collect
-from benchmarks.gpu_engines import Finding
-from benchmarks.routes import MIXED, episodes, scored, settle
-from benchmarks.tables import CONSOLE, columns, row, write
-from unstale.analysis.planner.analytic import PASS_TOKENS, TrainingSetup
-from unstale.analysis.planner.hardware import DEVICES, Shares
-from unstale.analysis.planner.models import PRESETS, Model
+from benchmarks import gpu_experts, tables
+from benchmarks.gpu import Chip
+from benchmarks.gpu_case import Case, choose, device_here, mean, planned, tiny
+from benchmarks.gpu_machine import (
+    NO_GPU,
+    Compared,
+    Fact,
+    bandwidths,
+    compare_kernels,
+    in_use,
+    room,
+    software,
+)
+from benchmarks.gpu_peers import GOAL, PEERS, SOURCES, Speed, nearest
+from benchmarks.gpu_steps import Budget
 from unstale.analysis.planner.route_costs import route_cost
-from unstale.analysis.planner.workload import EpisodeStats
-from unstale.builders import build_rank
-from unstale.cluster.ranks import Ranks
-from unstale.cluster.ranks_worker import Rank
 from unstale.cluster.session import end_after
-from unstale.config import (
-    ClusterConfig,
-    CorrectionConfig,
-    ObjectiveConfig,
-    RunConfig,
-    TrainerConfig,
-)
-from unstale.engines import SamplingParams
-from unstale.engines.embedded.engine import EmbeddedEngine
-from unstale.engines.registry import EngineOptions
-from unstale.model.peers import RankGroup
-from unstale.model.sharding import local
-from unstale.records import (
-    Batch,
-    ContextPiece,
-    ScoredTrajectory,
-    collate,
-)
-from unstale.weights.bits import checksum
+from unstale.durability.console import Console
+from unstale.durability.run_folder import plain
+from unstale.engines.remote import TOLERANCE
 
-RATE = 1e-6
-STEPS = 20
-WARM = 2
-"""Steps that are not timed. The first makes the optimizer's state, both make kept versions."""
-MAX_RANKS = 8
-TINY = Model(2, 64, 128, 4, 2, name="tiny", head_dim=16, vocab=256, tied=True)
-TINY_STEPS = 4
-LENGTH = 1024
-"""Number of tokens of a trajectory."""
+WIDTH = 80
+PARTS = ("environment", "kernels", "steps", "exactness", "experts", "verdicts", "share")
+STANDSTILL_S = 4.0
+"""Longest standstill for a version of 4B."""
+PLAN_LIMIT = 0.2
+"""Largest deviation of a step from its plan."""
 FAILURES = (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired, ExceptionGroup)
-"""Errors that end the check of one goal. An out-of-memory error is one of the first kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """The measurements of ranks that trained. Lists have one number for each step."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    exact: float
-    """The smallest share of tokens of a step whose old log-probabilities are exact."""
-    log_d: float
-    """Mean absolute log-discrepancy of the first batch, which the engine sampled."""
-    tokens_per_s: list[float]
-    """Trained tokens per second, of all ranks together."""
-    publish_s: list[float]
-    """Seconds of the trainer's thread for the route to keep a new version."""
-    restore_s: list[float]
-    """Seconds to restore one version, mean over the versions of a step."""
-    peak_bytes: int
-    """Largest memory of a rank after the first step. 0 without CUDA."""
-    checksums: tuple[str, ...]
-    """Checksums of the trained weights, in float32, rank by rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRank:
-    """A trainer rank that measures its steps."""
-
-    rank: Rank
-
-    def learn(self, size: Big, first: Sequence[ScoredTrajectory], steps: int) -> Learned:
-        """Train on the batch `first`, and then on random tokens of the last three versions."""
-        policy, trainer = self.rank.policy, self.rank.trainer
-        metrics, tokens_per_s, publish_s, restore_s = [], [], [], []
-        for version in range(steps):
-            policy.version = version
-            began = clock()
-            trainer.old.before_publish()
-            trainer.old.on_published(range(max(0, version - 2), version + 1))
-            publish_s.append(clock() - began)
-            batch = lopsided(collate(first if version == 0 else random_batch(size, version)))
-            minibatches = trainer.prepare(batch)
-            began = clock()
-            for minibatch in minibatches:
-                trainer.backward(minibatch)
-                trainer.step()
-            tokens_per_s.append(len(batch.tokens) / (clock() - began))
-            metrics.append(trainer.metrics())
-            older = batch.version[batch.sampled & (batch.version < version)].unique()
-            restore_s.append(metrics[-1]["old_logps/restore_s"] / max(1, len(older)))
-            if version == 0 and torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        weights = trainer.state()["weights"]
-        mine = checksum({name: local(tensor).cpu() for name, tensor in weights.items()})
-        peers = policy.peers
-        return Learned(
-            losses=[each["objective/loss"] for each in metrics],
-            grad_norms=[each["trainer/grad_norm"] for each in metrics],
-            exact=min(each["old_logps/exact_share"] for each in metrics),
-            log_d=metrics[0]["correction/log_d_abs_mean"],
-            tokens_per_s=tokens_per_s,
-            publish_s=publish_s,
-            restore_s=restore_s,
-            peak_bytes=max(peers.gather(peak)),
-            checksums=tuple(peers.gather(mine)),
-        )
-
-    def close(self) -> None:
-        self.rank.close()
-
-
-def clock() -> float:
-    """Return the time in seconds, when the GPU has done all its work."""
-    settle()
-    return time.perf_counter()
-
-
-def random_batch(size: Big, version: int) -> list[ScoredTrajectory]:
-    return episodes(size, MIXED, version=version, first=version * size.sequences)
-
-
-def lopsided(batch: Batch) -> Batch:
-    """Return a batch whose negative advantages are halved.
-
-    The loss is then far from 0, so that its relative error means something.
-    """
-    advantage = batch.advantage
-    return replace(batch, advantage=torch.where(advantage < 0, advantage / 2, advantage))
-
-
-def rank_config(size: Big, count: int, steps: int) -> RunConfig:
-    """Return the configuration of trainer ranks. It has no correction: no token is dropped."""
-    return RunConfig(
-        recipe="",
-        model=str(size.folder),
-        max_steps=steps,
-        correction=CorrectionConfig(mode="none", token_veto_threshold=0.0),
-        objective=ObjectiveConfig(loss_type="none"),
-        trainer=TrainerConfig(dtype="bfloat16", lr=RATE, warmup_steps=0, **size.options),
-        cluster=ClusterConfig(trainers=count),
-    )
-
-
-def make_rank(config: RunConfig, peers: RankGroup) -> CheckedRank:
-    return CheckedRank(build_rank(config, peers))
-
-
-async def sample_batch(size: Big) -> list[ScoredTrajectory]:
-    """Return a batch of replies that the embedded engine sampled with the initial weights."""
-    reply = min(REPLY, size.length - PROMPT)
-    options = EngineOptions(size.folder, max_running=size.sequences, max_context=2 * size.length)
-    engine = EmbeddedEngine(options)
-    prompts = [
-        tuple((31 * number + place) % size.vocab for place in range(PROMPT))
-        for number in range(size.sequences)
-    ]
-    try:
-        await engine.start()
-        await engine.load(size.policy().weights(), 0)
-        await engine.resume()
-        replies = await asyncio.gather(
-            *(
-                engine.sample(prompt, SamplingParams(reply, (), seed=seed))
-                for seed, prompt in enumerate(prompts)
-            )
-        )
-    finally:
-        await engine.close()
-    pairs = zip(prompts, replies, strict=True)
-    return [
-        scored((ContextPiece(prompt), sampled.piece), number)
-        for number, (prompt, sampled) in enumerate(pairs)
-    ]
+"""Errors that end one part. An out-of-memory error is one of the first kind."""
+TRAINER = {
+    "wait": "wait for episodes",
+    "prepare": "prepare the batch (CPU)",
+    "score": "old log-probabilities: forward",
+    "move": "old log-probabilities: move",
+    "put": "keep the version (put)",
+    "forward": "train: forward",
+    "backward": "train: backward",
+    "communication": "communication, exposed",
+    "optimizer": "optimizer",
+    "encode": "publish: encode",
+    "apply": "publish: driver applies deltas",
+    "rest": "rest",
+    "step": "step",
+}
+"""Parts of a step in the trainer's thread, with their names in the report."""
+ENGINES = {
+    "stage": "publish: stage",
+    "interrupt": "publish: interrupt",
+    "load": "publish: load",
+    "probe": "publish: probe",
+    "reprefill": "contexts again",
+}
+"""Parts of a step beside the trainer's thread."""
 
 
 @dataclass
 class Check:
-    """The machine and the sizes of the check, and the measurements so far."""
+    """The machine, the sizes of the check, and the measurements so far."""
 
     folder: Path
-    """Folder for the model."""
-    gpus: int
     is_tiny: bool = False
-    """True if the sizes are not those of the goals."""
-    sequences: int = 128
-    """Number of trajectories in a batch."""
-    repeats: int = 3
-    """Number of versions that are published."""
-    torchtitan: float = 0.0
-    """Tokens per second of TorchTitan at the same sizes. 0 if they were not measured."""
+    trainers: int = 0
+    """Trainer ranks of a tiny run. 0 has none."""
+    lora_rank: int = 0
+    more: tuple[str, ...] = ()
+    """More words of `unstale train` for the run."""
     moe: Path | None = None
-    """Folder of a trained MoE model. None takes a small one with random weights."""
-    policy: Path | None = None
-    """Folder of the policy of the long run. None takes the small one of the package."""
-    run_options: str = ""
-    """More options of the long run, as on the command line."""
-    _learned: dict[tuple[int, int], Learned] = field(default_factory=dict, init=False)
+    budget: Budget | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
+    kernels: Sequence[Compared] = ()
+    times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    """Seconds of a step's parts: measured, and as planned."""
 
     @property
-    def model(self) -> Model:
-        return TINY if self.is_tiny else PRESETS["4B"]
-
-    @property
-    def steps(self) -> int:
-        return TINY_STEPS if self.is_tiny else STEPS
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of a trajectory."""
-        return 2 * PROMPT if self.is_tiny else LENGTH
-
-    @property
-    def most(self) -> int:
-        """The largest number of ranks."""
-        return min(MAX_RANKS, self.gpus) if self.gpus else 2
+    def gpus(self) -> int:
+        return torch.cuda.device_count()
 
     @cached_property
-    def size(self) -> Big:
-        """The sizes of model and batch. The folder holds the model, with random weights."""
-        CONSOLE.print(f"a random model: {self.model.name}")
-        device = "cuda" if self.gpus else "cpu"
-        size = make_size(self.model, self.folder, device, self.sequences, self.length)
-        size.policy().save(size.folder)
-        collect()
-        return size
+    def chip(self) -> Chip:
+        return Chip.measure("cuda" if self.gpus else "cpu")
 
     @cached_property
-    def first(self) -> list[ScoredTrajectory]:
-        """The first batch, which an engine sampled."""
-        CONSOLE.print("sampling a batch")
-        batch = asyncio.run(sample_batch(self.size))
-        collect()
-        return batch
+    def case(self) -> Case:
+        """The run that is measured. Raises RuntimeError if no preset fits."""
+        if self.is_tiny:
+            return tiny(self.folder, device_here(self.chip), trainers=self.trainers)
+        device = device_here(self.chip)
+        chosen = choose(self.gpus, self.folder, device, lora_rank=self.lora_rank)
+        return replace(chosen, more=self.more)
 
-    def can_measure(self, goal: "Goal") -> bool:
-        """Return True if there is something to measure here. Ranks never share a GPU."""
-        return self.gpus >= goal.least if self.gpus else self.is_tiny
+    @property
+    def tokens(self) -> float:
+        """Mean number of trained tokens of a step."""
+        episodes = mean(self.rows, "rollout/episodes") or 0.0
+        return episodes * (mean(self.rows, "rollout/total_tokens_mean") or 0.0)
 
-    def learn(self, count: int, *, turn: int = 1) -> Learned:
-        """Return the measurements of `count` ranks. They train once for each `turn`."""
-        if (count, turn) not in self._learned:
-            size, first = self.size, self.first
-            CONSOLE.print(f"training on {count} rank{'s' * (count > 1)}")
-            ranks = Ranks(count)
-            try:
-                ranks.make(partial(make_rank, rank_config(size, count, self.steps)))
-                found = ranks.call("learn", size, first, self.steps)
-            finally:
-                ranks.close()
-            self._learned[count, turn] = found
-        return self._learned[count, turn]
+    @property
+    def speed(self) -> Speed:
+        """The speed of the trainer without its waiting for episodes."""
+        setup = self.case.setup
+        busy_s = self.times["step"][0] - self.times["wait"][0]
+        each = self.tokens / busy_s / max(1, self.case.trainers)
+        passes = 2 if setup.lora_rank else 3
+        flops = passes * setup.model.forward_flops(setup.episodes.attended)
+        return Speed(setup.model, each, each * flops / setup.device.flops)
 
-
-def same_step(check: Check) -> Finding:
-    """Compare two ranks with one.
-
-    At this learning rate the loss hardly depends on the weights, but the gradient does.
-    """
-    one, two = check.learn(1), check.learn(2)
-    loss = largest_difference(one.losses, two.losses)
-    gradient = largest_difference(one.grad_norms, two.grad_norms)
-    log_d = largest_difference([one.log_d], [two.log_d])
-    exact = min(one.exact, two.exact)
-    return Finding(
-        f"loss {loss:.1e}, gradient norm {gradient:.1e}; exact share {exact:g}; "
-        f"mean of abs log D {two.log_d:.5f}, on one rank {one.log_d:.5f}",
-        loss <= 1e-3 and gradient <= 0.01 and exact == 1.0 and log_d <= 0.01,
-    )
-
-
-def largest_difference(expected: Sequence[float], found: Sequence[float]) -> float:
-    """Return the largest relative difference.
-
-    >>> largest_difference([-1.0, 2.0], [-1.0, 2.5])
-    0.25
-    """
-    pairs = zip(expected, found, strict=True)
-    return max(abs(one - other) / abs(one) for one, other in pairs)
-
-
-def passes(check: Check) -> Finding:
-    """Compare the speed of the passes with TorchTitan's, and the memory with the planner's."""
-    count = check.most
-    found = check.learn(count)
-    rate = median(found.tokens_per_s[WARM:])
-    planned = planned_bytes(check, count)
-    is_memory_met = abs(found.peak_bytes / planned - 1) <= 0.1
-    peak = f"{found.peak_bytes / 1e9:.1f}" if found.peak_bytes else "unknown (needs CUDA)"
-    figure = (
-        f"{rate:,.0f} tokens/s on {count} ranks; peak GB {peak}, as planned {planned / 1e9:.1f}"
-    )
-    if check.torchtitan:
-        figure += f"; TorchTitan {check.torchtitan:,.0f} tokens/s"
-        return Finding(figure, is_memory_met and rate >= 0.9 * check.torchtitan)
-    is_installed = find_spec("torchtitan") is not None
-    peer = "give --torchtitan TOKENS_PER_S" if is_installed else "no peer installed"
-    return Finding(figure, is_memory_met, open=peer)
-
-
-def planned_bytes(check: Check, count: int) -> float:
-    """Return the bytes that `unstale plan` counts for each rank."""
-    length = check.length
-    setup = TrainingSetup(
-        model=check.model,
-        device=DEVICES["H100"],  # its figures do not change the number of bytes
-        shares=Shares(),
-        lr=RATE,
-        episodes=EpisodeStats(length, length / 2, length, PROMPT),
-        gradient_checkpointing=True,
-    )
-    return setup.trainer_bytes(count, route_cost("snapshot_old"))
-
-
-def publication(check: Check) -> Finding:
-    """Measure the standstill of embedded engines, and the bytes of a delta."""
-    (cell,) = asyncio.run(publish.measure(check.model.name, check.size, [RATE], check.repeats))
-    collect()
-    standstill = {way: median(cell.spent[way].standstill_s) for way in publish.WAYS}
-    share = median(cell.over("bytes"))
-    return Finding(
-        f"standstill {standstill['full']:.2f} s for whole weights, {standstill['delta']:.2f} s for "
-        f"a delta; a delta is {share:.2%} of a copy",
-        max(standstill.values()) <= 2.0 and share <= 0.03,
-    )
-
-
-def kept_versions(check: Check) -> Finding:
-    """Measure how long ranks restore and keep versions."""
-    found = check.learn(check.most)
-    restore, kept = max(found.restore_s[WARM:]), max(found.publish_s[WARM:])
-    return Finding(
-        f"on {check.most} ranks, restored in at most {restore:.2f} s, kept in at most {kept:.2f} s",
-        restore <= 0.5 and kept <= 0.5,
-    )
-
-
-def determinism(check: Check) -> Finding:
-    """Train twice, and compare the weights bit for bit."""
-    one, two = (check.learn(check.most, turn=turn) for turn in (1, 2))
-    is_same = one.checksums == two.checksums and one.losses == two.losses
-    result = "bitwise equal" if is_same else "differ"
-    return Finding(f"weights and losses of {check.most} ranks: {result}", is_same)
+    def need_run(self) -> None:
+        if self.budget is None:
+            raise RuntimeError("needs the part `steps`, which broke off")
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """A goal, with the number of GPUs that it needs."""
+class Found:
+    """What a part measured: its lines in the report, and its values for programs."""
+
+    lines: Sequence[str]
+    values: Mapping[str, Any]
+    not_run: str = ""
+    """Why nothing was measured. Empty if something was."""
+
+
+def environment(check: Check) -> Found:
+    """Measure the machine, and compare its memory with the need."""
+    runs = Path.cwd()
+    case, chip = check.case, check.chip
+    model = case.model
+    shared = model.copy_bytes * (case.engines if case.gpus else 1)
+    setup = case.setup
+    trainers = max(1, case.trainers)
+    deltas = route_cost("snapshot_old").main_bytes(model, live=4, rate=setup.delta_rate)
+    main = setup.checkpoint_bytes(trainers) * trainers + deltas + 2 * model.copy_bytes
+    limits = [
+        Fact("large products", f"{chip.flops / 1e12:,.3g} TFLOP/s", chip.flops),
+        Fact("large copies", f"{chip.bandwidth / 1e9:,.4g} GB/s", chip.bandwidth),
+    ]
+    facts = [
+        *software(),
+        *in_use(),
+        *limits,
+        *bandwidths(runs, is_tiny=check.is_tiny),
+        *room(shared, main),
+    ]
+    return of_facts(facts)
+
+
+def of_facts(facts: Sequence[Fact]) -> Found:
+    lines = [line for fact in facts for line in labelled(fact.name, fact.text)]
+    return Found(lines, {fact.name: asdict(fact) for fact in facts})
+
+
+def kernels(check: Check) -> Found:
+    """Compare the kernels with torch."""
+    check.kernels = compare_kernels(is_tiny=check.is_tiny)
+    lines = [cells("kernel", "max error", "ms", "torch ms", "")]
+    for each in check.kernels:
+        right = "" if each.is_right else "WRONG"
+        times = (f"{each.ms:.3g}", f"{each.torch_ms:.3g}")
+        lines.append(cells(each.name, f"{each.error:.1e}", *times, right))
+    lines.append(f"Errors are relative to the largest value. Device: {check.case.device.name}.")
+    return Found(lines, {each.name: asdict(each) for each in check.kernels})
+
+
+def steps(check: Check) -> Found:
+    """Measure the parts of the steps of a run, beside what `unstale plan` predicts."""
+    case = check.case
+    budget, rows = case.run()
+    check.rows = rows
+    versions = 1 + (mean(rows, "schedule/mixed_version_share") or 0.0)
+    check.times = budget_times(budget, rows, planned(case, versions))
+    check.budget = budget
+    busy_share = 1 - sum(check.times[name][0] for name in ("wait", "rest")) / budget.step_s
+    idle = {
+        "engines": 1 - (mean(rows, "engine/busy_share") or 0.0),
+        "trainer": 1 - busy_share,
+    }
+    needed = case.passes.trainer_bytes(max(1, case.trainers), route_cost("snapshot_old"))
+    peak = f"{budget.peak / 1e9:.1f} GB" if case.gpus else NO_GPU
+    lines = [
+        *textwrap.wrap(describe(case, check.tokens), WIDTH),
+        "",
+        cells("part of a step, mean", "measured s", "planned s", "share"),
+        *(part_line(check, name, label) for name, label in TRAINER.items()),
+        "beside the trainer's thread:",
+        *(part_line(check, name, label) for name, label in ENGINES.items()),
+        cells("idle: engines, trainer", f"{idle['engines']:.0%}", f"{idle['trainer']:.0%}"),
+        f"Trained: {check.tokens / budget.step_s:,.0f} tokens/s, "
+        f"{check.speed.tokens_per_s:,.0f} a training GPU if it never waits for episodes.",
+        f"Peak memory of a trainer: {peak}; as planned {needed / 1e9:.2g} GB.",
+    ]
+    values = {
+        "case": {"model": case.model.name, "gpus": case.gpus, "trainers": case.trainers},
+        "tokens": check.tokens,
+        "seconds": {name: {"measured": a, "planned": b} for name, (a, b) in check.times.items()},
+        "idle": idle,
+        "peak_bytes": budget.peak,
+        "planned_bytes": needed,
+    }
+    return Found(lines, values)
+
+
+def describe(case: Case, tokens: float) -> str:
+    place = f"{case.trainers} ranks train" if case.trainers else "one process trains"
+    adapters = f", adapters of rank {case.lora_rank}" * (case.lora_rank > 0)
+    sample = "engines sample" if case.engines > 1 else "engine samples"
+    return (
+        f"{case.model.name} with random weights{adapters}: {place}, {case.engines} {sample}; "
+        f"{case.groups} groups of {case.group_size}, "
+        f"{tokens:,.0f} tokens a step, microbatches of {case.passes.microbatch:,}. Mean of "
+        f"{case.steps} steps. Checkpoints are not written."
+    )
+
+
+def budget_times(
+    budget: Budget, rows: Sequence[Mapping[str, Any]], plan: Mapping[str, float]
+) -> dict[str, tuple[float, float | None]]:
+    """Return the measured and planned seconds of each part. What was not measured is 0."""
+    spent = {**budget.trainer, **budget.engines}
+    exposed = budget.exposed * (spent.get("forward", 0.0) + spent.get("backward", 0.0))
+    for name in ("forward", "backward"):
+        spent[name] = spent.get(name, 0.0) * (1 - budget.exposed)
+    spent |= {
+        "communication": exposed,
+        "wait": mean(rows, "schedule/wait_for_batch_s") or 0.0,
+        "reprefill": mean(rows, "engine/reprefill_s") or 0.0,
+        "step": budget.step_s,
+    }
+    on_path = [name for name in TRAINER if name not in ("rest", "step")]
+    spent["rest"] = max(0.0, budget.step_s - sum(spent.get(name, 0.0) for name in on_path))
+    return {name: (spent.get(name, 0.0), plan.get(name)) for name in (*TRAINER, *ENGINES)}
+
+
+def part_line(check: Check, name: str, label: str) -> str:
+    took, expected = check.times[name]
+    share = f"{took / check.times['step'][0]:.0%}"
+    return cells(f"  {label}", f"{took:.3f}", "-" if expected is None else f"{expected:.3f}", share)
+
+
+def exactness(check: Check) -> Found:
+    """Return how exact the old log-probabilities and the engines were."""
+    check.need_run()
+    names = {
+        "exact share": "old_logps/exact_share",
+        "abs log D, mean": "correction/log_d_abs_mean",
+        "abs log D, p99": "correction/log_d_abs_p99",
+        "probe error": "engine/probe_logp_error",
+    }
+    facts = []
+    for name, metric in names.items():
+        value = mean(check.rows, metric)
+        text = "not run: embedded engines have no probe" if value is None else f"{value:.5g}"
+        if name == "probe error" and value is not None:
+            text += f" nats, of {TOLERANCE['bfloat16']:g} allowed"
+        facts.append(Fact(name, text, value))
+    return of_facts(facts)
+
+
+def experts(check: Check) -> Found:
+    """Measure D of an MoE policy with and without replayed routes."""
+    if not (check.gpus or check.is_tiny):
+        return Found([], {}, NO_GPU)
+    found, engine = gpu_experts.measure(check.folder, check.moe, is_tiny=check.is_tiny)
+    facts = [
+        Fact("engine", engine, engine),
+        Fact("p99 of abs log D", f"{found.own:.2g}, replayed {found.replayed:.2g}", found.replayed),
+        Fact("tokens without routes", f"{found.missing:.1%}", found.missing),
+        Fact("speed with recording", f"{found.speed:.0%}", found.speed),
+    ]
+    return of_facts(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A goal, what was found, and whether it is met."""
 
     name: str
-    text: str
-    gpus: int
-    measure: Callable[[Check], Finding]
-    least: int = 2
-    """The number of GPUs with which something is measured."""
+    wanted: str
+    found: str
+    result: str
 
 
-GOALS = (
-    Goal(
-        "1",
-        "2 ranks train as 1 in 20 steps: loss within 0.1%, gradient norm and abs log D within 1%, "
-        "exact share 1",
-        4,
-        same_step,
-    ),
-    Goal(
-        "2",
-        "90% of the tokens/s of TorchTitan's FSDP2; peak memory within 10% of `unstale plan`",
-        2,
-        passes,
-    ),
-    Goal("3", "standstill <= 2 s; a delta <= 3% of a copy at lr 1e-6", 1, publication, 1),
-    Goal(
-        "3-vllm",
-        "standstill of vLLM <= 2 s with weights in a file, and not longer by NCCL",
-        2,
-        gpu_engines.transfers,
-        1,
-    ),
-    Goal(
-        "4",
-        "`snapshot_old` on 8 ranks: a version restored in 0.5 s, and kept in 0.5 s",
-        8,
-        kept_versions,
-    ),
-    Goal(
-        "5",
-        "replayed routes at least halve the p99 of abs log D with vLLM, at 95% of its speed",
-        1,
-        gpu_engines.replay,
-        1,
-    ),
-    Goal(
-        "6",
-        "a killed rank, raylet, engine host and vLLM process: back within 60 s and a start, "
-        "nothing lost or trained twice (simulated nodes)",
-        1,
-        gpu_runs.deaths,
-        1,
-    ),
-    Goal(
-        "7",
-        "500 steps of 30B-A3B on 64 GPUs: memory grows by < 1 GB/h, tokens/s within 20% of "
-        "`unstale plan`",
-        64,
-        gpu_runs.endurance,
-        1,
-    ),
-    Goal("8", "two runs of 20 steps with the same ranks are bitwise equal", 2, determinism),
-)
+def verdicts(check: Check) -> Found:
+    """Judge the measurements against fixed goals and the speed of other trainers."""
+    check.need_run()
+    found = list(judged(check))
+    lines = []
+    for each in found:
+        told = f": {each.found}" if each.found else ""
+        lines += labelled(each.name, f"{each.result}{told} (wanted {each.wanted})")
+    for name, source in SOURCES.items():
+        lines += textwrap.wrap(f"{name}: {source}", WIDTH)
+    values = {each.name: asdict(each) for each in found}
+    return Found(lines, {"verdicts": values, "peers": [asdict(peer) for peer in PEERS]})
 
 
-def verdict(goal: Goal, check: Check, finding: Finding | None) -> str:
-    """Return whether a goal is met, missed or open, with the reason if it is open.
-
-    `finding` is None if nothing was measured.
-    """
-    result = "not measured" if finding is None else "met" if finding.met else "missed"
-    if check.gpus < goal.gpus:
-        here = "" if check.is_tiny or finding is None else f" ({result} on {check.gpus})"
-        return f"open: needs {goal.gpus} GPU{'s' * (goal.gpus > 1)}{here}"
-    if check.is_tiny:
-        return "open: the sizes are not those of the goal"
-    if finding is None:
-        return "open: not measured"
-    if finding.met and finding.open:
-        return f"open: {finding.open}"
-    return result
-
-
-def judge(goal: Goal, check: Check) -> str:
-    """Measure what this machine can measure for a goal. Return its row of the table."""
-    finding, figure = None, "-"
-    if check.can_measure(goal):
-        CONSOLE.print(f"goal {goal.name}: {goal.text}")
-        try:
-            finding = goal.measure(check)
-            figure = finding.figure
-        except FAILURES as error:
-            CONSOLE.print_exception()
-            figure = (
-                f"**Broke off:** {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            )
-    result = verdict(goal, check, finding)
-    CONSOLE.print(f"goal {goal.name}: {result}", markup=False)
-    return row(goal.name, goal.text, figure, result)
-
-
-def make_size(model: Model, folder: Path, device: str, sequences: int, length: int) -> Big:
-    """Return a model of this shape, which is not written yet, with the sizes of a batch."""
-    return Big(
-        folder / model.name,
-        model.layers,
-        model.hidden,
-        model.vocab,
-        sequences,
-        length,
-        1,
-        device,
-        model.ffn,
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-        PASS_TOKENS,
-        {"gradient_checkpointing": True},
+def judged(check: Check) -> Iterator[Verdict]:
+    """Yield the verdicts. Those on speed need a GPU."""
+    wrong = [each.name for each in check.kernels if not each.is_right]
+    yield _verdict("kernels", "as torch", ", ".join(wrong) or "as torch", not wrong)
+    exact = mean(check.rows, "old_logps/exact_share") or 0.0
+    yield _verdict("exact share", "1", f"{exact:g}", exact == 1)
+    took, expected = check.times["step"]
+    deviation = took / expected - 1 if expected else float("nan")
+    slow = not check.gpus
+    yield _verdict(
+        "step beside its plan",
+        f"within {PLAN_LIMIT:.0%}",
+        f"{deviation:+.0%}",
+        abs(deviation) <= PLAN_LIMIT,
+        slow=slow,
     )
+    load_s = check.times["load"][0] + check.times["interrupt"][0]
+    wanted = f"at most {STANDSTILL_S:g} s for 4B"
+    yield _verdict("standstill", wanted, f"{load_s:.2f} s", load_s <= STANDSTILL_S, slow=slow)
+    for peer in PEERS:
+        found, of_what = check.speed.share_of(peer)
+        told = f"{found:.0%} of {of_what}"
+        yield _verdict(str(peer), f"{GOAL:.0%}", told, found >= GOAL, slow=slow)
+
+
+def _verdict(name: str, wanted: str, found: str, met: bool, *, slow: bool = False) -> Verdict:
+    if slow:
+        return Verdict(name, wanted, "", NO_GPU)
+    return Verdict(name, wanted, found, "met" if met else "missed")
+
+
+def share(check: Check) -> Found:
+    """Return the share of prime-rl's throughput, and what takes the rest."""
+    check.need_run()
+    peer = nearest(check.case.model, "prime-rl")
+    of_peer, _ = check.speed.share_of(peer)
+    step_s, wait_s = (check.times[name][0] for name in ("step", "wait"))
+    groups = {
+        "publish": ("put", "encode", "apply"),
+        "score": ("prepare", "score", "move"),
+        "communication": ("communication",),
+        "other": ("rest",),
+    }
+    lost = {
+        name: sum(check.times[part][0] for part in parts) / (step_s - wait_s)
+        for name, parts in groups.items()
+    }
+    told = ", ".join(f"{name} {value:.0%}" for name, value in lost.items())
+    expected = f"{of_peer:.0%}" if check.gpus else NO_GPU
+    line = f"expected share of prime-rl's throughput: {expected}, lost: {told}"
+    values = {"share": of_peer if check.gpus else None, "peer": asdict(peer), "lost": lost}
+    return Found(textwrap.wrap(line, WIDTH), values)
+
+
+MEASURE: Mapping[str, Callable[[Check], Found]] = {
+    "environment": environment,
+    "kernels": kernels,
+    "steps": steps,
+    "exactness": exactness,
+    "experts": experts,
+    "verdicts": verdicts,
+    "share": share,
+}
+
+
+def cells(first: str, *others: str) -> str:
+    """Return a line of a table: a name, and figures on the right.
+
+    >>> cells("norm", "1e-3", "2")
+    'norm                                     1e-3           2'
+    """
+    return f"{first:<33.33}" + "".join(f"{other:>12}" for other in others).rstrip()
+
+
+def labelled(name: str, text: str) -> list[str]:
+    """Return a name and its text, in lines that fit the terminal."""
+    return textwrap.wrap(
+        f"{name + ':':<31} {text}", WIDTH, subsequent_indent=" " * 32, drop_whitespace=True
+    )
+
+
+def measure(name: str, check: Check) -> Found:
+    """Run a part. An error ends only this part, which then says what broke it off."""
+    try:
+        return MEASURE[name](check)
+    except FAILURES as error:
+        reason = f"broke off: {type(error).__name__}: {error}"
+        return Found([], {}, reason)
+
+
+def report(check: Check, printed: Console) -> dict[str, Any]:
+    """Run all parts and print them. Return their values by name."""
+    values = {}
+    for number, name in enumerate(PARTS, 1):
+        began = time.monotonic()
+        found = measure(name, check)
+        seconds = time.monotonic() - began
+        head = f"{number}. {name} "
+        lines = [head + "-" * (WIDTH - len(head)), *found.lines]
+        lines += textwrap.wrap(found.not_run, WIDTH)
+        printed.print("\n".join([*lines, ""]), markup=False)
+        values[name] = {
+            "status": found.not_run or "measured",
+            "seconds": seconds,
+            "lines": lines,
+            "values": found.values,
+        }
+    return values
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--tiny", action="store_true", help="tiny sizes, also on CPUs; no goal is judged"
-    )
-    names = [goal.name for goal in GOALS]
-    parser.add_argument("--goals", nargs="+", choices=names, default=names)
-    parser.add_argument("--sequences", type=int, default=128, help="trajectories in a batch")
-    parser.add_argument("--repeats", type=int, default=3, help="versions published for goal 3")
-    parser.add_argument(
-        "--torchtitan",
-        type=float,
-        default=0.0,
-        metavar="TOKENS_PER_S",
-        help="speed of TorchTitan at these sizes on as many GPUs, measured by you",
-    )
-    parser.add_argument("--moe", type=Path, help="folder of a trained MoE model, for goal 5")
-    parser.add_argument("--model", type=Path, help="folder of the policy for goal 7")
-    parser.add_argument(
-        "--run-options", default="", help="more options of `unstale train` for goal 7, in quotes"
-    )
-    return parser.parse_args(words)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, also on CPUs")
+    parser.add_argument("--trainers", type=int, default=0, help="ranks of the tiny run")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank")
+    parser.add_argument("--run-options", default="", help="more options of the run, in quotes")
+    parser.add_argument("--moe", type=Path, help="folder of a trained MoE model")
+    chosen = parser.parse_args(words)
+    if not (chosen.tiny or torch.cuda.is_available()):
+        raise SystemExit("there is no GPU here: --tiny runs every part at tiny sizes")
+    return chosen
 
 
 @end_after()
 def main(words: Sequence[str] | None = None) -> Path:
     chosen = arguments(words)
-    began, gpus = time.monotonic(), torch.cuda.device_count()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         check = Check(
             Path(folder),
-            gpus,
-            is_tiny=chosen.tiny,
-            sequences=4 if chosen.tiny else chosen.sequences,
-            repeats=1 if chosen.tiny else chosen.repeats,
-            torchtitan=chosen.torchtitan,
-            moe=chosen.moe,
-            policy=chosen.model,
-            run_options=chosen.run_options,
+            chosen.tiny,
+            chosen.trainers,
+            chosen.lora_rank,
+            tuple(shlex.split(chosen.run_options)),
+            chosen.moe,
         )
-        rows = [judge(goal, check) for goal in GOALS if goal.name in chosen.goals]
-    device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "a machine without GPUs"
-    model = check.model
-    head = [
-        f"On {device}; {(time.monotonic() - began) / 60:.1f} minutes. Random weights of the shape "
-        f"{model.name}; {check.sequences} trajectories a step.",
-        "Not checked: machines that are apart, a pulled cable, SGLang (docs/scale-out.md).",
-        "",
-    ]
-    title = "Ranks, engines and runs on GPUs" + ", tiny sizes" * chosen.tiny
-    table = [*columns("goal", "wanted", "measured", "verdict"), *rows]
-    return write("gpu-check" + "-tiny" * chosen.tiny, title, [*head, *table])
+        parts = report(check, tables.CONSOLE)
+    data = {
+        "date": str(date.today()),
+        "commit": tables.revision(),
+        "tiny": chosen.tiny,
+        "minutes": (time.monotonic() - began) / 60,
+        "parts": parts,
+    }
+    tables.RESULTS.mkdir(parents=True, exist_ok=True)
+    target = tables.RESULTS / ("gpu-check" + "-tiny" * chosen.tiny + ".json")
+    target.write_text(json.dumps(plain(data), indent=1) + "\n")
+    tables.CONSOLE.print(f"All numbers, to send back: {target}", markup=False)
+    return target
 
 
 if __name__ == "__main__":
-    from benchmarks import gpu_check  # ranks import the classes by this name, not as __main__
-
-    gpu_check.main()
+    main()

@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 
 from benchmarks import tables
+from benchmarks.cluster_chaos import descendants
 from benchmarks.demo import finished, graded
-from benchmarks.gpu_runs import used_memory
 from unstale.durability.run_folder import RunFolder
 from unstale.weights.child_process import cores
 
@@ -39,6 +39,18 @@ SEEDS = (10, 11, 12)
 CONTROL = ("--sft.steps=30", "--max_steps=1", "--eval.interval=0")
 TASKS = 120
 MEASURED = "measured.json"
+
+
+def used_memory(pid: int) -> float:
+    """Return the bytes of memory of a process and all below it. Shared pages count in parts."""
+    total = 0
+    for each in (pid, *descendants(pid)):
+        try:
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it ended meanwhile
+            continue
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
 
 
 def train(folder: Path, *options: str) -> None:

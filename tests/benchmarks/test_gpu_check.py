@@ -1,177 +1,192 @@
-"""Test `python -m benchmarks.gpu_check`: what the ranks measure, and when a goal is met.
+"""Test `python -m benchmarks.gpu_check`: every part reports, and verdicts follow the figures.
 
-The script as a whole runs in `tests/cluster/test_gpu_check_run.py`, because it needs Ray.
+With trainer ranks it runs in `tests/cluster/test_gpu_check_run.py`, because they need Ray.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import (
-    GOALS,
-    TINY,
-    Check,
-    Goal,
-    Learned,
-    judge,
-    largest_difference,
-    make_rank,
-    make_size,
-    planned_bytes,
-    random_batch,
-    rank_config,
-)
-from benchmarks.gpu_engines import Finding, Replay, judge_replay, judge_transfers
-from benchmarks.gpu_runs import (
-    Death,
-    Deaths,
-    judge_deaths,
-    judge_endurance,
-    slope_per_hour,
-)
-from tests.support.ranks import run_ranks
-from unstale.model.peers import RankGroup
+from benchmarks import gpu_check, tables
+from benchmarks.gpu_case import WARM, choose
+from benchmarks.gpu_check import PARTS, TRAINER, WIDTH, Check, Found, budget_times, judged, measure
+from benchmarks.gpu_kills import Death, Deaths, verdict
+from benchmarks.gpu_machine import NO_GPU, Compared
+from benchmarks.gpu_peers import PEERS, SOURCES, Speed, nearest
+from benchmarks.gpu_steps import Budget, exposed_s, read
+from unstale.analysis.planner.hardware import DEVICES
+from unstale.analysis.planner.models import PRESETS
+from unstale.cli.main import parse
+from unstale.cli.recipe_options import configure
 
-STEPS = 3
-GOAL = {goal.name: goal for goal in GOALS}
-LEARNED = Learned(
-    losses=[-0.25] * 4,
-    grad_norms=[1.0] * 4,
-    exact=1.0,
-    log_d=0.01,
-    tokens_per_s=[1.0, 1.0, 900.0, 900.0],
-    publish_s=[9.0, 9.0, 0.4, 0.4],
-    restore_s=[0.0, 9.0, 0.4, 0.4],
-    peak_bytes=30_000_000_000,
-    checksums=(1, 2),
-)
+NEEDS_GPU = ("to GPU, pinned", "to GPU, pageable", "all-gather", "flash attention", "Triton")
 
 
-def learn_twice(peers: RankGroup, folder: Path) -> list[Learned]:
-    """Train two new ranks, one after the other, and return what they measured."""
-    size = make_size(TINY, folder, "cpu", 4, 40)
-    config = rank_config(size, peers.count, STEPS)
-    batch = random_batch(size, 0)
-    return [make_rank(config, peers).learn(size, batch, STEPS) for _ in range(2)]
+def test_every_part_reports_at_tiny_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    target = gpu_check.main(["--tiny"])
+    told = json.loads(target.read_text())
+    assert list(told["parts"]) == list(PARTS) and told["tiny"] and told["commit"]
+    assert [part["status"] for part in told["parts"].values()] == ["measured"] * len(PARTS)
+    printed = capsys.readouterr().out
+    values = {name: part["values"] for name, part in told["parts"].items()}
+    for part in told["parts"].values():
+        assert part["lines"] and all(len(line) <= WIDTH for line in part["lines"])
+        assert all(line in printed for line in part["lines"])
+    environment = values["environment"]
+    assert all(environment[name]["text"] == NO_GPU for name in NEEDS_GPU)
+    for name in ("write to /dev/shm", "write and fsync, runs", "large products", "main memory"):
+        assert environment[name]["value"] > 0
+    assert len(values["kernels"]) == 4
+    seconds = values["steps"]["seconds"]
+    for name in ("prepare", "score", "move", "put", "forward", "backward", "optimizer", "encode"):
+        assert seconds[name]["measured"] > 0, name
+    assert seconds["load"]["measured"] > 0 and seconds["stage"]["measured"] > 0
+    on_path = [each["measured"] for name, each in seconds.items() if name in TRAINER]
+    assert sum(on_path) == pytest.approx(2 * seconds["step"]["measured"], rel=0.2)
+    planned = [name for name, each in seconds.items() if each["planned"] is not None]
+    assert {"step", "forward", "backward", "communication", "stage", "load", "probe"} <= {*planned}
+    assert values["exactness"]["exact share"]["value"] == 1
+    assert values["exactness"]["abs log D, p99"]["value"] > 0
+    assert "no probe" in values["exactness"]["probe error"]["text"]
+    judged_by = values["verdicts"]["verdicts"]
+    assert judged_by["exact share"]["result"] == judged_by["kernels"]["result"] == "met"
+    assert all(judged_by[str(peer)]["result"] == NO_GPU for peer in PEERS)
+    assert {"publish", "score", "communication"} <= values["share"]["lost"].keys()
+    assert f"expected share of prime-rl's throughput: {NO_GPU}, lost: publish" in printed
 
 
-@pytest.mark.costly
-def test_ranks_measure_their_steps(tmp_path: Path) -> None:
-    size = make_size(TINY, tmp_path, "cpu", 4, 40)
-    size.policy().save(size.folder)
-    one = run_ranks(1, learn_twice, tmp_path)[0][0]
-    (first, second), (peer, _) = run_ranks(2, learn_twice, tmp_path)
-    assert first.checksums == second.checksums == peer.checksums and len(first.checksums) == 2
-    assert first.losses == second.losses and first.exact == 1.0
-    assert largest_difference(one.losses, first.losses) < 1e-3
-    assert largest_difference(one.grad_norms, first.grad_norms) < 0.02
-    assert all(loss < -0.1 for loss in one.losses)
-    assert len(first.losses) == len(first.publish_s) == STEPS
-    assert all(each > 0 for each in (*first.tokens_per_s, *first.publish_s, *first.restore_s[1:]))
-    assert first.restore_s[0] == 0.0
+def test_an_error_ends_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(check: Check) -> Found:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(gpu_check.MEASURE, "steps", fail)  # type: ignore[arg-type]
+    check = Check(Path(), is_tiny=True)
+    assert measure("steps", check).not_run == "broke off: RuntimeError: out of memory"
+    assert "needs the part `steps`" in measure("share", check).not_run
 
 
-class Told(Check):
-    """A check with given measurements: of one rank, of all ranks, and of all ranks again."""
-
-    def __init__(self, gpus: int, *measured: Learned, **options: Any) -> None:
-        super().__init__(Path(), gpus, **options)
-        self._told = measured or (LEARNED,) * 3
-
-    def learn(self, count: int, *, turn: int = 1) -> Learned:
-        return self._told[0 if count == 1 else turn]
+def judged_by(check: Check, exact: float = 1.0) -> dict[str, str]:
+    check.rows = [{"old_logps/exact_share": exact, "rollout/episodes": 100}]
+    check.rows[0]["rollout/total_tokens_mean"] = 1000.0
+    return {each.name: each.result for each in judged(check)}
 
 
-def result(name: str, check: Check) -> str:
-    """Return the verdict in the row of a goal."""
-    return judge(GOAL[name], check).strip("| ").rpartition(" | ")[2]
+def test_verdicts_follow_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 tokens in 10 s, of which the trainer waits 2 s, on four GPUs: 3,125 tokens/s each."""
+    monkeypatch.setattr(Check, "gpus", 8)
+    check = Check(Path())
+    check.case = choose(8, Path(), DEVICES["H100"])
+    check.kernels = [Compared("norm", 0.01, 1.0, 2.0, limit=0.02)]
+    check.times = {"step": (10.0, 9.0), "wait": (2.0, 1.0), "load": (3.0, 2.0)}
+    check.times["interrupt"] = (0.5, None)
+    found = judged_by(check)
+    assert check.speed.tokens_per_s == pytest.approx(3125)
+    assert found["prime-rl 4B, 8 H100, 16k"] == "met"  # 96% of 3,253
+    assert found["prime-rl 4B, 8 H100, 65k"] == "met"  # 86% of 3,621
+    assert found["torchtitan 8B, 8 H100, compile"] == "missed"
+    assert found["kernels"] == found["exact share"] == found["standstill"] == "met"
+    assert found["step beside its plan"] == "met"
+    check.times |= {"step": (12.0, 9.0), "load": (3.6, 2.0)}
+    check.kernels = [Compared("norm", 0.03, 1.0, 2.0, limit=0.02)]
+    found = judged_by(check, exact=0.99)
+    assert {found[name] for name in ("kernels", "exact share", "standstill")} == {"missed"}
+    assert found["step beside its plan"] == "missed"
+    monkeypatch.setattr(Check, "gpus", 0)
+    assert judged_by(check)["standstill"] == NO_GPU
 
 
-@pytest.mark.parametrize("name", ["1", "4", "8"])
-def test_a_goal_is_met_only_with_as_many_gpus_as_it_needs(name: str) -> None:
-    needed = GOAL[name].gpus
-    assert result(name, Told(needed)) == "met"
-    on_fewer = "" if needed == 2 else f" (met on {needed - 1})"  # ranks never share a GPU
-    assert result(name, Told(needed - 1)) == f"open: needs {needed} GPUs{on_fewer}"
-    assert result(name, Told(0)) == f"open: needs {needed} GPUs"
-    assert result(name, Told(8, is_tiny=True)).startswith("open: the sizes are not")
+def test_a_peer_of_another_size_is_compared_by_the_share_of_the_peak() -> None:
+    assert {peer.name for peer in PEERS} == SOURCES.keys()
+    speed = Speed(PRESETS["4B"], tokens_per_s=3621 / 2, mfu=0.07)
+    same, other = PEERS[2], PEERS[0]
+    assert speed.share_of(same)[0] == pytest.approx(0.5, rel=1e-3)
+    assert speed.share_of(other) == (pytest.approx(0.07 / 0.11), "its MFU of 11.0%")
+    assert nearest(PRESETS["4B"], "prime-rl") == same  # the faster of two
+    assert nearest(PRESETS["0.6B"], "prime-rl") == other
+    assert nearest(PRESETS["32B"], "prime-rl").preset == "30B-A3B"
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("1", {"losses": [-0.25, -0.25, -0.25, -0.2506]}),
-        ("1", {"grad_norms": [1.0, 1.0, 1.02, 1.0]}),
-        ("1", {"exact": 0.99}),
-        ("1", {"log_d": 0.0102}),
-        ("4", {"restore_s": [0.0, 0.0, 0.0, 0.6]}),
-        ("4", {"publish_s": [0.0, 0.0, 0.6, 0.0]}),
-        ("8", {"checksums": (1, 3)}),
-    ],
+    ("device", "gpus", "model", "trainers"),
+    [("H100", 1, "1.7B", 0), ("H100", 2, "1.7B", 1), ("H100", 8, "4B", 4), ("H200", 2, "4B", 1)],
 )
-def test_a_goal_is_missed(name: str, changes: dict[str, Any]) -> None:
-    again = replace(LEARNED, **changes)
-    first = LEARNED if name == "8" else again
-    assert result(name, Told(8, LEARNED, first, again)) == "missed"
+def test_the_largest_preset_that_fits_is_trained(
+    device: str, gpus: int, model: str, trainers: int, tmp_path: Path
+) -> None:
+    case = choose(gpus, tmp_path, DEVICES[device])
+    assert (case.model, case.trainers) == (PRESETS[model], trainers)
+    assert case.trainers + case.engines * case.tp == max(1, gpus) or gpus == 1
+    config = configure(parse(case.words()[0:]))
+    assert config.cluster.trainers == trainers and config.max_steps == WARM + case.steps
+    assert config.trainer.max_tokens_per_microbatch == case.passes.microbatch > 4096
+    if device == "H100" and gpus == 1:
+        assert choose(1, tmp_path, DEVICES[device], lora_rank=16).model == PRESETS["4B"]
 
 
-def test_the_speed_is_compared_with_a_peer() -> None:
-    planned = round(planned_bytes(Told(2), 2))
-    fitting = replace(LEARNED, peak_bytes=planned)
-    assert result("2", Told(2, LEARNED, fitting)) == "open: no peer installed"
-    assert result("2", Told(2, LEARNED, fitting, torchtitan=1000.0)) == "met"
-    assert result("2", Told(2, LEARNED, fitting, torchtitan=1001.0)) == "missed"
-    too_much = replace(LEARNED, peak_bytes=2 * planned)
-    assert result("2", Told(2, LEARNED, too_much, torchtitan=1000.0)) == "missed"
+def test_the_parts_of_a_step_are_means_over_the_measured_steps(tmp_path: Path) -> None:
+    """A rank and the driver, two steps of which the first is not measured."""
 
+    def rows(*parts: tuple[int, str, float, float]) -> str:
+        names = ("step", "part", "s", "at")
+        return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in parts)
 
-def test_a_transfer_is_judged_by_its_standstill() -> None:
-    assert judge_transfers("vLLM", {"file": 2.0, "nccl": 0.5}) == Finding(
-        "vLLM: standstill 2.00 s by file, 0.50 s by nccl", met=True
+    rank = rows(
+        (0, "forward", 9.0, 1.0),
+        (0, "end", 7.0, 10.0),
+        (1, "exposed", 0.25, 11.0),
+        (1, "forward", 1.0, 12.0),
+        (1, "forward", 1.0, 13.0),
+        (1, "backward", 4.0, 14.0),
+        (1, "encode", 0.5, 15.0),
+        (1, "end", 8.0, 20.0),
+        (2, "encode", 5.0, 21.0),
     )
-    assert not judge_transfers("vLLM", {"file": 2.1, "nccl": 0.5}).met
-    assert not judge_transfers("vLLM", {"file": 0.5, "nccl": 0.6}).met
-    assert judge_transfers("vLLM", {"file": 0.5}).open == "nccl needs vLLM and 2 GPUs"
+    driver = rows((1, "apply", 0.7, 1.0), (1, "load", 0.2, 2.0), (1, "put", 3.0, 2.0))
+    (tmp_path / "1.jsonl").write_text(rank)
+    (tmp_path / "2.jsonl").write_text(driver)
+    budget = read(tmp_path, 1)
+    assert budget == Budget(
+        10.0, {"forward": 2.0, "backward": 4.0, "encode": 0.5}, {"apply": 0.7, "load": 0.2}, 0.25, 8
+    )
+    times = budget_times(budget, [{"schedule/wait_for_batch_s": 1.0}], {"forward": 1.1})
+    assert times["forward"] == (1.5, 1.1) and times["backward"] == (3.0, None)
+    assert times["communication"][0] == 1.5 and times["wait"][0] == 1.0
+    assert times["rest"][0] == pytest.approx(10 - 1 - 6 - 0.5 - 0.7)
+    with pytest.raises(RuntimeError, match="took 2 steps"):
+        read(tmp_path, 2)
+    (tmp_path / "1.jsonl").unlink()
+    with pytest.raises(RuntimeError, match="noted no parts"):
+        read(tmp_path, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "met"),
-    [
-        ({}, True),
-        ({"replayed": 0.051}, False),
-        ({"missing": 0.01}, False),
-        ({"speed": 0.94}, False),
-    ],
-)
-def test_replayed_routes_must_halve_d(changes: dict[str, float], met: bool) -> None:
-    replayed = Replay(own=0.1, replayed=0.05, missing=0.0, speed=0.95)
-    assert judge_replay(replace(replayed, **changes)).met == met
+def event(name: str, start: float, end: float, device: str = "CUDA") -> Any:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=SimpleNamespace(name=device))
+
+
+def test_communication_counts_only_where_nothing_is_computed() -> None:
+    """Times are in microseconds. The second transfer overlaps by half with a product."""
+    events = [
+        event("ncclDevKernel_AllGather", 0, 10),
+        event("gemm", 10, 30),
+        event("ncclDevKernel_ReduceScatter", 20, 40),
+        event("aten::mm", 0, 100, device="CPU"),
+    ]
+    assert exposed_s(events) == pytest.approx(20e-6)
+    on_cpu = [event("gloo:all_gather", 0, 10, "CPU"), event("aten::mm", 5, 100, "CPU")]
+    assert exposed_s(on_cpu) == pytest.approx(10e-6)
 
 
 def test_a_killed_process_must_be_back_in_time_and_nothing_lost() -> None:
     found = Deaths(10.0, [Death("rank", 8.0), Death("raylet", 70.0)], [])
-    assert judge_deaths(found).met
-    assert "rank 8.0, raylet 70.0; a start takes 10.0; the run is" in judge_deaths(found).figure
-    assert not judge_deaths(replace(found, start_s=9.0)).met
-    assert not judge_deaths(replace(found, wrong=["1 groups lost or twice"])).met
-
-
-def test_a_long_run_must_not_leak_and_be_as_fast_as_planned() -> None:
-    assert slope_per_hour([0, 1800, 3600, 7200], [9e9, 9e9, 1e9, 3e9]) == pytest.approx(2e9)
-    with pytest.raises(RuntimeError, match="too few"):
-        slope_per_hour([0.0], [1.0])
-    assert judge_endurance(0.9e9, 81.0, 100.0, is_goal=True).met
-    assert not judge_endurance(1.1e9, 81.0, 100.0, is_goal=True).met
-    assert not judge_endurance(0.9e9, 79.0, 100.0, is_goal=True).met
-    small = judge_endurance(0.9e9, 1.0, 100.0, is_goal=False)
-    assert small.met and small.open.startswith("a small policy")
-
-
-def test_an_error_ends_one_goal() -> None:
-    def fail(check: Check) -> Finding:
-        raise RuntimeError("out of memory")
-
-    found = judge(Goal("9", "a goal", 1, fail, 1), Told(1))
-    assert "**Broke off:** RuntimeError: out of memory" in found and "not measured" in found
+    text, is_met = verdict(found)
+    assert is_met and "rank 8.0, raylet 70.0; a start takes 10.0; the run is sound" in text
+    assert not verdict(replace(found, start_s=9.0))[1]
+    assert not verdict(replace(found, wrong=["1 groups lost or twice"]))[1]

@@ -1,9 +1,9 @@
-"""Test that `benchmarks.gpu_check` runs as a whole at tiny sizes, with trainer ranks on Ray.
+"""Test `benchmarks.gpu_check` with trainer ranks on Ray, and `benchmarks.gpu_kills`.
 
-It also kills a rank, a raylet, an engine host and an engine process of one run.
+The latter kills a rank, a raylet, an engine host and an engine process of one run.
 """
 
-import os
+import json
 import re
 import subprocess
 import sys
@@ -13,30 +13,21 @@ import pytest
 
 from benchmarks import gpu_check, tables
 
-KILLS = "6"
-"""The goal that is measured in another process meanwhile, because it waits most of the time."""
 LIMIT_S = 600
 
 
-def rows(folder: Path) -> list[str]:
-    """Return the rows of the table in a folder."""
-    (table,) = folder.glob("gpu-check-tiny.md")
-    lines = [line for line in table.read_text().splitlines() if re.match(r"\| \d", line)]
-    assert all("| open: needs " in line for line in lines)
-    assert not any("Broke off" in line or "| - |" in line for line in lines)
-    return lines
-
-
-def test_the_script_measures_every_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [goal.name for goal in gpu_check.GOALS if goal.name != KILLS]
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--tiny", "--goals", KILLS]
-    environment = os.environ | {"BENCH_RESULTS": str(tmp_path / "kills")}
-    monkeypatch.setattr(tables, "RESULTS", tmp_path / "others")
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as kills:
-        gpu_check.main(["--tiny", "--goals", *names])
-        others = rows(tmp_path / "others")
-        assert [line.split(" ")[1] for line in others] == names
-        assert "bitwise equal" in others[-1]
-        assert kills.wait(LIMIT_S) == 0
-    (killed,) = rows(tmp_path / "kills")
-    assert re.search(r"process \d.* host \d.* rank \d.* raylet \d.* the run is sound", killed)
+def test_the_parts_of_a_step_are_measured_on_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kills run meanwhile in another process, because they wait most of the time."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    command = [sys.executable, "-m", "benchmarks.gpu_kills", str(tmp_path / "kills")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kills:
+        told = json.loads(gpu_check.main(["--tiny", "--trainers", "2"]).read_text())
+        seconds = told["parts"]["steps"]["values"]["seconds"]
+        for name in ("score", "move", "put", "forward", "backward", "communication", "encode"):
+            assert seconds[name]["measured"] > 0, name
+        assert told["parts"]["exactness"]["values"]["exact share"]["value"] == 1
+        printed, _ = kills.communicate(timeout=LIMIT_S)
+    assert kills.returncode == 0
+    assert re.search(r"process \d.* host \d.* rank \d.* raylet \d.* the run is sound", printed)

@@ -3,7 +3,7 @@
 The server gets the trainer's bits under the right version. A server that dies or hangs during a
 transfer never hangs the run: its pool continues without it, and it comes back in a new group. What
 cannot work is refused with one message. `make test-engines` compares the messages with the real
-vLLM. Nothing here was verified on a GPU; `python -m benchmarks.gpu_check` does it.
+vLLM. Nothing here was verified on a GPU.
 """
 
 import asyncio

@@ -525,15 +525,23 @@ class AnalyticCosts:
     def publish_s(self) -> float:
         """Return the seconds in which the trainer copies a version to main memory and encodes it.
 
-        If several engines of one node load whole weights of trainer ranks, the run's own process
-        also applies all deltas to its copy, on one core.
+        They include `driver_s`.
         """
         setup = self.setup
         link = setup.device.host_link * setup.shares.link
-        copied = setup.version_bytes / (self.placement.trainers * link) + self.encode_s
+        copied = setup.version_bytes / (self.placement.trainers * link)
+        return copied + self.encode_s + self.driver_s
+
+    @property
+    def driver_s(self) -> float:
+        """Seconds in which the run's own process applies the deltas of all ranks, on one core.
+
+        It does so if several engines of one node load whole weights.
+        """
+        setup = self.setup
         ranked = setup.is_sharded(self.placement.trainers) and not setup.lora_rank
         serial = ranked and not self.sends_deltas
-        return copied + serial * delta_sizes.apply_s(setup.trained, setup.delta_rate)
+        return serial * delta_sizes.apply_s(setup.trained, setup.delta_rate)
 
     @property
     def is_one_node(self) -> bool:
