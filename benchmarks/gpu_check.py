@@ -259,7 +259,7 @@ def budget_times(
 def part_line(check: Check, name: str, label: str) -> str:
     took, expected = check.times[name]
     share = f"{took / check.times['step'][0]:.0%}"
-    return cells(f"  {label}", f"{took:.3f}", "-" if expected is None else f"{expected:.3f}", share)
+    return cells(f"  {label}", f"{took:.3g}", "-" if expected is None else f"{expected:.3g}", share)
 
 
 def exactness(check: Check) -> Found:
