@@ -66,7 +66,7 @@ TRAINER = {
     "optimizer": "optimizer",
     "encode": "publish: encode",
     "apply": "publish: driver applies deltas",
-    "rest": "rest",
+    "rest": "rest: loop, waits to publish",
     "step": "step",
 }
 """Parts of a step in the trainer's thread, with their names in the report."""
@@ -109,10 +109,11 @@ class Check:
     @cached_property
     def case(self) -> Case:
         """The run that is measured. Raises RuntimeError if no preset fits."""
-        if self.is_tiny:
-            return tiny(self.folder, device_here(self.chip), trainers=self.trainers)
         device = device_here(self.chip)
-        chosen = choose(self.gpus, self.folder, device, lora_rank=self.lora_rank)
+        if self.is_tiny:
+            chosen = tiny(self.folder, device, trainers=self.trainers)
+        else:
+            chosen = choose(self.gpus, self.folder, device, lora_rank=self.lora_rank)
         return replace(chosen, more=self.more)
 
     @property
