@@ -2,10 +2,12 @@
 
     python -m benchmarks.throttled          # 10 minutes, hardly any CPU time
 
-A real run trains a tiny model and samples from a fake vLLM server. Each part of a step and of a
-publication sleeps for the bytes of 4B on 8 GPUs, or of 30B-A3B on 64, divided by `SCALE`. The same
-seconds go through the planner's virtual clock: its formulas give those of a publication from the
-bytes and the bandwidth.
+A real run trains a tiny model and samples from a fake vLLM server. The publication of a version
+sleeps for the bytes of 4B, whose server has one GPU, or of 30B-A3B, whose server has four. The
+trainer sleeps as long as the plan says, and a batch is sampled in fixed seconds. All are divided by
+`SCALE`. The planner computes the seconds of a publication from the bytes and the bandwidth, and the
+step on its virtual clock. So the comparison shows whether publication and the overlap of the parts
+are as planned, not whether a GPU computes as fast.
 """
 
 import argparse
