@@ -261,7 +261,8 @@ def budget_times(
 def part_line(check: Check, name: str, label: str) -> str:
     took, expected = check.times[name]
     share = f"{took / check.times['step'][0]:.0%}"
-    return cells(f"  {label}", f"{took:.3g}", "-" if expected is None else f"{expected:.3g}", share)
+    seconds = (f"{each:.3g}" if each else "-" for each in (took, expected))
+    return cells(f"  {label}", *seconds, share)
 
 
 def exactness(check: Check) -> Found:
@@ -369,8 +370,8 @@ def share(check: Check) -> Found:
         for name, parts in groups.items()
     }
     told = ", ".join(f"{name} {value:.0%}" for name, value in lost.items())
-    expected = f"{of_peer:.0%}" if check.gpus else NO_GPU
-    line = f"expected share of prime-rl's throughput: {expected}, lost: {told}"
+    expected = f"{of_peer:.0%}," if check.gpus else f"{NO_GPU};"
+    line = f"expected share of prime-rl's throughput: {expected} lost: {told}"
     values = {"share": of_peer if check.gpus else None, "peer": asdict(peer), "lost": lost}
     return Found(textwrap.wrap(line, WIDTH), values)
 
