@@ -66,7 +66,7 @@ TRAINER = {
     "optimizer": "optimizer",
     "encode": "publish: encode",
     "apply": "publish: driver applies deltas",
-    "rest": "rest",
+    "rest": "rest: loop, waits to publish",
     "step": "step",
 }
 """Parts of a step in the trainer's thread, with their names in the report."""
@@ -109,10 +109,11 @@ class Check:
     @cached_property
     def case(self) -> Case:
         """The run that is measured. Raises RuntimeError if no preset fits."""
-        if self.is_tiny:
-            return tiny(self.folder, device_here(self.chip), trainers=self.trainers)
         device = device_here(self.chip)
-        chosen = choose(self.gpus, self.folder, device, lora_rank=self.lora_rank)
+        if self.is_tiny:
+            chosen = tiny(self.folder, device, trainers=self.trainers)
+        else:
+            chosen = choose(self.gpus, self.folder, device, lora_rank=self.lora_rank)
         return replace(chosen, more=self.more)
 
     @property
@@ -260,7 +261,8 @@ def budget_times(
 def part_line(check: Check, name: str, label: str) -> str:
     took, expected = check.times[name]
     share = f"{took / check.times['step'][0]:.0%}"
-    return cells(f"  {label}", f"{took:.3g}", "-" if expected is None else f"{expected:.3g}", share)
+    seconds = (f"{each:.3g}" if each else "-" for each in (took, expected))
+    return cells(f"  {label}", *seconds, share)
 
 
 def exactness(check: Check) -> Found:
@@ -368,8 +370,8 @@ def share(check: Check) -> Found:
         for name, parts in groups.items()
     }
     told = ", ".join(f"{name} {value:.0%}" for name, value in lost.items())
-    expected = f"{of_peer:.0%}" if check.gpus else NO_GPU
-    line = f"expected share of prime-rl's throughput: {expected}, lost: {told}"
+    expected = f"{of_peer:.0%}," if check.gpus else f"{NO_GPU};"
+    line = f"expected share of prime-rl's throughput: {expected} lost: {told}"
     values = {"share": of_peer if check.gpus else None, "peer": asdict(peer), "lost": lost}
     return Found(textwrap.wrap(line, WIDTH), values)
 

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from benchmarks import throttled
 from benchmarks.long_context import saved_bytes, shape_of
 from unstale.analysis.planner import publication
 from unstale.analysis.planner.analytic import (
@@ -316,6 +317,19 @@ def test_the_measured_parts_of_a_publication_are_predicted(
         assert found.load_s() == pytest.approx(float(standstill), rel=0.15)
         assert found.stage_s() == pytest.approx(float(staged), rel=0.15)
         assert publication.reference_s(found.setup.model) == pytest.approx(reference, rel=0.15)
+
+
+def test_the_real_loop_at_throttled_speeds_takes_the_time_of_the_plan() -> None:
+    """The measured table is within 15% of what it says was planned, and plans still say that."""
+    text = (ROOT / "benchmarks/results/throttled.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.endswith("met |")]
+    assert len(rows) == len(throttled.CASES)
+    for case, cells in zip(throttled.CASES, rows, strict=True):
+        planned = [throttled.SCALE * each for each in throttled.predict(case)]
+        standstill, measured, step, measured_step = map(float, cells[3:7])
+        assert (standstill, step) == (pytest.approx(planned[0], abs=0.05), round(planned[1], 1))
+        assert measured == pytest.approx(standstill, rel=throttled.LIMIT)
+        assert measured_step == pytest.approx(step, rel=throttled.LIMIT)
 
 
 def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:

@@ -59,7 +59,7 @@ def test_every_part_reports_at_tiny_sizes(
     assert judged_by["exact share"]["result"] == judged_by["kernels"]["result"] == "met"
     assert all(judged_by[str(peer)]["result"] == NO_GPU for peer in PEERS)
     assert {"publish", "score", "communication"} <= values["share"]["lost"].keys()
-    assert f"expected share of prime-rl's throughput: {NO_GPU}, lost: publish" in printed
+    assert f"expected share of prime-rl's throughput: {NO_GPU}; lost: publish" in printed
 
 
 def test_an_error_ends_one_part(monkeypatch: pytest.MonkeyPatch) -> None:

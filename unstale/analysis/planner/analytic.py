@@ -559,7 +559,7 @@ class AnalyticCosts:
 
     @property
     def is_one_node(self) -> bool:
-        return self.placement.colocated or self.placement.devices <= self.setup.device.node
+        return self.placement.devices <= self.setup.device.node
 
     @property
     def sends_deltas(self) -> bool:

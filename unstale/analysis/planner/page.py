@@ -232,7 +232,9 @@ def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
     average_row = _route_row(suggestion, average.candidate)
     average_s = average.candidate.route_s
     ratio = suggestion.best.rate / average.rate
-    times = f"takes {best.route_s / average_s:.2f} times as long, and " if average_s else ""
+    times = ""
+    if best.route_s and average_s:
+        times = f"takes {best.route_s / average_s:.2f} times as long, and "
     throughput = f"changes the throughput by {ratio - 1:+.0%}"
     place = "for models" if best.costs.setup.device.is_core else "on GPUs"
     if abs(ratio - 1) < 1 - NEAR:
