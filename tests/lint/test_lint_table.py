@@ -145,6 +145,7 @@ HEARD += (
     "--objective.loss_type sapo --objective.tau_pos 2 --objective.unit sequence",
     "--objective.loss_type dppo --objective.unit sequence",
     "--objective.loss_type drpo --objective.unit turn",
+    "--objective.opsm_threshold 1e-3",
     "--objective.loss_type drpo --objective.drpo_delta inf",
     "--objective.loss_type vespo --objective.unit sequence",
     "--objective.loss_type vespo --objective.vespo_lambda_pos 1e5",
@@ -198,6 +199,8 @@ SILENT += (
     "--correction.mode kpop",
     "--correction.mode kpop --correction.unit sequence --correction.aggregate max",
     "--correction.mode k3_mask --correction.unit sequence --correction.kl_limit 0.01",
+    "--objective.opsm_threshold 0.1",
+    "--trainer.dtype float32 --engine.dtype float32 --objective.opsm_threshold 1e-4",
     "--objective.loss_type drpo",
     "--objective.loss_type vespo",
     "--objective.loss_type vespo --objective.unit sequence --objective.aggregate sum "

@@ -18,7 +18,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unstale.algorithms.corrections import LOG_LIMIT, binary_kl, bounded_exp, renumber, widen
+from unstale.algorithms.corrections import (
+    LOG_LIMIT,
+    aggregate,
+    binary_kl,
+    bounded_exp,
+    log_discrepancy,
+    renumber,
+    widen,
+)
 from unstale.config.algorithm import LossAggregation
 
 
@@ -278,6 +286,30 @@ def none(
     S is the staleness ratio pi / pi_old and A the advantage.
     """
     return _unclipped(-bounded_exp(log_staleness) * _of_actions(advantage, sampled))
+
+
+def mask_sequences(  # noqa: PLR0913 - the values of tokens
+    surrogate: Surrogate,
+    logp: Float[Tensor, "*shape"],
+    behavior_logp: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sequence: Int[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"],
+    threshold: float,
+) -> Surrogate:
+    """Take the gradient of tokens with A < 0 in sequences that pi has moved away from.
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): such a sequence has a mean of log
+    mu - log pi over its sampled tokens above `threshold`, in nats. mu is the engine's policy, so
+    the mean contains discrepancy and staleness. The loss of its tokens with a negative advantage A
+    is 0, and they count as clipped from below.
+    """
+    log_ratio = log_discrepancy(logp, behavior_logp, sampled=sampled)
+    far = aggregate(-log_ratio, sequence, sampled=sampled) > threshold
+    dropped = sampled & far & (advantage < 0)
+    loss = torch.where(dropped, 0.0, surrogate.loss)
+    return surrogate._replace(loss=loss, clipped_low=surrogate.clipped_low | dropped)
 
 
 def _of_actions(advantage: Tensor, sampled: Tensor | None) -> Tensor:

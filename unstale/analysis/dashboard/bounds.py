@@ -31,6 +31,16 @@ def bounds(correction: CorrectionConfig, objective: ObjectiveConfig) -> list[Bou
             about="objective.ratio_cap",
         )
         found.append(cap)
+    if objective.opsm_threshold:
+        of_sequences = Bounds(
+            on="ds",
+            low=math.exp(-objective.opsm_threshold),
+            below="negative",
+            name="limit of D S over a sequence",
+            about="objective.opsm_threshold",
+            unit="sequence",
+        )
+        found.append(of_sequences)
     return [each for each in found if each.low > 0 or each.high < math.inf]
 
 
