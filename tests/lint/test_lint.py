@@ -665,6 +665,7 @@ def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
         ("--objective.loss_type sapo", "nothing"),
         ("--objective.loss_type dppo", "S from above where A < 0"),
         ("--objective.loss_type drpo", "S from above where A < 0"),
+        ("--objective.loss_type vaco", "S from above where A < 0"),
         ("--objective.loss_type vespo", "nothing"),
         ("--objective.loss_type dppo --objective.ratio_cap 20", "nothing"),
         ("--objective.loss_type dro", "S is pulled back, not cut"),

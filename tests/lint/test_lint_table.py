@@ -145,6 +145,8 @@ HEARD += (
     "--objective.loss_type sapo --objective.tau_pos 2 --objective.unit sequence",
     "--objective.loss_type dppo --objective.unit sequence",
     "--objective.loss_type drpo --objective.unit turn",
+    "--objective.loss_type vaco --objective.unit sequence",
+    "--objective.loss_type vaco --objective.vaco_delta 1e-4",
     "--objective.opsm_threshold 1e-3",
     "--objective.loss_type drpo --objective.drpo_delta inf",
     "--objective.loss_type vespo --objective.unit sequence",
@@ -202,6 +204,7 @@ SILENT += (
     "--objective.opsm_threshold 0.1",
     "--trainer.dtype float32 --engine.dtype float32 --objective.opsm_threshold 1e-4",
     "--objective.loss_type drpo",
+    "--objective.loss_type vaco",
     "--objective.loss_type vespo",
     "--objective.loss_type vespo --objective.unit sequence --objective.aggregate sum "
     "--trainer.minibatches_per_batch 2",

@@ -275,6 +275,29 @@ def drpo(
     return _unclipped(pull - ratio * advantage)
 
 
+def vaco(
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sequence: Int[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"],
+    vaco_delta: float = 0.2,
+) -> Surrogate:
+    """VACO's filter: -S A, without gradient where A moves a token of a far sequence further away.
+
+    S is the staleness ratio pi / pi_old of the token and A the advantage. A sequence is far if the
+    mean of |S - 1| over its sampled tokens is above `vaco_delta`; half of that mean estimates the
+    total variation between pi_old and pi. Tokens with A log S > 0 then have the loss 0. See arXiv
+    2603.01365, whose pi_old is the engine's policy mu; open-instruct takes the mean per sequence.
+    """
+    advantage = _of_actions(advantage, sampled)
+    ratio = bounded_exp(log_staleness)
+    far = aggregate((ratio.detach() - 1).abs(), sequence, sampled=sampled) > vaco_delta
+    stopped = far & (advantage * log_staleness.detach() > 0)
+    loss = -torch.where(stopped, 0.0, ratio * advantage)
+    return Surrogate(loss, stopped & (advantage < 0), stopped & (advantage > 0))
+
+
 def none(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
