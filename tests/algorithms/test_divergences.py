@@ -9,6 +9,7 @@
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,7 +224,29 @@ def test_divergences_are_aggregated_over_units(mode: str, unit: Any, aggregate: 
 # ------------------------------------------------------------------------------------------------
 
 
-def first_gradient(behavior: Tensor | None = None, **options: Any) -> Tensor:
+@pytest.mark.parametrize("loss_type", ["dppo", "drpo", "vaco"])
+def test_discrepancy_is_limited_only_where_the_engine_is_the_old_policy(loss_type: str) -> None:
+    """Before the first step, exact values have S = 1; those of `route = rollout` have S = D."""
+    batch = a_batch()
+    shift = torch.where(batch.sequence == 0, 0.5, 0.0)  # this sequence has A = 1
+    behavior = torch.where(batch.sampled, math.log(0.4), 0.0)
+    batch = replace(batch, behavior_logp=behavior)
+    rules = LossSpec(CorrectionConfig(), ObjectiveConfig(loss_type=loss_type))
+    slopes = []
+    for old_logp in (behavior + shift, behavior):
+        logp = (behavior + shift).clone().requires_grad_()
+        found = rules.surrogate(logp, old_logp, batch)
+        (slope,) = torch.autograd.grad(found.loss.sum(), logp)
+        slopes.append(slope)
+    exact, rollout = slopes
+    far = batch.sampled & (batch.sequence == 0)
+    torch.testing.assert_close(exact[batch.sampled], -batch.advantage[batch.sampled])
+    # p = 0.66 against 0.4: DPPO and VACO stop the tokens, DRPO turns their gradient around
+    assert (rollout[far] > 0).all() if loss_type == "drpo" else not rollout[far].any()
+    torch.testing.assert_close(rollout[~far], exact[~far])
+
+
+def first_gradient(**options: Any) -> Tensor:
     """Return the gradient of a first minibatch, with `route = rollout`."""
     trainer = make(
         tiny_policy(dtype="float64"),
