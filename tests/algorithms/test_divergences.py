@@ -5,9 +5,11 @@
 - `dppo` stops the tokens that prime-rl's default loss stops (TV) and that the KL of the paper does.
 - Its penalty is on every token, its gradient elsewhere that of an importance weight.
 - `drpo` has the gradient weight of its paper and vanishes at the limit of `dppo`.
+- `vaco` stops tokens that move away in sequences whose mean |S - 1| is above its limit.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor, tensor
 
 from tests.trainer.test_trainer import a_batch, gradient, make, tiny_policy
 from unstale.algorithms.corrections import binary_kl, keep_all, kpop, mask_weight, two_way_kl
-from unstale.algorithms.objectives import Surrogate, dppo, drpo
+from unstale.algorithms.objectives import Surrogate, dppo, drpo, vaco
 from unstale.config import CorrectionConfig, ObjectiveConfig
 from unstale.trainer.rules import LossSpec
 
@@ -136,6 +138,22 @@ def test_drpo_has_the_gradient_weight_of_its_paper(
     assert slope.item() == pytest.approx(-ratio * advantage * weight, rel=1e-6, abs=1e-9)
 
 
+def test_vaco_stops_what_moves_away_in_a_far_sequence() -> None:
+    """The means of |S - 1| are (0.5 + 0.1 + 0.3) / 3 = 0.3, and 0.15 where nothing is stopped."""
+    ratio = tensor([7.0, 1.5, 0.9, 0.7, 1.3, 1.0], dtype=torch.float64)
+    sampled = tensor([False, True, True, True, True, True])
+    sequence = tensor([0, 0, 0, 0, 1, 1])
+    advantage = tensor([0.0, 1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+    log_s = ratio.log().requires_grad_()
+    found = vaco(log_s, advantage, sequence=sequence, sampled=sampled)
+    (slope,) = torch.autograd.grad(found.loss.sum(), log_s)
+    assert slope.tolist() == pytest.approx([0, 0, -0.9, 0, -1.3, -1.0])
+    assert found.clipped_high.tolist() == [False, True, False, False, False, False]
+    assert found.clipped_low.tolist() == [False, False, False, True, False, False]
+    wide = vaco(log_s, advantage, sequence=sequence, sampled=sampled, vaco_delta=0.31)
+    assert not wide.clipped.any()
+
+
 # --- corrections
 # ------------------------------------------------------------------------------------------------
 
@@ -206,7 +224,29 @@ def test_divergences_are_aggregated_over_units(mode: str, unit: Any, aggregate: 
 # ------------------------------------------------------------------------------------------------
 
 
-def first_gradient(behavior: Tensor | None = None, **options: Any) -> Tensor:
+@pytest.mark.parametrize("loss_type", ["dppo", "drpo", "vaco"])
+def test_discrepancy_is_limited_only_where_the_engine_is_the_old_policy(loss_type: str) -> None:
+    """Before the first step, exact values have S = 1; those of `route = rollout` have S = D."""
+    batch = a_batch()
+    shift = torch.where(batch.sequence == 0, 0.5, 0.0)  # this sequence has A = 1
+    behavior = torch.where(batch.sampled, math.log(0.4), 0.0)
+    batch = replace(batch, behavior_logp=behavior)
+    rules = LossSpec(CorrectionConfig(), ObjectiveConfig(loss_type=loss_type))
+    slopes = []
+    for old_logp in (behavior + shift, behavior):
+        logp = (behavior + shift).clone().requires_grad_()
+        found = rules.surrogate(logp, old_logp, batch)
+        (slope,) = torch.autograd.grad(found.loss.sum(), logp)
+        slopes.append(slope)
+    exact, rollout = slopes
+    far = batch.sampled & (batch.sequence == 0)
+    torch.testing.assert_close(exact[batch.sampled], -batch.advantage[batch.sampled])
+    # p = 0.66 against 0.4: DPPO and VACO stop the tokens, DRPO turns their gradient around
+    assert (rollout[far] > 0).all() if loss_type == "drpo" else not rollout[far].any()
+    torch.testing.assert_close(rollout[~far], exact[~far])
+
+
+def first_gradient(**options: Any) -> Tensor:
     """Return the gradient of a first minibatch, with `route = rollout`."""
     trainer = make(
         tiny_policy(dtype="float64"),
@@ -226,6 +266,7 @@ def test_the_trainer_gives_dppo_the_old_log_probabilities() -> None:
     torch.testing.assert_close(first_gradient(loss_type="dppo", **wide), plain, rtol=1e-12, atol=0)
     narrow = {"divergence_low": 1e-9, "divergence_high": 1e-9}
     stopped = first_gradient(loss_type="dppo", **narrow)
+    torch.testing.assert_close(first_gradient(loss_type="vaco", vaco_delta=1e-9), stopped)
     clipped = first_gradient(loss_type="ppo_clip", clip_low=1e-9, clip_high=1e-9)
     torch.testing.assert_close(stopped, clipped, rtol=1e-9, atol=1e-12)
     assert not torch.allclose(stopped, plain)

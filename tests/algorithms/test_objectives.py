@@ -47,8 +47,18 @@ from unstale.algorithms.objectives import (
     sampled_entropy,
     sapo,
     token_norm,
+    vaco,
     vespo,
 )
+
+UNITS: list[Any] = ["token", "segment", "turn", "sequence"]
+
+SEQUENCE = tensor([0, 0, 0, 0, 0, 0, 1, 1])
+TURN = tensor([-1, 0, 0, 0, -1, 1, -1, 0])
+VERSION = tensor([-1, 3, 3, 4, -1, 4, -1, 4])
+SAMPLED = TURN >= 0
+ADVANTAGE = tensor([0.0, 1.5, 1.5, 1.5, 0.0, -0.5, 0.0, -2.0])
+
 
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Surrogate]] = {
     "ppo_clip": ppo_clip,
@@ -60,17 +70,16 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Surrogate]] = {
     "vespo": vespo,
     "dppo": lambda log_s, advantage: dppo(log_s, advantage, old_logp=0.1 * log_s.detach() - 1),
     "drpo": lambda log_s, advantage: drpo(log_s, advantage, old_logp=0.1 * log_s.detach() - 1),
+    "vaco": lambda log_s, advantage: vaco(
+        log_s,
+        advantage,
+        sequence=SEQUENCE.reshape(log_s.shape),
+        sampled=SAMPLED.reshape(log_s.shape),
+    ),
     "kl_penalty": kl_penalty,
     "dro": dro,
     "none": none,
 }
-UNITS: list[Any] = ["token", "segment", "turn", "sequence"]
-
-SEQUENCE = tensor([0, 0, 0, 0, 0, 0, 1, 1])
-TURN = tensor([-1, 0, 0, 0, -1, 1, -1, 0])
-VERSION = tensor([-1, 3, 3, 4, -1, 4, -1, 4])
-SAMPLED = TURN >= 0
-ADVANTAGE = tensor([0.0, 1.5, 1.5, 1.5, 0.0, -0.5, 0.0, -2.0])
 
 
 def ids(unit: Any) -> Tensor:

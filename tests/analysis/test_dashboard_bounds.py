@@ -95,6 +95,20 @@ def test_the_gradient_is_that_of_the_trainer_s_loss(kind: Any, cap: float) -> No
     assert (kind == "none") == (set(names) == {"kept"})
 
 
+def test_a_mask_of_sequences_is_a_limit_of_d_s() -> None:
+    config = ObjectiveConfig(opsm_threshold=0.1)
+    limit = bounds(CorrectionConfig(mode="none"), config)[-1]
+    assert (limit.on, limit.unit) == ("ds", "sequence")
+    ((at, text),) = limit.ends()
+    assert at == pytest.approx(math.exp(-0.1))
+    assert text == "A token with D S below 0.904837 and negative advantage has no gradient."
+    token = TrainedToken(0.0, -0.2, 1.0, -1.0, "clipped_low")
+    found = gradient(config, token)
+    assert found is not None and found[0] == 0
+    weighted = ObjectiveConfig(loss_type="cispo", opsm_threshold=0.1)
+    assert gradient(weighted, token) is None  # clipped or masked, the record does not say which
+
+
 def test_tokens_that_are_not_in_the_loss_have_the_gradient_0() -> None:
     config = ObjectiveConfig()
     for outcome in ("vetoed", "masked", "dropped", "skipped"):

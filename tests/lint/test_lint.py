@@ -578,6 +578,10 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
         "sapo: a gradient that fades as S leaves 1 (tau 1 where A > 0, else 2), per token; "
         "pi / mu at most 5"
     )
+    _, s = check(configured("--objective.opsm_threshold 0.1")).factors
+    assert s.bound.endswith(
+        "where A < 0 and the mean of log(mu / pi) over the sequence is above 0.1"
+    )
     modes = {
         "kpop": "kpop: a weight, dropped where the binary KL is above 0.1, per token",
         "k3_mask": "k3_mask: dropped where D - 1 - log D is above 0.1, per token",
@@ -661,6 +665,7 @@ def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
         ("--objective.loss_type sapo", "nothing"),
         ("--objective.loss_type dppo", "S from above where A < 0"),
         ("--objective.loss_type drpo", "S from above where A < 0"),
+        ("--objective.loss_type vaco", "S from above where A < 0"),
         ("--objective.loss_type vespo", "nothing"),
         ("--objective.loss_type dppo --objective.ratio_cap 20", "nothing"),
         ("--objective.loss_type dro", "S is pulled back, not cut"),

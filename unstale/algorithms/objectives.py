@@ -18,7 +18,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unstale.algorithms.corrections import LOG_LIMIT, binary_kl, bounded_exp, renumber, widen
+from unstale.algorithms.corrections import (
+    LOG_LIMIT,
+    aggregate,
+    binary_kl,
+    bounded_exp,
+    log_discrepancy,
+    renumber,
+    widen,
+)
 from unstale.config.algorithm import LossAggregation
 
 
@@ -268,6 +276,29 @@ def drpo(
     return _unclipped(pull - ratio * advantage)
 
 
+def vaco(
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sequence: Int[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"],
+    vaco_delta: float = 0.2,
+) -> Surrogate:
+    """VACO's filter: -S A, without gradient where A moves a token of a far sequence further away.
+
+    S is the staleness ratio pi / pi_old of the token and A the advantage. A sequence is far if the
+    mean of |S - 1| over its sampled tokens is above `vaco_delta`; half of that mean estimates the
+    total variation between pi_old and pi. Tokens with A log S > 0 then have the loss 0. See arXiv
+    2603.01365, whose pi_old is the engine's policy mu; open-instruct takes the mean per sequence.
+    """
+    advantage = _of_actions(advantage, sampled)
+    ratio = bounded_exp(log_staleness)
+    far = aggregate((ratio.detach() - 1).abs(), sequence, sampled=sampled) > vaco_delta
+    stopped = far & (advantage * log_staleness.detach() > 0)
+    loss = -torch.where(stopped, 0.0, ratio * advantage)
+    return Surrogate(loss, stopped & (advantage < 0), stopped & (advantage > 0))
+
+
 def none(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -279,6 +310,30 @@ def none(
     S is the staleness ratio pi / pi_old and A the advantage.
     """
     return _unclipped(-bounded_exp(log_staleness) * _of_actions(advantage, sampled))
+
+
+def mask_sequences(  # noqa: PLR0913 - the values of tokens
+    surrogate: Surrogate,
+    logp: Float[Tensor, "*shape"],
+    behavior_logp: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sequence: Int[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"],
+    threshold: float,
+) -> Surrogate:
+    """Take the gradient of tokens with A < 0 in sequences that pi has moved away from.
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): such a sequence has a mean of log
+    mu - log pi over its sampled tokens above `threshold`, in nats. mu is the engine's policy, so
+    the mean contains discrepancy and staleness. The loss of its tokens with a negative advantage A
+    is 0, and they count as clipped from below.
+    """
+    log_ratio = log_discrepancy(logp, behavior_logp, sampled=sampled)
+    far = aggregate(-log_ratio, sequence, sampled=sampled) > threshold
+    dropped = sampled & far & (advantage < 0)
+    loss = torch.where(dropped, 0.0, surrogate.loss)
+    return surrogate._replace(loss=loss, clipped_low=surrogate.clipped_low | dropped)
 
 
 def _of_actions(advantage: Tensor, sampled: Tensor | None) -> Tensor:

@@ -182,6 +182,9 @@ SYNONYMS = {
     "rollout_rs": "correction.mode",
     "rollout_rs_threshold": "correction.low, correction.high, correction.kl_limit; a k1 limit is "
     "one of mu / pi_old, so ours are 1 / it",
+    **dict.fromkeys(
+        ("off_policy_mask_threshold", "opsm_delta", "use_opsm"), "objective.opsm_threshold"
+    ),
     "drpo_epsilon": "objective.drpo_delta",
     "kpop_threshold": "correction.kl_limit",
     # the optimizer and the model in memory

@@ -136,6 +136,10 @@ class ObjectiveConfig(VariantSection):
     """Upper limit of the whole importance ratio pi / mu (D times S), by which a token's loss is
     weighted; 0 sets no limit.
     """
+    opsm_threshold: NonNegative = 0.0
+    """Tokens with a negative advantage have no gradient if the mean of log(mu / pi) over their
+    sequence is above this value, in nats (off-policy sequence masking); 0 masks none.
+    """
     unit: Unit = "token"
     """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment (tokens
     sampled by one version of the weights), or a sequence.

@@ -125,6 +125,21 @@ def narrow_threshold(config: RunConfig) -> Finding | None:
     )
 
 
+def narrow_sequence_mask(config: RunConfig) -> Finding | None:
+    limit = config.objective.opsm_threshold
+    exact = config.engine.bitwise or (config.trainer.dtype, config.engine.dtype) == (
+        "float32",
+        "float32",
+    )
+    noise = max(ROUNDING if exact else NOISE, _noise_of_format(config))
+    noise = noise / UNIT if exact else noise  # a mean over tokens, see `_noise`
+    if not 0 < limit < noise:
+        return None
+    why = f"a mean log(mu / pi) of about {noise:.2g} occurs without staleness"
+    fixes = ({"objective.opsm_threshold": 5 * noise}, {"objective.opsm_threshold": 0.0})
+    return Finding(f"opsm_threshold {limit:g} is narrower than the noise", why, fixes)
+
+
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
     """Yield every threshold of the configuration as the name of its ratio, "D" or "S", and a size.
 

@@ -417,6 +417,7 @@ WARNINGS: Sequence[Rule] = (
     _wrong_age,
     _mixed_cache,
     noise.narrow_threshold,
+    noise.narrow_sequence_mask,
     noise.noisy_veto,
     noise.mixed_format,
     noise.idle_format,

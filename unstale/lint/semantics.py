@@ -136,6 +136,11 @@ def _bound_on_s(config: RunConfig) -> str:
         changed.append("m2po")
     if changed:
         words += f"; changed by {' and '.join(changed)} (see techniques)"
+    if rule.opsm_threshold:
+        words += (
+            "; no gradient where A < 0 and the mean of log(mu / pi) over the sequence is above "
+            f"{rule.opsm_threshold:g}"
+        )
     return f"{words}; pi / mu at most {rule.ratio_cap:g}" if rule.ratio_cap else words
 
 

@@ -1,6 +1,4 @@
-"""Objectives that limit the change of a token's probability instead of its ratio: `dppo`
-and `drpo`.
-"""
+"""Objectives that limit a divergence instead of a ratio: `dppo`, `drpo` and `vaco`."""
 
 import math
 from collections.abc import Iterator
@@ -113,3 +111,42 @@ class Drpo(ObjectiveConfig):
     @property
     def bounds_s(self) -> bool:
         return self.drpo_delta < math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vaco(ObjectiveConfig):
+    """An importance weight, and a limit on the total variation of a sequence."""
+
+    loss_type: str = "vaco"
+    vaco_delta: Positive = 0.2
+    """A token has no gradient if its advantage moves S further from 1 and the mean of |S - 1| over
+    its sequence is above this limit.
+    """
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-S A, and 0 where A log S > 0 in a sequence with a mean of \\|S - 1\\| above "
+        "vaco_delta",
+        source="arXiv 2603.01365; per sequence as in open-instruct",
+        choose="to stop single tokens only in sequences that are far as a whole; the advantages "
+        "are not computed again, as the paper does with a critic",
+    )
+    ratio: ClassVar = ("token", "mean")
+    inputs: ClassVar = ("sequence", "sampled")
+    wide: ClassVar = {"vaco_delta": 0.2}
+    no_limit: ClassVar = ("vaco_delta",)
+
+    def limit(self) -> str:
+        return (
+            "no gradient for moving further in a sequence with a mean of |S - 1| above "
+            f"{self.vaco_delta:g}"
+        )
+
+    def thresholds(self) -> Iterator[float]:
+        yield math.log1p(self.vaco_delta)
+
+    def unlimited(self, *, capped: bool) -> str:
+        return "" if capped else f"{LOOSE_ABOVE} (ratio_cap sets one)"
+
+    @property
+    def bounds_s(self) -> bool:
+        return self.vaco_delta < math.inf

@@ -82,6 +82,21 @@ class LossSpec:
                 sampled=batch.sampled,
                 how=config.ratio_aggregate,
             )
+        found = self._surrogate(log_s, old_logp, batch)
+        if not config.opsm_threshold:
+            return found
+        return objectives.mask_sequences(
+            found,
+            logp,
+            batch.behavior_logp,
+            batch.advantage,
+            sequence=batch.sequence,
+            sampled=batch.sampled,
+            threshold=config.opsm_threshold,
+        )
+
+    def _surrogate(self, log_s: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
+        config = self.objective
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
         known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.sampled}

@@ -31,6 +31,16 @@ def bounds(correction: CorrectionConfig, objective: ObjectiveConfig) -> list[Bou
             about="objective.ratio_cap",
         )
         found.append(cap)
+    if objective.opsm_threshold:
+        of_sequences = Bounds(
+            on="ds",
+            low=math.exp(-objective.opsm_threshold),
+            below="negative",
+            name="limit of D S over a sequence",
+            about="objective.opsm_threshold",
+            unit="sequence",
+        )
+        found.append(of_sequences)
     return [each for each in found if each.low > 0 or each.high < math.inf]
 
 
@@ -87,6 +97,8 @@ def gradient(config: ObjectiveConfig, token: TrainedToken) -> tuple[float, str] 
         return None
     if config.stops and token.outcome.startswith("clipped"):
         return 0.0, "the token is clipped, so the loss does not change with S"
+    if config.opsm_threshold and token.outcome == "clipped_low":
+        return None  # its weight is at a limit, or its sequence is masked
     log_d, log_s, weight, advantage, _ = token
     if log_d is None or log_s is None or weight is None or advantage is None:
         return None
