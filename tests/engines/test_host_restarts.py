@@ -1,9 +1,10 @@
 """An engine that restarts while its host stages a new version loads that one.
 
-The host runs without Ray.
+A host refuses deltas to other weights, and leaves no file. The host runs without Ray.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from tests.support.host_engines import digits
+from tests.support.waits import LIMIT_S, until
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
 from unstale.cluster.weight_objects import Part, arrays
 from unstale.engines import EngineDied, SamplingParams, Update
+from unstale.engines.embedded import shared_weights
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.testing import tiny_policy
@@ -132,3 +135,32 @@ def test_a_host_refuses_a_delta_to_weights_that_it_does_not_have(tmp_path: Path)
         await host.close()
 
     asyncio.run(main())
+
+
+def test_a_host_that_is_closed_while_a_version_is_staged_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_policy().save(tmp_path)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    begun, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert released.wait(LIMIT_S)
+
+    async def main() -> None:
+        host = EngineHost(HostOptions(Gated, (EngineOptions(tmp_path),)))
+        await host.start(0)
+        staging = asyncio.ensure_future(host.stage(0, -1, Slow(full(0), wait)))
+        await until(begun.is_set, "the stage")
+        staging.cancel()
+        closing = asyncio.ensure_future(host.close())
+        await asyncio.wait((closing,), timeout=0.1)
+        assert not closing.done()
+        released.set()  # its thread has not written the file yet
+        await closing
+
+    asyncio.run(main())
+    assert not [*memory.iterdir()]
