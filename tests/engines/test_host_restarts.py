@@ -1,6 +1,7 @@
 """An engine that restarts while its host stages a new version loads that one.
 
-A host refuses deltas to other weights, and leaves no file. The host runs without Ray.
+A host refuses deltas to other weights, and leaves no file. An interrupt may take as long as a
+probe. The host runs without Ray.
 """
 
 import asyncio
@@ -8,13 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.host_engines import digits
 from tests.support.waits import LIMIT_S, until
+from unstale.cluster import hosted_engine
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
+from unstale.cluster.hosted_engine import HostedEngine
 from unstale.cluster.weight_objects import Part, arrays
 from unstale.engines import EngineDied, SamplingParams, Update
 from unstale.engines.embedded import shared_weights
@@ -164,3 +169,54 @@ def test_a_host_that_is_closed_while_a_version_is_staged_leaves_no_file(
 
     asyncio.run(main())
     assert not [*memory.iterdir()]
+
+
+class Probing(ScriptedEngine):
+    """An engine whose interrupt waits for a probe, which a test ends."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(digits)
+        self.probed = asyncio.Event()
+
+    async def interrupt(self) -> None:
+        await self.probed.wait()
+        await super().interrupt()
+
+
+def test_an_interrupt_of_a_host_may_take_as_long_as_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_policy().save(tmp_path)
+    engines: list[Probing] = []
+    options = HostOptions(lambda _: engines[0], (EngineOptions(tmp_path),))
+
+    class Actor:
+        """A handle of a host. Its calls run in this process."""
+
+        host = EngineHost(options)
+
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(
+                remote=lambda *args: asyncio.ensure_future(getattr(self.host, name)(*args))
+            )
+
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=OSError, RayTaskError=OSError),
+        cancel=lambda reference: reference.cancel(),
+        is_initialized=lambda: False,
+    )
+    monkeypatch.setattr(hosted_engine, "import_ray", lambda: ray)
+
+    async def main() -> None:
+        engines.append(Probing(EngineOptions(tmp_path)))
+        engine = HostedEngine(0, options, Actor)
+        await engine.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(hosted_engine, "HANG_S", 0.05)
+            interrupting = asyncio.ensure_future(engine.interrupt())
+            await asyncio.wait((interrupting,), timeout=0.3)
+            engines[0].probed.set()
+            await interrupting
+        await engine.close()
+
+    asyncio.run(main())
