@@ -1,4 +1,4 @@
-"""Measure training, scoring, publishing and decoding on one GPU against the GPU's limits.
+"""Measure training, scoring and decoding on one GPU against the GPU's limits.
 
     python -m benchmarks.gpu              # under 25 minutes on one GPU; nothing is downloaded
 
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks import publish
 from benchmarks.routes import (
     MIXED,
     WARM,
@@ -54,7 +53,7 @@ GOAL = 0.45
 SHAPES = {"0.6B": (28, 1024, 3072), "1.7B": (28, 2048, 6144)}
 """Layers, width and inner width. All have 16 query heads, 8 key heads and tied embeddings."""
 VOCABULARIES = (1024, 32_768, 151_936)
-PARTS = ("train", "routes", "publish", "decode", "memory")
+PARTS = ("train", "routes", "decode", "memory")
 PROMPT, REPLY = 32, 256
 """Tokens of prompt and reply for the decoding speed."""
 
@@ -292,10 +291,6 @@ def measure(name: str, size: Big, chip: Chip, chosen: argparse.Namespace) -> lis
             if "routes" in chosen.parts:
                 lines += ["", "### Scoring", "", *scoring(name, size, history, chosen.routes)]
             del history
-            collect()
-        if "publish" in chosen.parts:
-            cells = asyncio.run(publish.measure(name, size, [RATE], chosen.repeats))
-            lines += ["", "### Publication", "", *publish.table(cells), "", *publish.judged(cells)]
             collect()
         if "decode" in chosen.parts:
             CONSOLE.print(f"{name}: decoding")

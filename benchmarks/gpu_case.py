@@ -97,8 +97,8 @@ class Case:
 
     @cached_property
     def passes(self) -> TrainingSetup:
-        """The setup with the microbatches of the run."""
-        if not self.gpus:
+        """The setup with the microbatches of the run. An engine on the same GPU needs the rest."""
+        if self.gpus < 2:
             return self.setup
         return self.setup.with_largest_passes(max(1, self.trainers), route_cost(ROUTE))
 
@@ -145,7 +145,7 @@ class Case:
             "schedule.group_size": self.group_size,
             "engine.max_completion_tokens": self.reply,
             "engine.max_context": self.tokens,
-            "engine.max_running": self.groups * self.group_size * 2,
+            "engine.max_running": self.engines * self.candidate.max_running,
             "rollout.max_turns": 1,
             "eval.tasks": 0,
             "checkpoint.interval": 10**6,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_experts, tables
-from benchmarks.gpu import Chip
+from benchmarks.gpu import Chip, collect
 from benchmarks.gpu_case import Case, choose, device_here, mean, planned, tiny
 from benchmarks.gpu_machine import (
     NO_GPU,
@@ -190,6 +190,7 @@ def kernels(check: Check) -> Found:
 def steps(check: Check) -> Found:
     """Measure the parts of the steps of a run, beside what `unstale plan` predicts."""
     case = check.case
+    collect()  # the run needs the memory of the parts before
     budget, rows = case.run()
     check.rows = rows
     versions = 1 + (mean(rows, "schedule/mixed_version_share") or 0.0)
@@ -259,7 +260,7 @@ def budget_times(
 def part_line(check: Check, name: str, label: str) -> str:
     took, expected = check.times[name]
     share = f"{took / check.times['step'][0]:.0%}"
-    return cells(f"  {label}", f"{took:.3f}", "-" if expected is None else f"{expected:.3f}", share)
+    return cells(f"  {label}", f"{took:.3g}", "-" if expected is None else f"{expected:.3g}", share)
 
 
 def exactness(check: Check) -> Found:
@@ -413,12 +414,12 @@ def report(check: Check, printed: Console) -> dict[str, Any]:
     """Run all parts and print them. Return their values by name."""
     values = {}
     for number, name in enumerate(PARTS, 1):
+        head = f"{number}. {name} "
+        printed.print(head + "-" * (WIDTH - len(head)), markup=False)
         began = time.monotonic()
         found = measure(name, check)
         seconds = time.monotonic() - began
-        head = f"{number}. {name} "
-        lines = [head + "-" * (WIDTH - len(head)), *found.lines]
-        lines += textwrap.wrap(found.not_run, WIDTH)
+        lines = [*found.lines, *textwrap.wrap(found.not_run, WIDTH)]
         printed.print("\n".join([*lines, ""]), markup=False)
         values[name] = {
             "status": found.not_run or "measured",

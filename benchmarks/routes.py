@@ -231,6 +231,12 @@ def pieces_of(
                 )
 
 
+def past(batches: Sequence[Sequence[ScoredTrajectory]], version: int) -> list[PendingPiece]:
+    """Return what earlier versions sampled for the batch of `version` and those after it."""
+    waiting = batches[version : version + 3]
+    return [piece for each in range(version) for piece in pieces_of(waiting, each)]
+
+
 def copy_bytes(weights: Weights) -> int:
     return sum(tensor.nbytes for tensor in weights.values())
 
@@ -331,6 +337,8 @@ def play(
             route.on_published(live(version))
         own = list(pieces_of(batches[version : version + 1], version))
         waiting = list(pieces_of(batches[version + 1 : version + 3], version))
+        if route.needs.idle and route.needs.snapshots:
+            route.on_wait(past(batches, version))
         for piece in (*own, *waiting):
             route.on_piece(piece)
         for piece in own:
@@ -348,7 +356,7 @@ def play(
         if route.needs.inline:  # a training pass has `now` anyway
             played.logps_s[-1] = 0.0
         with timed(played.closing_s):
-            if route.needs.closing or route.needs.idle:
+            if route.needs.scores_before_update:
                 route.before_update(waiting)
         route.trained(1.0)
         played.costs = route.costs()
@@ -402,12 +410,13 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, dict[str, list
 
 
 def score(route: OldLogps, batches: Sequence[Sequence[ScoredTrajectory]], version: int) -> None:
-    """Let a route score the batch of a version, and what the version sampled for later batches."""
+    """Let a route score the batch of a version, and what was sampled before for later batches."""
+    if route.needs.idle:
+        route.on_wait(past(batches, version))
+        route.on_end(list(pieces_of(batches[version : version + 1], version)))
     while route.score_while_idle():
         pass
     route.logps(collate(batches[version]), torch.empty(0))
-    if route.needs.idle:
-        route.before_update(list(pieces_of(batches[version + 1 : version + 3], version)))
 
 
 @torch.no_grad()
@@ -525,8 +534,8 @@ def beside_average(size: Size, history: History, repeats: int) -> tuple[list[str
         "version: it is",
         f"published to all routes, then all score the same batch of {many.sequences} trajectories. "
         "`eager` scores all that",
-        "the version sampled for later batches; this time counts, although a run does it mostly in "
-        "idle time.",
+        "earlier versions sampled for later batches, too; this time counts, although a run does it "
+        "mostly in idle time.",
         "Forward time includes restoring weights; publishing is the difference that is formed, or "
         "the update of",
         "the average.",

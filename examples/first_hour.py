@@ -36,7 +36,7 @@ def reward(reply: str, row: dict) -> float:
 '''
 RUN = f"""
 recipe = "llm"
-steps = {STEPS}
+max_steps = {STEPS}
 trackers = "wandb"
 
 [task]
@@ -56,11 +56,11 @@ lr = 1e-4
 warmup_steps = 0
 
 [checkpoint]
-every = 2
+interval = 2
 
 [eval]
 tasks = 8
-every = 0
+interval = 0
 """
 SIZES = {
     False: {"hidden_size": 640, "num_hidden_layers": 10, "intermediate_size": 2560},

@@ -11,7 +11,7 @@ logged.
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -236,16 +236,11 @@ def toy_machine(
 
 
 def make(
-    folder: Path,
-    tasks: Iterator[int],
-    *,
-    budget: int = 1,
-    steps: int = 12,
-    delay: Delay = a_moment,
+    folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12, **toys: Any
 ) -> RunComponents:
-    """Return a run that has not started."""
+    """Return a run that has not started. `toys` are options of `toy_machine`."""
     config = configure(steps=steps, max_staleness=budget)
-    machine = toy_machine(config, Numbers(tasks), delay=delay)
+    machine = toy_machine(config, Numbers(tasks), **toys)
     log = RunLog(folder)
     parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, folder))
     return replace(parts, log=Log(log))  # type: ignore[arg-type]
@@ -308,6 +303,65 @@ def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) ->
             place for place in seen.get(version, ()) if place[0] not in consumed[version]
         }
     assert sum(map(len, closed.values())) >= 12 * 6
+
+
+class ScoresWhileWaiting(OldLogps):
+    """A route that notes what it is told while the trainer waits."""
+
+    needs = Needs(idle=True, snapshots=True)
+
+    def __init__(self, scorer: Scorer, engine: ScriptedEngine) -> None:
+        self.scorer = scorer
+        self.engine = engine
+        self.published = -1
+        self.past: dict[int, set[tuple[int, int, int]]] = {}
+
+    def on_published(self, live: Collection[int]) -> None:
+        self.published = self.scorer.version
+
+    def on_wait(self, past: Sequence[PendingPiece]) -> None:
+        assert self.published == self.scorer.version, "no engine has the version yet"
+        self.past[self.scorer.version] = {
+            (piece.piece.version, piece.episode, piece.start) for piece in past
+        }
+
+    def before_update(self, unscored: Sequence[PendingPiece]) -> None:
+        raise AssertionError("the route keeps the weights")
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
+
+
+def test_a_waiting_route_that_keeps_versions_is_told_every_piece_of_earlier_ones(
+    tmp_path: Path,
+) -> None:
+
+    async def slowly(tokens: Sequence[int], params: SamplingParams) -> None:
+        await asyncio.sleep(0.02)
+
+    parts = make(tmp_path, count(), budget=2, route=ScoresWhileWaiting, delay=slowly)
+    seen: set[tuple[int, int, int]] = set()
+    arrived = parts.rollout.on_piece
+
+    def hear(piece: PendingPiece) -> None:
+        arrived(piece)
+        seen.add((piece.piece.version, piece.episode, piece.start))
+
+    parts.rollout.on_piece = hear
+    rows = run(parts)
+    past = parts.old_logps.past  # type: ignore[attr-defined]
+    consumed: dict[int, int] = {}
+    with Journal.read(tmp_path) as journal:
+        for row in trained_episodes(journal):
+            consumed[row["episode"]] = row["step"]
+    for version, pieces in past.items():
+        assert pieces == {
+            place
+            for place in seen
+            if place[0] < version and consumed.get(place[1], len(rows) + 1) > version
+        }
+    assert any(past.values())
+    assert all(row["old_logps/wait_s"] >= row["old_logps/prepare_s"] > 0 for row in rows)
 
 
 def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None:

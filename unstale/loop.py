@@ -13,6 +13,7 @@ run, but a failed episode does not.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -134,7 +135,9 @@ class RunComponents:
     log: RunRecorder
     trainer_thread: WorkerThread
     io_thread: WorkerThread
-    """The thread that writes checkpoints. Environments may occupy all threads of asyncio."""
+    """The thread that writes versions and checkpoints. Environments may occupy all threads of
+    asyncio.
+    """
     freed_memory: FreedMemory = field(default_factory=FreedMemory)
 
     def close(self) -> None:
@@ -243,7 +246,9 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     batch, described = await build_batch(run, groups, step, left_out=left_out)
     learnt = await learn(run, batch, groups, step, publication)
     commit(run, batch, [*groups, *left_out], step)
-    return Progress(step, {**metrics, **described, **learnt, **measure_sampling(run)})
+    row = {**metrics, **described, **learnt, **measure_sampling(run)}
+    row["old_logps/wait_s"] = metrics["old_logps/wait_s"] + learnt["old_logps/wait_s"]
+    return Progress(step, row)
 
 
 def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int) -> None:
@@ -335,17 +340,22 @@ async def wait_for_batch(
     groups: list[Group] = []
     left_out: list[Group] = []
     part: Sequence[Group] = ()
-    wait_s = 0.0
-    while missing := run.config.schedule.groups_per_step - len(groups):
+    wait_s = scoring_s = 0.0
+    while len(groups) < run.config.schedule.groups_per_step:
         await add_gradient(run, part, step, publication)
         began = time.monotonic()
         run.log.phase("", detail=partial(activity, run.rollout.wait_times))
         with run.log.span("wait", f"for the groups of step {step}"):
-            taken = await take_groups(run, missing)
-        wait_s += time.monotonic() - began
+            taken, late_s = await take_groups(run, groups, publication)
+        wait_s += time.monotonic() - began - late_s
+        scoring_s += late_s
         part = leave_out_equal(run, taken, left_out)
         groups += part
-    metrics = {"version": run.trainer.version, "schedule/wait_for_batch_s": wait_s}
+    metrics = {
+        "version": run.trainer.version,
+        "schedule/wait_for_batch_s": wait_s,
+        "old_logps/wait_s": scoring_s,
+    }
     if run.config.schedule.resampled_groups:
         metrics["schedule/resampled_groups"] = len(left_out)
     ordered = require_finished(sorted(groups, key=lambda group: group.number))
@@ -394,22 +404,55 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
         await publication.scorers_notified.wait()
 
 
-async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
-    """Wait for the `missing` groups of the next batch, and return them.
+async def take_groups(
+    run: RunComponents, groups: Sequence[Group], publication: "Publication"
+) -> tuple[Sequence[Group], float]:
+    """Wait for the groups that the next batch lacks besides `groups`.
 
-    With `trainer.stream`, wait only for some of them. Routes that declare `needs.idle` compute
-    old log-probabilities of sampled tokens during the wait.
+    With `trainer.stream`, wait only for some of them. Routes that declare `needs.idle` compute old
+    log-probabilities of sampled tokens during the wait. Return the groups, and the seconds for
+    which these computations continued when the groups had arrived.
     """
+    missing = run.config.schedule.groups_per_step - len(groups)
     of_queue = run.queue.take_part if run.config.trainer.stream else run.queue.take
     take = partial(of_queue, missing)
+    arrived = math.inf
+
+    def end_wait(_: object) -> None:
+        nonlocal arrived
+        arrived = time.monotonic()
+        run.pending.changed.set()
+
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(take())
-        taking.add_done_callback(lambda _: run.pending.ended.set())
-        while run.old_logps.needs.idle and not taking.done():
-            run.pending.ended.clear()
-            if not await run.trainer_thread.run(run.old_logps.score_while_idle):
-                await run.pending.ended.wait()
-    return taking.result()
+        taking.add_done_callback(end_wait)
+        if run.old_logps.needs.idle:
+            await score_while_waiting(run, groups, publication, taking)
+    return taking.result(), max(0.0, time.monotonic() - arrived)
+
+
+async def score_while_waiting(
+    run: RunComponents,
+    groups: Sequence[Group],
+    publication: "Publication",
+    taking: asyncio.Task[Any],
+) -> None:
+    """Let the route score until `taking` is done, one forward pass after another.
+
+    It begins when all engines have the new version: the trainer's thread publishes it first, and
+    the pieces of earlier versions are complete. `groups` are in the batch already.
+    """
+    is_told = False
+    while not taking.done():
+        run.pending.changed.clear()
+        if publication.scorers_notified.is_set():
+            if run.old_logps.needs.snapshots and not is_told:
+                is_told = True
+                past = run.pending.before(run.trainer.version, excluding=episodes_of(groups))
+                run.old_logps.on_wait(past)
+            if await run.trainer_thread.run(run.old_logps.score_while_idle):
+                continue
+        await run.pending.changed.wait()
 
 
 async def learn(
@@ -421,30 +464,34 @@ async def learn(
 ) -> Mapping[str, Any]:
     """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
-    Routes that declare `needs.idle` or `needs.closing` score tokens of the current version before
-    its weights change: their `before_update` is called before the first optimizer step. With
+    Routes that declare `needs.scores_before_update` score tokens of the current version before its
+    weights change: their `before_update` is called before the first optimizer step. With
     `needs.closing`, the route must score all of these tokens, so generation is paused first.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
     await until_scorable(run, batch, publication)
+    scoring_s = 0.0
     with run.log.span("old_logps", f"step {step}"):
         minibatches = await run.trainer_thread.run(trainer.prepare, batch)
     for number, minibatch in enumerate(minibatches):
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.backward, minibatch)
         await publication.finished()
-        if number == 0 and (needs.closing or needs.idle):
+        if number == 0 and needs.scores_before_update:
+            began = time.monotonic()
             if needs.closing:
                 await run.engine.interrupt()
             unscored = run.pending.of_version(trainer.version, excluding=episodes_of(groups))
             with run.log.span("old_logps", f"step {step}"):
                 await run.trainer_thread.run(run.old_logps.before_update, unscored)
+            scoring_s += time.monotonic() - began
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.step)
     points = [*trainer.scatter_sample(), *run.auditor.scatter_sample()]
     run.log.trained(step, points=points, events=run.old_logps.events())
-    return trainer.metrics()
+    metrics = trainer.metrics()
+    return {**metrics, "old_logps/wait_s": scoring_s + metrics["old_logps/prepare_s"]}
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:
@@ -468,7 +515,8 @@ class Publication:
 
     It is an asyncio task that starts in the constructor and runs while the next batch is prepared:
 
-        prepare  in the trainer's thread: write the version to disk, copy the data of a checkpoint
+        begin    in the trainer's thread: note the weights, copy the data of a checkpoint
+        finish   in another thread: compress the version, and write it to disk
         stage    engines decode and check the weights while they generate
         load     interrupt generation, load the weights into all engines, resume generation
         then     notify route and auditor, free the staleness queue's tickets of the trained batch,
@@ -564,6 +612,7 @@ class Publication:
         began = time.monotonic()
         with run.log.span("publish", f"version {version}"):
             snapshot, trainer_s = await run.trainer_thread.run(self._prepare, run.pending.versions)
+            await run.io_thread.run(run.publisher.finish)
             await run.journal.publishing(version)
             await run.publisher.stage()
             staged = time.monotonic()
@@ -577,7 +626,7 @@ class Publication:
         }
 
     def _prepare(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
-        """Write the new weights to disk and copy a checkpoint's data, in the trainer's thread.
+        """Begin the publication and copy a checkpoint's data, in the trainer's thread.
 
         Return the data of a checkpoint (None if no checkpoint is due), and the seconds this took.
         `live` are the versions whose tokens are still to be trained on.
@@ -586,7 +635,7 @@ class Publication:
         began = time.monotonic()
         run.freed_memory.trim(now=self._checkpoint_due)  # of gradients and activations
         # Before the snapshot: the version store's copy is then equal to the weights it saves.
-        run.publisher.prepare(run.trainer, live)
+        run.publisher.begin(run.trainer, live)
         snapshot = None
         if self._checkpoint_due:
             snapshot = run.checkpoints.snapshot(self._progress, run.trainer)
@@ -602,6 +651,7 @@ class Publication:
         await self._run.trainer_thread.run(self._run.old_logps.on_published, live)
         await self._run.trainer_thread.run(self._run.auditor.on_published, live)
         self.scorers_notified.set()
+        self._run.pending.changed.set()
 
 
 async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:

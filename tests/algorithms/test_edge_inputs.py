@@ -37,6 +37,12 @@ UNITS: list[Any] = ["token", "segment", "turn", "sequence"]
 AGGREGATES: list[Any] = ["mean", "sum", "max"]
 
 
+def inputs_of(name: str) -> dict[str, Tensor]:
+    """Return the further tensors that an objective declares, with junk off the mask."""
+    known = {"old_logp": torch.where(SAMPLED, logps(2), math.nan), "sequence": SEQUENCE}
+    return {each: known[each] for each in objectives()[name].inputs if each != "sampled"}
+
+
 def logps(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return -torch.rand(8, generator=generator, dtype=torch.float64)
@@ -56,7 +62,9 @@ def test_an_advantage_off_the_mask_changes_nothing(
         advantage = torch.where(SAMPLED, logps(3) + 0.5, off)
         logp = logps(1).requires_grad_()
         log_s = log_staleness(logp, logps(2), unit=ids, sampled=SAMPLED, how=how)
-        surrogate = objectives()[name]().surrogate(log_s, advantage, sampled=SAMPLED)
+        surrogate = objectives()[name]().surrogate(
+            log_s, advantage, sampled=SAMPLED, **inputs_of(name)
+        )
         loss = (norm * keep_all(SAMPLED).factor * surrogate.loss).sum()
         loss.backward()
         assert logp.grad is not None and loss.isfinite()
@@ -68,7 +76,9 @@ def test_an_advantage_off_the_mask_changes_nothing(
 @pytest.mark.parametrize("name", objectives())
 def test_an_advantage_on_the_mask_that_is_not_a_number_is_not_hidden(name: str) -> None:
     advantage = torch.where(SAMPLED, math.nan, 0.0)
-    surrogate = objectives()[name]().surrogate(torch.zeros(8), advantage, sampled=SAMPLED)
+    surrogate = objectives()[name]().surrogate(
+        torch.zeros(8), advantage, sampled=SAMPLED, **inputs_of(name)
+    )
     assert surrogate.loss[SAMPLED].isnan().all() and not surrogate.loss[~SAMPLED].any()
 
 

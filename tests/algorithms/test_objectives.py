@@ -34,7 +34,9 @@ from unstale.algorithms.corrections import (
 from unstale.algorithms.objectives import (
     Surrogate,
     cispo,
+    dppo,
     dro,
+    drpo,
     dual_clip,
     entropy,
     gspo,
@@ -45,6 +47,7 @@ from unstale.algorithms.objectives import (
     sampled_entropy,
     sapo,
     token_norm,
+    vespo,
 )
 
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Surrogate]] = {
@@ -54,6 +57,9 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Surrogate]] = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
+    "vespo": vespo,
+    "dppo": lambda log_s, advantage: dppo(log_s, advantage, old_logp=0.1 * log_s.detach() - 1),
+    "drpo": lambda log_s, advantage: drpo(log_s, advantage, old_logp=0.1 * log_s.detach() - 1),
     "kl_penalty": kl_penalty,
     "dro": dro,
     "none": none,

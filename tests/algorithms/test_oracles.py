@@ -5,8 +5,6 @@ The vectors (float64) come from `../shared/oracles/vectors.json` if it exists, e
 
 - CISPO uses log S instead of log pi. Values differ by `weight * A * old_logp`; gradients are equal.
 - A `k1` mask is a band on mu / old. Ours is a band on old / mu, with reciprocal, swapped ends.
-- A `k3` mask bounds D - 1 - log D. Per token that is a band between the two roots; over a sequence
-  the mean is bounded.
 - A group without spread, or of one, gets 0 here. No vector has one.
 - Public averages divide by a count + 1e-8; tolerances allow for it.
 """
@@ -25,6 +23,8 @@ from unstale.algorithms.corrections import (
     aggregate,
     clamp,
     divergence,
+    k3,
+    k3_mask,
     keep_all,
     log_discrepancy,
     log_staleness,
@@ -38,7 +38,6 @@ from unstale.algorithms.objectives import (
     cispo,
     dual_clip,
     gspo,
-    reference_kl,
     token_norm,
 )
 
@@ -165,32 +164,12 @@ def test_k1_masks_are_bands_with_reciprocal_ends(option: str, level: str, how: A
     assert kept.int().tolist() == expected["values"]
 
 
-def test_token_k3_mask_is_a_band_between_two_roots() -> None:
-    expected = case("discrepancy", kind="mask", option="token_k3")
-    bound = float(expected["threshold"])
-    low, high = (_root(bound, *bracket) for bracket in ((0.5, 1.0), (1.0, 2.0)))
-    kept = mask(LOG_D, keep_all(SAMPLED), low=low, high=high).keep
-    assert kept.int().tolist() == expected["values"]
-
-
-def _root(bound: float, low: float, high: float) -> float:
-    """Return D with D - 1 - log D = bound, by bisection in a bracket with one sign change."""
-    falling = low - 1 - math.log(low) > bound
-    for _ in range(80):
-        middle = (low + high) / 2
-        if (middle - 1 - math.log(middle) > bound) == falling:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def test_sequence_k3_mask_bounds_a_mean() -> None:
-    expected = case("discrepancy", kind="mask", option="seq_mean_k3")
-    k3 = reference_kl(BEHAVIOR, OLD, sampled=SAMPLED, estimator="k3")
-    mean = aggregate(k3, UNITS["sequence"], sampled=SAMPLED)
-    kept = mask(mean, keep_all(SAMPLED), low=0.0, high=math.exp(float(expected["threshold"]))).keep
-    assert kept.int().tolist() == expected["values"]
+@pytest.mark.parametrize(("option", "level"), [("token_k3", "token"), ("seq_mean_k3", "sequence")])
+def test_k3_masks(option: str, level: str) -> None:
+    expected = case("discrepancy", kind="mask", option=option)
+    statistic = aggregate(k3(LOG_D, BEHAVIOR), UNITS[level], sampled=SAMPLED)
+    kept = k3_mask(LOG_D, keep_all(SAMPLED), k3=statistic, kl_limit=float(expected["threshold"]))
+    assert kept.keep.int().tolist() == expected["values"]
 
 
 def test_sequence_max_mask_drops_a_sequence_by_its_worst_token() -> None:

@@ -349,6 +349,7 @@ def test_errors_that_cancel_are_no_source() -> None:
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str) -> Any:
     """Return the exit code and the JSON of `simulate --like` on the recorded run."""
     monkeypatch.setattr(RecordedRun, "read", lambda path: RECORDED)
+    monkeypatch.setattr(RunFolder, "__init__", lambda self, path: None)
     with pytest.raises(SystemExit) as left:
         main(["simulate", "--like", "runs/x", "--json", *words.split()])
     return left.value.code, json.loads(capsys.readouterr().out)

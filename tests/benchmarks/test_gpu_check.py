@@ -125,7 +125,9 @@ def test_the_largest_preset_that_fits_is_trained(
     assert case.trainers + case.engines * case.tp == max(1, gpus) or gpus == 1
     config = configure(parse(case.words()[0:]))
     assert config.cluster.trainers == trainers and config.max_steps == WARM + case.steps
-    assert config.trainer.max_tokens_per_microbatch == case.passes.microbatch > 4096
+    assert config.trainer.max_tokens_per_microbatch == case.passes.microbatch
+    assert (case.passes.microbatch > 4096) == (gpus > 1)
+    assert 8 <= config.engine.max_running <= 3 * 16 * 8  # of three batches in flight
     if device == "H100" and gpus == 1:
         assert choose(1, tmp_path, DEVICES[device], lora_rank=16).model == PRESETS["4B"]
 

@@ -169,7 +169,7 @@ def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     text = gpu.main(words.split()).read_text()
     assert "tokens/s trained" in text and "Not run: needs CUDA" in text and "Broke off" not in text
     titles = re.findall("^### (.*)$", text, re.MULTILINE)
-    assert titles == ["Scoring", "Publication", "Decoding", "Memory by vocabulary"]
+    assert titles == ["Scoring", "Decoding", "Memory by vocabulary"]
     assert all(f"| 0.6B | `{route}` |" in text for route in routes()) and "| 0.6B | 2 |" in text
     assert gpu.main([*words.split(), "--parts", "memory"]).name == "gpu-memory.md"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

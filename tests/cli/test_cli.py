@@ -18,11 +18,13 @@ import pytest
 
 import unstale
 from tests.support.fake_run import fake_run
-from unstale.builders.policy import warn_of_float32
+from unstale.builders.policy import check_expert_ranks, warn_of_float32
 from unstale.cli import evaluate, main, recipe_options
 from unstale.cli.grades import EvalResult
 from unstale.config import (
     SHIPPED_POLICY,
+    ClusterConfig,
+    ConfigError,
     CorrectionConfig,
     EngineConfig,
     OldLogpsConfig,
@@ -728,3 +730,24 @@ def test_help_and_techniques_fit_80_columns(
         main.main(["techniques"])
     out = capsys.readouterr().out
     assert "bin_sizes " in out and "…" not in out and len(out.splitlines()) < 80
+
+
+def test_ranks_that_do_not_divide_the_experts_are_told_of_others() -> None:
+    """36 ranks have 4 of 128 experts each, although 32 of them would have all."""
+    with pytest.warns(RuntimeWarning, match=r"36 trainer ranks fill up the 128 .* to 144: .* 12%"):
+        check_expert_ranks(ClusterConfig(trainers=36), 128)
+    with pytest.warns(RuntimeWarning, match=r"to 256: .* Set cluster.trainers to 128$"):
+        check_expert_ranks(ClusterConfig(trainers=256), 128)
+    with pytest.warns(RuntimeWarning, match=r"Set cluster.trainers to 32 or 64 for each copy"):
+        check_expert_ranks(ClusterConfig(trainers=72, replicas=2), 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for trainers in (0, 1, 22, 32, 64, 128):
+            check_expert_ranks(ClusterConfig(trainers=trainers), 128)
+        check_expert_ranks(ClusterConfig(trainers=36), 0)
+        check_expert_ranks(ClusterConfig(trainers=32, expert_parallel=True), 128)
+    apart = ClusterConfig(trainers=36, expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"128 experts .* among 36 trainer ranks. Use 32 or 64,"):
+        check_expert_ranks(apart, 128)
+    with pytest.raises(ConfigError, match="must be false: the policy has no experts"):
+        check_expert_ranks(apart, 0)

@@ -856,8 +856,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
     take, consume = parts.queue.take, parts.journal.commit
     consumed: list[tuple[int, list[Group]]] = []
 
-    async def looked_up() -> list[Group]:
-        groups = await take()
+    async def looked_up(missing: int) -> list[Group]:
+        groups = await take(missing)
         with Journal.read(folder) as read:
             for each in groups:
                 assert read.group(each.number) == each
@@ -941,7 +941,9 @@ def test_the_verb_shows_what_is_in_it(
 ) -> None:
     text = said(capsys, "journal", str(ran[0]))
     assert (
-        re.search(r"trained on\W+24\b", text) and "0 to 12" in text and "no problems found" in text
+        re.search(r"left out of a batch\W+24\b", text)
+        and "0 to 12" in text
+        and "no problems found" in text
     )
     out = str(tmp_path / "none" / "rows.jsonl")
     assert f"--out {out} cannot be written: No such file" in said(

@@ -57,10 +57,11 @@ class FakeRay:
     def wait(self, left: Sequence[Any], **_: Any) -> tuple[list[Any], list[Any]]:
         return [*left[:1]], [*left[1:]]
 
-    def get(self, reference: Any, timeout: float) -> Any:
-        if isinstance(reference, Exception):
-            raise reference
-        return reference
+    def get(self, references: Sequence[Any], timeout: float) -> Sequence[Any]:
+        for reference in references:
+            if isinstance(reference, Exception):
+                raise reference
+        return references
 
     def kill(self, actor: Any) -> None:
         self.num_killed += 1

@@ -68,6 +68,8 @@ def test_several_are_not_deterministic() -> None:
         ({"context": 0, "trainers": 2}, "cluster.context must be >= 1, got 0"),
         ({"replicas": 2}, r"replicas must divide cluster.trainers \(0\) into copies of at least 2"),
         ({"replicas": 2, "trainers": 3}, r"must divide cluster.trainers \(3\) into .* got 2"),
+        ({"expert_parallel": True}, r"at least 2 trainer ranks for each .* cluster.trainers = 0"),
+        ({"expert_parallel": True, "trainers": 1}, r"at least 2 .* got cluster.trainers = 1"),
         ({"replicas": 4, "trainers": 4}, r"into copies of at least 2 ranks, got 4"),
     ],
 )

@@ -167,12 +167,17 @@ REFUSED = [
         "D is identically 1, token_veto_threshold can never act",
     ),
     ("--old_logps.route current_recompute --objective.loss_type sapo", "sapo can never act"),
+    ("--old_logps.route current_recompute --objective.loss_type dppo", "dppo can never act"),
+    ("--objective.loss_type dppo --objective.unit turn", "dppo cannot take S as the geometric"),
+    ("--objective.loss_type vespo --objective.unit sequence", "vespo cannot take S as the geo"),
     ("--old_logps.route current_recompute --objective.loss_type dro", "dro can never act"),
     (
         "--old_logps.route interp_prox_loglinear --correction.normalize true",
         "the mean weight of the batch is not known in time",
     ),
     ("--old_logps.route rollout --correction.mode clamp", "a weight on D (clamp) beside a loss"),
+    ("--old_logps.route rollout --correction.mode kpop", "a weight on D (kpop) beside a loss"),
+    ("--old_logps.route rollout --correction.mode k3_mask", "D is identically 1, k3_mask can"),
     ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
     ("--old_logps.route rollout --correction.mode truncate", "a weight on D (truncate) beside"),
     (
@@ -573,6 +578,12 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
         "sapo: a gradient that fades as S leaves 1 (tau 1 where A > 0, else 2), per token; "
         "pi / mu at most 5"
     )
+    modes = {
+        "kpop": "kpop: a weight, dropped where the binary KL is above 0.1, per token",
+        "k3_mask": "k3_mask: dropped where D - 1 - log D is above 0.1, per token",
+    }
+    for mode, words in modes.items():
+        assert check(configured(f"--correction.mode {mode}")).factors[0].bound == words
     facts = check(configured("--objective.loss_aggregation sequence_mean")).facts
     assert facts["loss"].endswith("then over sequences: it trains on reward / length")
     _, s = check(configured("--objective.loss_type dro --objective.dro_beta 0.1")).factors
@@ -580,7 +591,7 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
 
 
 def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
-    says = r"correction\.normalize is an option of truncate, clamp, mask_weight; .* is mask"
+    says = r"correction\.normalize is an option of truncate, clamp, mask_weight, kpop; .* is mask"
     with pytest.raises(ConfigError, match=says):
         configured("--correction.mode mask --correction.normalize true")
     with pytest.raises(ConfigError, match=r"objective\.tau_pos is an option of sapo"):
@@ -648,6 +659,10 @@ def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
         ("--objective.loss_type kl_penalty", "S is pulled back, not cut"),
         ("--objective.loss_type cispo", "nothing"),
         ("--objective.loss_type sapo", "nothing"),
+        ("--objective.loss_type dppo", "S from above where A < 0"),
+        ("--objective.loss_type drpo", "S from above where A < 0"),
+        ("--objective.loss_type vespo", "nothing"),
+        ("--objective.loss_type dppo --objective.ratio_cap 20", "nothing"),
         ("--objective.loss_type dro", "S is pulled back, not cut"),
         ("--objective.ratio_cap 3", "nothing"),
         ("--objective.ratio_cap 3 --correction.mode mask", "S from above where A < 0"),

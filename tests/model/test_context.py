@@ -71,7 +71,7 @@ def compare_with_one_process(peers: RankGroup, how: str) -> tuple[float, float, 
     assert dist.group.WORLD
     policy = tiny_policy(seed=5, experts=EXPERTS * (how == "experts"))
     if how:
-        policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
+        policy.set_forward_options(ForwardOptions(gradient_checkpointing=1))
     batch = siblings()
     run = policy.prefix_tree(batch)
     if policy.has_experts:

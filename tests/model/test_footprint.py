@@ -169,16 +169,17 @@ def test_the_second_model_of_a_route_is_counted_in_its_own_processes() -> None:
     gathered = head + 2 * (total - head) / policy.model.config.num_hidden_layers
     alone = predict_footprint(made, policy)
     assert alone.scorers == 1 and alone.scorer - PROCESS_BYTES == pytest.approx(2 * total)
-    assert "(trainer 0.7, 1 old-logit model of 0.7, engines" in str(alone)
+    assert "(trainer 0.7, 1 second model of 0.7, engines" in str(alone)
     three = OldLogpsConfig(route="old_logit_model", ranks=3)
     ranks = replace(made, old_logps=three, cluster=ClusterConfig(trainers=2))
     found = predict_footprint(ranks, policy)
     assert found.scorer - PROCESS_BYTES == pytest.approx(total / 3 + gathered + total / 2)
-    assert "2 trainer ranks of 0.7, 3 old-logit ranks of 0.7, the run's process 0.7" in str(found)
+    text = "2 trainer ranks of 0.7, 3 ranks of the second model of 0.7, the run's process 0.7"
+    assert text in str(found)
     memory = 2 * found.trainer + 3 * found.scorer + found.driver + found.engines
     assert f"expected memory {memory / 1e9:.1f} GB (" in str(found)
     elsewhere = replace(ranks, cluster=ClusterConfig(trainers=2, address="head:6379"))
-    line = "and 2 trainer ranks of 0.7 and 3 old-logit ranks of 0.7 GB in the cluster"
+    line = "and 2 trainer ranks of 0.7 and 3 ranks of the second model of 0.7 GB in the cluster"
     assert line in str(predict_footprint(elsewhere, policy))
     other = replace(made, old_logps=OldLogpsConfig(route="rollout"))
     assert predict_footprint(other, policy).scorers == 0

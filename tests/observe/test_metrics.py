@@ -53,6 +53,7 @@ def test_the_configuration_is_written_whole(tmp_path: Path) -> None:
         "groups_per_step": 16,
         "group_size": 8,
         "lookahead_window": 1,
+        "resampled_groups": 0,
         "adaptive_window": False,
     }
     assert config["runs"] == "runs"

@@ -41,7 +41,7 @@ from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
 from unstale.old_logps.scoring.cache import LogpCache, by_key, score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
-from unstale.records import Batch, PendingPiece, Sampled, collate, walk
+from unstale.records import Batch, PendingPiece, Sampled, ScoredTrajectory, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
@@ -263,6 +263,76 @@ def test_eager_computes_the_context_of_an_episode_once_for_all_its_turns(ends: b
     values, exact = route.logps(batch, torch.empty(0))
     assert torch.equal(exact, batch.sampled) and torch.equal(values, torch.cat(expected))
     assert route.costs()["scored_in_time_share"] == 1
+
+
+def pending(credited: ScoredTrajectory, version: int) -> list[PendingPiece]:
+    """Return the pieces of an episode that one version sampled."""
+    trajectory = credited.trajectory
+    return [
+        PendingPiece(
+            trajectory.episode, trajectory.tokens[: start + len(piece.tokens)], start, piece
+        )
+        for start, piece, _ in walk(trajectory.pieces)
+        if isinstance(piece, Sampled) and piece.version == version
+    ]
+
+
+def test_eager_scores_unfinished_episodes_when_their_version_is_complete() -> None:
+    """Each version of an episode is one pass, in idle time. Ended episodes come first."""
+    policy = tiny_policy()
+    scorer = LocalScorer(policy, 1.0, 8)
+    route = build_old_logps(ROUTES["eager, snapshot_old"], scorer)
+    credited = [
+        episode(0, [4, (5, 0), 3, (4, 0), 2, (3, 1)]),
+        episode(1, [6, (2, 0), 1, (5, 1), 2, (4, 1)]),
+    ]
+    route.on_published(live=())
+    copies = [policy.twin()]
+    for piece in (piece for each in credited for piece in pending(each, 0)):
+        route.on_piece(piece)
+        assert not route.score_while_idle(), "an unfinished episode must wait"
+    nudge(policy, seed=1)
+    policy.version = 1
+    route.on_published(live={0})
+    copies.append(policy.twin())
+    of_one = [*pending(credited[1], 0), *pending(credited[1], 1)]
+    route.on_end(of_one)
+    route.on_wait([*pending(credited[0], 0), *pending(credited[1], 0)])
+    passes = []
+    while route.score_while_idle():
+        passes.append(scorer.take_forward_tokens())
+    assert passes == [6 + 2 + 1 + 5 + 2 + 4, 6 + 2, 4 + 5 + 3 + 4]
+    route.on_wait([*pending(credited[0], 0), *pending(credited[1], 0)])
+    assert not route.score_while_idle(), "each token is scored once"
+    route.on_end([*pending(credited[0], 0), *pending(credited[0], 1)])
+    assert route.score_while_idle() and not route.score_while_idle()
+    route.costs()
+    nudge(policy, seed=2)
+    batch = collate(credited)
+    values, exact = route.logps(batch, torch.empty(0))
+    assert torch.equal(exact, batch.sampled)
+    torch.testing.assert_close(values, truth(batch, copies).float(), atol=1e-5, rtol=0)
+    costs = route.costs()
+    assert costs["forward_tokens"] == 0 and costs["scored_in_time_share"] == 1
+    route.close()
+
+
+def test_eager_scores_no_version_that_nobody_needs_any_more() -> None:
+    policy = tiny_policy()
+    scorer = LocalScorer(policy, 1.0, 48)
+    with closing(build_old_logps(ROUTES["eager, snapshot_old"], scorer)) as route:
+        credited = episode(0, [4, (5, 0), 3, (4, 1)])
+        for version, live in enumerate([(), {0}, {1}]):
+            if version:
+                nudge(policy, seed=version)
+            policy.version = version
+            route.on_published(live=live)
+            if version == 1:
+                route.on_wait(pending(credited, 0))
+        route.on_wait(pending(credited, 1))
+        assert route.score_while_idle() and not route.score_while_idle()
+        assert scorer.take_forward_tokens() == len(credited.trajectory.tokens)
+        assert _answered(route) == {1}
 
 
 def test_eager_forgets_an_ended_episode_once_its_batch_is_scored() -> None:

@@ -1,12 +1,14 @@
 """Test `snapshot_old` on the version store.
 
 Values equal those of independent full copies for every storage and position of the movable model.
-The model moves as little as the batch allows. The route restores its state, keeps a memory limit
-and leaves no file behind.
+The model moves as little as the batch allows. A thread reads the weights before they change. The
+route restores its state, keeps a memory limit and leaves no file behind.
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
+from unstale.weights import store as stores
 from unstale.weights.store import StoreFull, VersionStore
 
 SCORING = (0.7, 48)
@@ -158,6 +161,33 @@ def test_costs_are_what_the_store_holds_and_what_the_batch_took() -> None:
     assert costs["bytes_per_version"] == sum(deltas) / 4
 
 
+def test_weights_change_when_the_thread_has_compared_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy()
+    route = build(OldLogpsConfig(), policy)
+    publish(policy, route, versions=1)
+    nudge(policy, seed=1)
+    policy.version = 1
+    expected = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    store, begins = route.scorer.store, threading.Event()
+    encode_all, wait = stores.encode_all, store.wait
+
+    def late(*arguments: Any) -> Any:
+        assert begins.wait(20), "publication waits for the comparison"
+        return encode_all(*arguments)
+
+    def told() -> None:
+        begins.set()
+        wait()
+
+    monkeypatch.setattr(stores, "encode_all", late)
+    monkeypatch.setattr(store, "wait", told)
+    route.on_published(live={0})
+    nudge(policy, seed=2)
+    kept = store.tensors(1)
+    assert all(torch.equal(kept[name], expected[name]) for name in expected)
+    assert not all(torch.equal(expected[name], each) for name, each in policy.weights().items())
+
+
 def test_what_nobody_needs_does_not_count_against_the_memory_limit() -> None:
     policy = tiny_policy()
     one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
@@ -167,8 +197,9 @@ def test_what_nobody_needs_does_not_count_against_the_memory_limit() -> None:
         route.on_published(live={version - 1, version})
     assert route.scorer.store.versions == (3, 4)
     policy.version = 5
+    route.on_published(live={3, 4, 5})
     with pytest.raises(StoreFull, match=r"version 5 .* versions \[3, 4\] are still needed"):
-        route.on_published(live={3, 4, 5})
+        policy.reclaim_weights()
 
 
 def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again() -> None:
@@ -180,8 +211,9 @@ def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again()
     other.on_published(live=range(5))
     assert torch.equal(other.logps(batch, NOTHING)[0], route.logps(batch, NOTHING)[0])
     nudge(policy, seed=9)
+    other.on_published(live=range(5))
     with pytest.raises(ValueError, match="version 4 is stored already, with other weights"):
-        other.on_published(live=range(5))
+        other.logps(batch, NOTHING)
     other.close()
 
 
@@ -193,6 +225,6 @@ def test_a_closed_route_leaves_no_file_behind(
     route = build(OldLogpsConfig(spill=True), policy)
     assert list(tmp_path.iterdir()) == []
     publish(policy, route, versions=3)
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2 and route.costs()["memory_bytes"] == 0
+    assert route.costs()["memory_bytes"] == 0 and len(list(tmp_path.glob("*/*.safetensors"))) == 2
     route.close()
     assert list(tmp_path.iterdir()) == []

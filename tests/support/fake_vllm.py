@@ -7,6 +7,7 @@ entrypoints/scale_out/token_in_token_out, v1/engine/core.
 import asyncio
 import base64
 import io
+import time
 from collections.abc import Awaitable, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -62,6 +63,9 @@ def _round_blocks(values: torch.Tensor, rows: int) -> torch.Tensor:
 class FakeVllm(FakeServer):
     """A fake vLLM server on a socket in `folder`."""
 
+    tick_s = 0.001
+    """Seconds between two looks at whether a reply goes on."""
+
     def __init__(
         self,
         folder: Path,
@@ -95,6 +99,10 @@ class FakeVllm(FakeServer):
         self._paused = False
         self.workers: GlooWorkers | None = None
         """Set by tests of weight transfers: the workers, with gloo in place of NCCL."""
+
+    def pace(self, asked: Mapping[str, Any]) -> float:
+        """Return the seconds between two tokens of a reply with these sampling parameters."""
+        return 0.0
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         is_fp8 = self._quantization == "fp8_per_block"
@@ -191,14 +199,17 @@ class FakeVllm(FakeServer):
         speech = self.running[name] = Speech(
             context, asked["temperature"], lambda _, size: gumbel(noise, size)
         )
+        due = time.monotonic() + self.pace(asked)
         said: list[tuple[int, float]] = []
         versions: list[str] = []
         reason = "abort"
         try:
             while not speech.aborted:
-                await asyncio.sleep(0.001)
-                if self._paused or self.frozen or speech.aborted:
+                await asyncio.sleep(self.tick_s)
+                early = time.monotonic() < due
+                if self._paused or self.frozen or speech.aborted or early:
                     continue
+                due += self.pace(asked)
                 token, logprob, raw = self.step(speech)
                 said.append((token, raw if self._raw else logprob))
                 versions.append(self._version)

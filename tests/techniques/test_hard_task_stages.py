@@ -100,7 +100,7 @@ def test_a_task_that_is_solved_is_no_longer_hard() -> None:
             "hard_task_stages",
             SelectionConfig(pool=9),
             1,
-            r"hard_task_stages.steps must be below steps, got 1 and 1",
+            r"hard_task_stages.steps must be below max_steps, got 1 and 1",
         ),
         (
             "hard_task_stages allocate",

@@ -86,7 +86,7 @@ def test_of_whole_takes_the_ratio_to_the_engine() -> None:
             "needs objective.loss_type = ppo_clip, dual_clip, .*got gspo",
         ),
         ({"objective.unit": "turn"}, "needs objective.unit = token, got turn"),
-        ({"minpro.of": "whole"}, "needs correction.mode = none or mask, got mask_weight"),
+        ({"minpro.of": "whole"}, "needs correction.mode = none, mask or k3_mask, got mask_weight"),
     ],
 )
 def test_what_its_ratio_does_not_fit_is_refused(values: dict, message: str) -> None:

@@ -15,7 +15,6 @@ from unstale.model import pass_size
 from unstale.model.pass_size import free_bytes, largest_pass, layer_bytes, token_bytes
 from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
-from unstale.trainer import passes
 from unstale.trainer.passes import pass_tokens
 
 GPU = torch.device("cuda", 0)
@@ -52,6 +51,9 @@ def test_the_planner_and_the_trainer_have_one_formula() -> None:
     model = Model.parse("0.6B")
     assert model.layer_bytes == layer_bytes(model)
     assert token_bytes(model, checkpointing=True) < token_bytes(model, checkpointing=False) / 5
+    # Of 28 layers, 10 are computed again, one at a time, and 18 keep everything.
+    kept = 10 * 2 * model.hidden + 19 * model.layer_bytes
+    assert token_bytes(model, checkpointing=3) == kept
 
 
 class _Sized(torch.nn.Module):
@@ -93,10 +95,16 @@ def test_the_largest_pass_of_4b_weights_fills_the_memory() -> None:
 def test_what_the_first_step_allocates_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny_policy()
     one = token_bytes(pass_size._sizes_of(policy.model), checkpointing=False, word=4)
-    pending = sum(each.numel() for each in policy.model.parameters()) * (12 + 3 * 4)
+    weights = sum(each.numel() for each in policy.model.parameters())
     config = RunConfig(recipe="x", trainer=TrainerConfig(max_tokens_per_microbatch=0))
-    monkeypatch.setattr(passes, "free_bytes", lambda device: pending + 1000 * one)
+    # A quarter of what is left after the step is for activations.
+    free = weights * (12 + 3 * 4) + 4 * 1000 * one
+    monkeypatch.setattr(pass_size, "_free_main_memory", lambda: free)
     assert pass_tokens(policy, config, trains=True) == 768  # 1000, in whole steps of 256
+    in_bytes = replace(config, trainer=replace(config.trainer, optimizer="AdamW8bit"))
+    monkeypatch.setattr(pass_size, "_free_main_memory", lambda: free - 6 * weights)
+    assert pass_tokens(policy, in_bytes, trains=True) == 768
+    assert pass_tokens(policy, config, trains=True) == 768 - 256 * (6 * weights > 4 * 232 * one)
     assert pass_tokens(policy, config, trains=False) > 768
     fixed = replace(config, trainer=TrainerConfig(max_tokens_per_microbatch=77))
     assert pass_tokens(policy, fixed, trains=True) == 77
@@ -120,7 +128,12 @@ def test_cached_memory_of_torch_counts_as_free(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
-    assert free_bytes(GPU) == 0.75 * 20
+    assert free_bytes(GPU, reserved=12, ranks=4) == 0.75 * (20 - 12)
+
+
+def test_ranks_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_size, "_free_main_memory", lambda: 1000)
+    assert free_bytes(torch.device("cpu"), reserved=50, ranks=4) == 0.25 * (250 - 50)
 
 
 def test_a_chosen_size_trains_as_a_given_one() -> None:

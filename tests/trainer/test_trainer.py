@@ -96,6 +96,23 @@ def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
     return trainer.metrics()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_and_a_restored_state_wait_for_a_thread_that_reads_the_weights(dtype: str) -> None:
+    policy = tiny_policy(dtype=dtype)
+    trainer = make(policy)
+    state, read = checkpoint_round_trip(trainer.state()), list[Tensor]()
+    before = weights(policy)
+    policy.lend_weights(lambda: read.append(weights(policy)))
+    train_on(trainer, a_batch())
+    assert torch.equal(read.pop(), before) and not torch.equal(weights(policy), before)
+    after = weights(policy)
+    policy.lend_weights(lambda: read.append(weights(policy)))
+    trainer.restore(state)
+    assert torch.equal(read.pop(), after) and torch.equal(weights(policy), before)
+    train_on(trainer, a_batch())
+    assert not read, "the weights were lent until they changed"
+
+
 def test_a_cap_on_the_whole_ratio_holds_what_a_token_counts() -> None:
     """The loss is -sum min(pi / mu, cap) A / N, from unpacked forward passes."""
     policy, batch = tiny_policy(), a_batch()

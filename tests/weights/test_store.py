@@ -4,17 +4,19 @@ Published weights are restored bit for bit, for any dtype, bit pattern, layout a
 dropping, spilling and restoring. Each delta uses the smallest of three encodings. The live versions
 and the newest are kept, and never change. A missing version is an error with numbers. A memory
 limit holds, and a refusal changes nothing. Damaged bytes are refused before memory is allocated.
+A thread makes the same chain, and its errors are raised.
 """
 
 import gc
 import json
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load
 from torch import Tensor
 
+from unstale.weights import store as stores
 from unstale.weights.bits import checksum, words
 from unstale.weights.codec import (
     Encoded,
@@ -394,6 +397,52 @@ def test_a_limit_on_memory_is_kept_and_refusing_leaves_the_store_as_it_was(stora
     assert [bits(store.tensors(version)) == bits(ramp(version)) for version in (1, 2, 3)] == [
         True
     ] * 3
+
+
+def test_a_thread_makes_the_chain_that_the_caller_would_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller goes on meanwhile. What it asks next waits for the thread."""
+    store, other = VersionStore(), VersionStore()
+    go_on, encode_all = threading.Event(), stores.encode_all
+
+    def slow(*arguments: Any) -> dict[str, Encoded]:
+        assert go_on.wait(20), "begin_put waits for the compression"
+        return encode_all(*arguments)
+
+    monkeypatch.setattr(stores, "encode_all", slow)
+    for version in range(4):
+        go_on.clear()
+        store.begin_keep({0, 2})
+        store.begin_put(version, ramp(version))
+        go_on.set()
+        other.keep({0, 2})
+        other.put(version, ramp(version))
+        assert store.versions == other.versions
+    one, two = store.state(), other.state()
+    assert one["versions"] == [0, 2, 3] and one["checksum"] == two["checksum"]
+    assert bits(one["movable"]) == bits(two["movable"]) and bits(one["shelf"]) == bits(two["shelf"])
+
+
+def test_an_error_of_the_thread_is_raised_by_the_next_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = VersionStore()
+    for version in range(2):
+        store.put(version, ramp(version))
+
+    def fail(*arguments: Any) -> dict[str, Encoded]:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "encode_all", fail)
+        store.begin_put(2, ramp(2))
+        store.begin_keep(())  # not begun
+        with pytest.raises(OSError, match="no space left"):
+            store.move_to(0)
+        assert store.versions == (0, 1) and bits(store.tensors(0)) == bits(ramp(0))
+        store.begin_put(2, ramp(2))
+        with pytest.raises(OSError, match="no space left"):
+            store.close()
+    assert store.versions == ()
 
 
 @pytest.mark.costly

@@ -9,9 +9,10 @@ numerical difference, and the policy must not learn from that. D contains only n
 if `old_logp` is exact. If `old_logp` is an approximation, D also contains some staleness.
 
 Call `log_discrepancy`, `aggregate` and `keep_all` in this order. Then call any of `veto`, `mask`,
-`truncate`, `clamp`, `mask_weight`. Each of them receives the `CorrectionWeights` that the previous
-one returned. A function with the decorator `@mode` is a value of the option `correction.mode`. A
-keyword-only parameter gets the value of the option of the same name in `correction`.
+`truncate`, `clamp`, `mask_weight`, `kpop`, `k3_mask`. Each of them receives the `CorrectionWeights`
+that the previous one returned. A function with the decorator `@mode` is a value of the option
+`correction.mode`. A keyword-only parameter gets the value of the option of the same name in
+`correction`. A parameter with a name in `DIVERGENCES` gets this divergence, aggregated as log D is.
 """
 
 import math
@@ -30,6 +31,11 @@ from unstale.records import HAS_BEHAVIOR, nearest_rank
 LOG_LIMIT = 20.0
 """Largest absolute log-ratio before `exp` is taken. e^20 = 4.9e8 is finite, and far above any
 useful limit.
+"""
+
+PROBABILITY_FLOOR = 1e-6
+"""Smallest probability in a binary KL, of the token and of all others. Without it, the float32
+rounding of a certain token to probability 1 would be an infinite divergence.
 """
 
 
@@ -208,6 +214,44 @@ def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 
+def binary_kl(
+    logp: Float[Tensor, "*shape"], other_logp: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return KL(p, q) in nats between the distributions of {the token, any other token}.
+
+    p is the probability of the token by `logp`, q that by `other_logp`: the KL is p log(p / q) + (1
+    - p) log((1 - p) / (1 - q)). p, q, 1 - p and 1 - q are at least `PROBABILITY_FLOOR`.
+    """
+    both = [widen(each) for each in (logp, other_logp)]
+    p, q = (each.exp().clamp(min=PROBABILITY_FLOOR) for each in both)
+    rest, other_rest = ((-each.expm1()).clamp(min=PROBABILITY_FLOOR) for each in both)
+    return p * (p / q).log() + rest * (rest / other_rest).log()
+
+
+def two_way_kl(
+    log_discrepancy: Float[Tensor, "*shape"], behavior_logp: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return the larger of the binary KLs from pi_old to mu and from mu to pi_old, in nats.
+
+    `log_discrepancy` is that of each token, not aggregated. No gradient.
+    """
+    mu = widen(behavior_logp.detach())
+    old = mu + log_discrepancy.detach()
+    return torch.maximum(binary_kl(old, mu), binary_kl(mu, old))
+
+
+def k3(
+    log_discrepancy: Float[Tensor, "*shape"], behavior_logp: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return D - 1 - log D of each token, which estimates KL(mu, pi_old) in nats. No gradient."""
+    held = log_discrepancy.detach()
+    return bounded_exp(held) - 1 - held
+
+
+DIVERGENCES = {"two_way_kl": two_way_kl, "k3": k3}
+"""Divergences between pi_old and mu at a token, from its log D and its `behavior_logp`."""
+
+
 @dataclass(frozen=True, slots=True)
 class CorrectionWeights:
     """The result of a correction: a weight and a mask for the tokens, without gradient."""
@@ -320,6 +364,42 @@ def mask_weight(
     return _add_weight(kept, weight, normalize=normalize)
 
 
+@mode
+def kpop(
+    log_discrepancy: Float[Tensor, "*shape"],
+    before: CorrectionWeights,
+    *,
+    two_way_kl: Float[Tensor, "*shape"],
+    kl_limit: float,
+    normalize: bool = False,
+) -> CorrectionWeights:
+    """Weight a token by D if its two-way KL is at most `kl_limit`, and drop it otherwise.
+
+    KPop (ringtech.notion.site/kpop): `mask_weight` with another region. The KL is between the
+    distributions of {the token, any other token} of pi_old and mu, the larger of both directions. A
+    limit on it allows large ratios of rare tokens and small ones of likely tokens.
+    """
+    inside = two_way_kl <= kl_limit
+    weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
+    kept = replace(before, keep=before.keep & inside)
+    return _add_weight(kept, weight, normalize=normalize)
+
+
+@mode
+def k3_mask(
+    log_discrepancy: Float[Tensor, "*shape"],
+    before: CorrectionWeights,
+    *,
+    k3: Float[Tensor, "*shape"],
+    kl_limit: float,
+) -> CorrectionWeights:
+    """Keep a token only if D - 1 - log D is at most `kl_limit`.
+
+    Its mean over a sequence estimates KL(mu, pi_old) per token (joschu.net/blog/kl-approx.html).
+    """
+    return replace(before, keep=before.keep & (k3 <= kl_limit))
+
+
 def veto(
     log_discrepancy: Float[Tensor, "*shape"],
     before: CorrectionWeights,
@@ -419,7 +499,7 @@ def divergence(
     tokens = log_d[sampled]
     return {
         "correction/kl_k1": -tokens.mean().item(),
-        "correction/kl_k3": (bounded_exp(tokens) - 1 - tokens).mean().item(),
+        "correction/kl_k3": k3(tokens, behavior_logp[sampled]).mean().item(),
         "correction/chi2_token": bounded_exp(tokens).square().mean().item() - 1,
         "correction/chi2_sequence": bounded_exp(total).square().mean().item() - 1,
         "correction/behavior_log_ppl_mean": perplexity.mean().item(),

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unstale.algorithms.corrections import bounded_exp, renumber, widen
+from unstale.algorithms.corrections import LOG_LIMIT, binary_kl, bounded_exp, renumber, widen
 from unstale.config.algorithm import LossAggregation
 
 
@@ -182,6 +182,90 @@ def kl_penalty(
     """
     gain = bounded_exp(log_staleness) * _of_actions(advantage, sampled)
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
+
+
+def dppo(  # noqa: PLR0913 - two limits
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    old_logp: Float[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"] | None = None,
+    divergence: Literal["tv", "kl"] = "tv",
+    divergence_low: float = 0.2,
+    divergence_high: float = 0.2,
+    kl_tau: float = 0.0,
+) -> Surrogate:
+    """DPPO: -S A, without gradient where pi is too far from pi_old and A moves it further away.
+
+    S is the staleness ratio pi / pi_old of the token and A the advantage. The distance is a
+    divergence between the two-event distributions {the token, any other token} of pi_old and pi:
+    |pi - pi_old| (`tv`) or KL(pi_old, pi) in nats (`kl`). A token with A > 0 is stopped if it
+    became likelier by more than `divergence_high`, one with A < 0 if it became less likely by more
+    than `divergence_low`. Its loss is then 0. `kl_tau` (log S)^2 is added to every token's loss,
+    stopped or not. See arXiv 2602.04879, eq. 12 (mask), 13 (`tv`) and 14 (`kl`). In the paper,
+    pi_old is the engine's policy mu.
+    """
+    advantage = _of_actions(advantage, sampled)
+    old = widen(old_logp.detach())
+    now = old + log_staleness.detach()
+    change = now.exp() - old.exp()
+    distance = change.abs() if divergence == "tv" else binary_kl(old, now)
+    too_low = (advantage < 0) & (change < 0) & (distance > divergence_low)
+    too_high = (advantage > 0) & (change > 0) & (distance > divergence_high)
+    gain = torch.where(too_low | too_high, 0.0, bounded_exp(log_staleness) * advantage)
+    return Surrogate(kl_tau * log_staleness.square() - gain, too_low, too_high)
+
+
+def vespo(  # noqa: PLR0913 - two pairs of constants
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> Surrogate:
+    """VESPO: -sg(W^k exp(lambda (1 - W))) A log pi, a soft weight of a whole sequence.
+
+    W is the product of a sequence's staleness ratios: `log_staleness` must be aggregated over
+    `sequence` by `sum`. k and lambda are those of `_pos` where the advantage A >= 0, else those of
+    `_neg`; sg stops the gradient. The weight is 1 at W = 1 and vanishes on both sides. Here log S
+    takes the place of log pi, as in `cispo`. See arXiv 2602.10693, whose W is pi / mu, with c1 = k
+    and c2 = lambda. The paper has no division by lengths.
+    """
+    advantage = _of_actions(advantage, sampled)
+    log_w = log_staleness.detach().clamp(-LOG_LIMIT, LOG_LIMIT)
+    positive, negative = (
+        (k * log_w + rate * (1 - log_w.exp())).exp()
+        for k, rate in ((vespo_k_pos, vespo_lambda_pos), (vespo_k_neg, vespo_lambda_neg))
+    )
+    weight = torch.where(advantage >= 0, positive, negative)
+    return _unclipped(-weight * advantage * log_staleness)
+
+
+def drpo(
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    old_logp: Float[Tensor, "*shape"],
+    sampled: Bool[Tensor, "*shape"] | None = None,
+    drpo_delta: float = 0.2,
+) -> Surrogate:
+    """DRPO: -(S A - |A| / (2 drpo_delta) pi_old (S - 1)^2), a smooth form of `dppo`.
+
+    S is the staleness ratio pi / pi_old of the token and A the advantage. The gradient of a token's
+    logp is that of -S A times 1 - sign(A) (pi - pi_old) / drpo_delta: it fades as A moves the
+    token's probability away from pi_old, is 0 at a change of `drpo_delta`, and points back beyond.
+    See arXiv 2606.09821, eq. 8, whose pi_old is the engine's policy mu.
+    """
+    advantage = _of_actions(advantage, sampled)
+    old = widen(old_logp.detach()).exp()
+    if sampled is not None:
+        old = torch.where(sampled, old, 0.0)
+    ratio = bounded_exp(log_staleness)
+    pull = advantage.abs() * old * (ratio - 1).square() / (2 * drpo_delta)
+    return _unclipped(pull - ratio * advantage)
 
 
 def none(

@@ -1,4 +1,4 @@
-"""An annex that shows and explains runs: dashboard and report, advice, and the planner.
+"""An optional package that shows and explains runs: dashboard, report, advice and planner.
 
-The core never imports it. `unstale.config.plugins` finds its commands.
+The core of `unstale` never imports it. `unstale.config.plugins` finds its commands.
 """

@@ -1,15 +1,15 @@
-"""Measure the error of every old-logit route on the tokens of one recorded run.
+"""Measure the error of every route on the tokens of one recorded run.
 
 A route is a method to obtain old log-probabilities. The recorded versions of the weights are loaded
 in order. At each version a route gets the calls that a run would make, and returns old
-log-probabilities for the batch that was trained on there. They are compared with the true ones,
-computed with the recorded weights that sampled each token. A recording does not say when tokens
-arrived. So the route `eager` gets all tokens of a version in time.
+log-probabilities for the batches that were trained on with this version. They are compared with
+true values, computed with the recorded weights that sampled each token. A recording does not
+contain the times at which tokens arrived. So the route `eager` gets all tokens in time.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,8 +54,8 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""Number of tokens per old-logit route whose ratios D (discrepancy) and S (staleness) are kept for
-plots.
+"""Number of tokens per route (method to compute `old_logp`) whose ratios D (discrepancy) and S
+(staleness) are kept for plots.
 """
 
 
@@ -66,12 +66,12 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Measure the old-logit routes named in `routes`, or all if empty, on a recorded run.
+    """Measure routes on a recorded run: those named in `routes`, or all routes if it is empty.
 
-    `alphas` are additional settings of the routes `interp_prox_*`, which mix two policies with a
-    constant weight alpha. Writes `audit.json`, `audit.md` and the report, and returns the content
-    of `audit.json`. Raises `ConfigError` if the run was not recorded. Batches that need a version
-    that was not recorded are skipped.
+    A route is a method to compute `old_logp`. `alphas` are further settings of `interp_prox_*`,
+    which mix two policies with a constant weight alpha. Writes `audit.json`, `audit.md` and the
+    report, and returns the content of `audit.json`. Raises `ConfigError` if the run was not
+    recorded. Batches that need a version that was not recorded are skipped.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -111,10 +111,11 @@ def audit(
 def variants(
     own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """Return the settings of the old-logit routes to measure; without `names`, of all routes.
+    """Return the settings to measure of the routes (methods to compute `old_logp`) in `names`.
 
-    The route that the run used has the run's options, and the others have their defaults. Some
-    routes add further settings, such as one for each of `alphas`.
+    Without `names`, all routes are measured. `own` has the options of the run's route. Other routes
+    have their defaults. Some add further settings, such as one for each of `alphas`. Raises
+    `ConfigError` for an unknown route.
     """
     for name in names:
         if name not in routes():
@@ -128,7 +129,7 @@ def variants(
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:
-    """Yield the sampled tokens of a batch in pieces, which are runs of one turn and version."""
+    """Yield the sampled tokens of a batch in pieces: successive tokens of one turn and version."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     table = batch.routed_experts
     experts_of = table.sequences if table else [{}] * batch.num_sequences
@@ -156,7 +157,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
 
 @dataclass(slots=True)
 class Spent:
-    """The costs of a route: the seconds of calls to it, and the figures that it reports."""
+    """The costs of a route (a way to compute `old_logp`): seconds spent, and costs it reports."""
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -178,7 +179,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run that is repeated for one old-logit route after the other.
+    """A recorded run that is repeated for one route (method to compute `old_logp`) after the other.
 
     `policy` has the weights of the version that the repetition has reached.
     """
@@ -191,9 +192,7 @@ class Replay:
     log-probabilities.
     """
     now: dict[int, tuple[float, int]]
-    """Version -> seconds and forward tokens to score its batches with the weights of that
-    version.
-    """
+    """Version -> seconds and forward tokens to score its batches with that version's weights."""
     pieces: dict[int, list[PendingPiece]]
     noise: float
 
@@ -251,7 +250,7 @@ class Replay:
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Repeat the run for a route and close the route. Return its errors and costs."""
+        """Repeat the run with the route `old`, and close it. Return its errors and costs."""
         spent = Spent()
         audited: list[Audited] = []
         claims: list[Tensor] = []
@@ -276,7 +275,7 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """Load a version, and give the route all tokens that were sampled with it."""
+        """Load a version, and give the route all tokens that this version sampled."""
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
         later = [
@@ -291,16 +290,28 @@ class Replay:
         with spent.clock():
             old.before_publish()
             old.on_published(live | {version})
+            if old.needs.idle and old.needs.snapshots:
+                old.on_wait(self._waiting(live - {version}, later))
             for piece in self.pieces.get(version, ()):
                 old.on_piece(piece)
             while old.score_while_idle():
                 pass
 
+    def _waiting(self, versions: Collection[int], later: Sequence[Batch]) -> list[PendingPiece]:
+        """Return the pieces of some versions in the batches that are still to be scored."""
+        episodes = {episode for batch in later for episode in batch.episodes}
+        return [
+            piece
+            for version in versions
+            for piece in self.pieces.get(version, ())
+            if piece.episode in episodes
+        ]
+
     def _ask(self, old: OldLogps, truth: Truth, spent: Spent) -> tuple[Tensor, Tensor]:
         reads = old.needs.now or old.needs.inline
         with spent.clock():
             answer = old.logps(truth.batch, truth.logp if reads else torch.empty(0))
-            if old.needs.closing or old.needs.idle:
+            if old.needs.scores_before_update:
                 passed = frozenset(truth.batch.episodes)
                 held = self.pieces.get(truth.version, [])
                 old.before_update([piece for piece in held if piece.episode not in passed])
@@ -339,7 +350,7 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """Return the figures about the recorded run that do not depend on the old-logit route."""
+        """Return the figures about the recorded run that do not depend on the route."""
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, shift=0.0)

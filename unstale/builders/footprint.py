@@ -29,7 +29,7 @@ at a learning rate of 1e-6: most weights change in every step, in their lowest b
 """
 _WIDE = 4
 _GRADIENT = 4
-_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1, "AdamW8bit": 0.5}
+_MOMENTS: dict[str, float] = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1, "AdamW8bit": 0.5}
 """Number of float32 values per weight that an optimizer keeps. Optimizers that are not listed keep
 two, like AdamW.
 """
@@ -78,7 +78,7 @@ class Footprint:
         if self.ranks:
             parts = [f"{self.ranks} trainer ranks of {self.trainer / _GB:.1f}"]
         if self.scorers:
-            kind = "old-logit ranks" if self.ranks else "old-logit model"
+            kind = "ranks of the second model" if self.ranks else "second model"
             parts += [f"{self.scorers} {kind} of {self.scorer / _GB:.1f}"]
         place = ""
         if self.elsewhere:
@@ -184,7 +184,7 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
             whole -= (total - trained) * width * (1 - 1 / ranks)
         else:  # the parts in the optimizer's precision are also those of the passes
             whole = (whole - total * width * (width < _WIDE)) / ranks
-        trainer = PROCESS_BYTES + whole + width * _gathered_weights(policy)
+        trainer = PROCESS_BYTES + whole + width * _gathered_weights(policy, config)
     kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
     checkpoint = trained * (master + moments) + averages + deltas + kept_copies
     version = delta if ranks or shares_deltas(config) else copy
@@ -221,13 +221,21 @@ def _scoring_footprint(
     return {"scorers": count, "scorer": PROCESS_BYTES + total / count + gathered + sent}
 
 
-def _gathered_weights(policy: Policy) -> float:
-    """Return the number of weights that a rank gathers for a pass: embedding, head, two layers."""
+def _gathered_weights(policy: Policy, config: RunConfig | None = None) -> float:
+    """Return the number of weights that a rank gathers for a pass: embedding, head, two layers.
+
+    With `cluster.expert_parallel` in `config`, experts are not gathered.
+    """
     model: Any = policy.model
     ends = {}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         ends[id(module.weight)] = module.weight.numel()  # tied ones count once
-    total = sum(weight.numel() for weight in model.parameters())
+    apart = config is not None and config.cluster.expert_parallel
+    total = sum(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if not apart or ".experts." not in name
+    )
     outside = sum(ends.values())
     num_layers: int = model.config.num_hidden_layers
     return float(outside + 2 * (total - outside) / num_layers)

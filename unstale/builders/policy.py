@@ -1,17 +1,19 @@
 """Load the policy of a run, and decide how engines receive the weights."""
 
+import math
 import warnings
 
 import torch
 
-from unstale.config import (
-    RunConfig,
-)
+from unstale.config import ClusterConfig, ConfigError, RunConfig
 from unstale.engines.registry import engine_spec, packs_weights
 from unstale.model.forward import ForwardOptions
 from unstale.model.lora import Lora
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
+
+MOST_PADDED = 1.1
+"""Largest ratio of the experts that FSDP stores to those of the model, without a warning."""
 
 
 def lora_of(config: RunConfig) -> Lora | None:
@@ -44,12 +46,47 @@ def load_policy(
         chat_template=config.chat_template,
     )
     policy.check_context(config.cluster.context)
+    if peers is None:
+        check_expert_ranks(config.cluster, policy.num_experts)
     policy.set_forward_options(ForwardOptions.of(config))
     if options.routing_replay:
         policy.replay_experts()
     if peers is None:
         warn_of_float32(config, on_gpu=policy.device.type == "cuda")
     return policy
+
+
+def check_expert_ranks(cluster: ClusterConfig, experts: int) -> None:
+    """Raise ConfigError unless trainer ranks can have whole experts, if they must.
+
+    `experts` is the number of experts in a layer. Without `cluster.expert_parallel`, warn if FSDP
+    would fill up the experts of the ranks by more than a tenth.
+    """
+    ranks = cluster.trainers // cluster.replicas
+    if cluster.expert_parallel and not experts:
+        raise ConfigError("cluster.expert_parallel must be false: the policy has no experts")
+    if ranks < 2 or not experts:
+        return
+    divisors = [count for count in range(1, experts + 1) if experts % count == 0]
+    lower = max(count for count in divisors if count <= ranks)
+    near = " or ".join(
+        str(c) for c in dict.fromkeys((lower, *[c for c in divisors if c > ranks][:1]))
+    )
+    of_copy = " for each copy of the model" * (cluster.replicas > 1)
+    if cluster.expert_parallel and ranks not in divisors:
+        raise ConfigError(
+            f"cluster.expert_parallel cannot divide the {experts} experts of a layer among {ranks} "
+            f"trainer ranks. Use {near}{of_copy}, or set it to false"
+        )
+    padded = math.ceil(experts / ranks) * ranks
+    if padded > MOST_PADDED * experts:
+        warnings.warn(
+            f"{ranks} trainer ranks fill up the {experts} experts of a layer to {padded}: memory "
+            f"and transfers of experts grow by {padded / experts - 1:.0%}. Set cluster.trainers to "
+            f"{near}{of_copy}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:

@@ -1,7 +1,7 @@
 """The components of a run whose trainer is divided among ranks."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,9 @@ from unstale.weights.publish import Publisher
 def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call this function."""
     torch.set_num_threads(trainer_threads(config))
-    peers = peers.in_context_groups(config.cluster.context).in_replicas(config.cluster.replicas)
+    cluster = config.cluster
+    peers = peers.in_context_groups(cluster.context).in_replicas(cluster.replicas)
+    peers = replace(peers, divides_experts=cluster.expert_parallel)
     policy = load_policy(config, peers)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer, on_rank=True)
@@ -110,8 +112,8 @@ def build_ranked(
     """Return the components of a run that trains on ranks.
 
     `sampler` is the result of `build_sampler`. If `ranks` are given, they are used instead of new
-    ones. `notify` is called with a text on what new ranks wait for. Errors of `Ranks.make` are
-    raised after the ranks have ended.
+    ones. `notify` is called with a text that says what the start of new ranks waits for. If
+    `Ranks.make` fails, the ranks are ended before its error is raised.
     """
     policy, taskset, generator = sampler
     policy.check_length(config.engine.max_context)  # before ranks are waited for

@@ -66,7 +66,7 @@ def build_components(
 
 
 def build(
-    config: RunConfig, parts: Components, outputs: Outputs, life: ResumeState
+    config: RunConfig, parts: Components, outputs: Outputs, start: ResumeState
 ) -> RunComponents:
     """Connect all components of a run for the training loop. Restore the state of a resumed run."""
     policy, taskset, old = parts.policy, parts.taskset, parts.old
@@ -103,23 +103,23 @@ def build(
     rollout = _training_rollout(
         partial(make_rollout, generator, slots=slots),
         _Listeners(old, pending, recorder),
-        life,
+        start,
     )
     selection = Selection(
         config,
         taskset,
-        life,
+        start,
         parts.techniques,
         skipped=rollout.quarantined,
     )
-    queue = build_queue(config.schedule, life, policy)
+    queue = build_queue(config.schedule, start, policy)
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
     )
     return RunComponents(
         config=config,
-        progress=life.progress,
-        resumed_requests=life.requests,
+        progress=start.progress,
+        resumed_requests=start.requests,
         requests=selection.requests(),
         engine=engine,
         rollout=rollout,
@@ -131,8 +131,8 @@ def build(
                 on_failure=recorder.held_out_failure,
                 on_blocked=recorder.blocked,
             ),
-            life,
-            best=_best_policy(config, parts, folder, life),
+            start,
+            best=_best_policy(config, parts, folder, start),
         ),
         queue=queue,
         pending=pending,
@@ -163,7 +163,7 @@ def _evaluation(
     config: RunConfig,
     taskset: Taskset,
     rollout: Rollout,
-    life: ResumeState,
+    start: ResumeState,
     *,
     best: BestPolicy | None,
 ) -> Evaluation | None:
@@ -175,7 +175,7 @@ def _evaluation(
     held_out = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(samples)]
     if not held_out:
         return None
-    is_first = life.progress.step == 0
+    is_first = start.progress.step == 0
 
     async def measure(**options: Any) -> list[bool | None]:
         nonlocal is_first
@@ -186,12 +186,12 @@ def _evaluation(
 
 
 def _best_policy(
-    config: RunConfig, parts: Components, folder: Path, life: ResumeState
+    config: RunConfig, parts: Components, folder: Path, start: ResumeState
 ) -> BestPolicy | None:
     """Return what keeps the best policy in a run folder. None if the run does not keep it."""
     if config.eval.keep_best == "none":
         return None
-    return BestPolicy(folder, config.eval, parts.save_policy, step=life.progress.step)
+    return BestPolicy(folder, config.eval, parts.save_policy, step=start.progress.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class _Listeners:
 
 
 def _training_rollout(
-    make_rollout: Callable[..., Rollout], listeners: _Listeners, life: ResumeState
+    make_rollout: Callable[..., Rollout], listeners: _Listeners, start: ResumeState
 ) -> Rollout:
     """Return the object that runs training episodes, with the state of a resumed run."""
     rollout = make_rollout(
@@ -232,14 +232,14 @@ def _training_rollout(
         on_restart=listeners.on_restart,
         on_blocked=listeners.recorder.blocked,
     )
-    rollout.restore(life.episodes, life.quarantined, life.failed_shares)
-    for request in life.requests:
+    rollout.restore(start.episodes, start.quarantined, start.failed_shares)
+    for request in start.requests:
         for piece in request.opens():
             listeners.pending.add(piece)
     return rollout
 
 
-def build_queue(config: ScheduleConfig, life: ResumeState, policy: Policy) -> StalenessQueue:
+def build_queue(config: ScheduleConfig, start: ResumeState, policy: Policy) -> StalenessQueue:
     """Return the staleness queue, which limits the groups in flight and orders finished groups.
 
     In a resumed run it contains the groups that were not trained on before the resume.
@@ -251,8 +251,8 @@ def build_queue(config: ScheduleConfig, life: ResumeState, policy: Policy) -> St
         adaptive_window=config.adaptive_window,
     )
     ages: dict[int, int] = {}
-    for request in life.requests if config.adaptive_window else ():
+    for request in start.requests if config.adaptive_window else ():
         if versions := sorted({each.piece.version for each in request.opens()}):
             ages[request.number] = int(policy.lag(torch.tensor(versions)).max())
-    queue.restore(life.admitted, [request.number for request in life.requests], ages)
+    queue.restore(start.admitted, [request.number for request in start.requests], ages)
     return queue

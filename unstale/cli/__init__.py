@@ -1,1 +1,1 @@
-"""The command line: `verbs` has its commands, and the other modules do their work."""
+"""The command line. The module `verbs` has its commands, and the others do the commands' work."""

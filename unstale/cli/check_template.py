@@ -1,7 +1,7 @@
-"""The command `check-template`: check that chats of a template can be continued exactly.
+"""The command `check-template`: check that a template's chats can be continued token by token.
 
-It renders random conversations. A conversation that shows a problem is shortened to the smallest
-one that still does.
+It renders random conversations. A conversation that shows a problem is shortened as long as the
+problem remains.
 """
 
 import json
@@ -38,11 +38,11 @@ from unstale.model.loading import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TemplateResult:
-    """The results of all checks. As a condition, it is true if the template is usable."""
+    """The results of all checks. `bool(result)` is True if the template is usable."""
 
     checks: Sequence[CheckResult] = ()
     error: str = ""
-    """The reason why nothing could be checked. Empty if it could."""
+    """The reason why nothing could be checked. Empty if the checks ran."""
 
     def __bool__(self) -> bool:
         return not self.error and not any(check.broken for check in self.checks)
@@ -65,8 +65,8 @@ def check_template(
 ) -> TemplateResult:
     """Check the chat template of a model folder. Print the results and return them.
 
-    `chat_template` replaces it, as the option of a run. Raises `ConfigError` for a folder without a
-    tokenizer or a template.
+    `chat_template` replaces the folder's template, as the option of a run with this name does.
+    Raises `ConfigError` for a folder without a tokenizer or a template.
     """
     if conversations < 1:
         raise ConfigError(f"--conversations must be at least 1, got {conversations}")
@@ -116,7 +116,7 @@ def _print_results(results: list[CheckResult], console: Console) -> None:
 
 
 def stop_tokens_of(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a reply, as the files of a model folder say."""
+    """Return the tokens that end a reply, from the files of a model folder. Empty if unknown."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
@@ -127,7 +127,7 @@ def stop_tokens_of(folder: Path) -> tuple[int, ...]:
 
 
 def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each property that was found in the template."""
+    """Yield the properties of the template that were found, each as a name and a text."""
     ends = [chat.text([token], whole=True) for token in chat.stop_tokens]
     yield "end of a reply", " or ".join(ends)
     yield "calls", str(chat.call_form)

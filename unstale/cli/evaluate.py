@@ -47,8 +47,8 @@ def evaluate(
 
     `trained` is a run folder or a model folder. `config` has the task and the number of tasks
     (`eval.tasks`); its policy is not used. Finished episodes are written to the file `save`, and
-    those that it has already are not played again. Raises `ConfigError` before anything runs, and
-    `RunFailed` if a component fails later.
+    episodes that this file already has are not played again. Raises `ConfigError` for wrong
+    settings, and `RunFailed` if a component fails later.
     """
     config = require_config(config, wrong)
     if config.eval.tasks < 1:
@@ -92,7 +92,8 @@ async def running_generator(
 ) -> AsyncIterator[Generator]:
     """Return a context in which the engine runs with the policy's weights.
 
-    If the engine crashes, it is restarted, at most `engine.restarts` times.
+    If the engine crashes, it is restarted, at most `engine.restarts` times. `on_event` receives
+    these events.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)

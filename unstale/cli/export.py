@@ -18,10 +18,10 @@ from unstale.model.policy import Policy
 def export(run: Path | str, folder: Path | str, *, step: int | None = None) -> int:
     """Write the policy of a checkpoint to a new or empty folder. Return the checkpoint's step.
 
-    `run` is a run folder, also of a run in progress; it is only read. `step` counts batches, and
-    None means the newest checkpoint. The model is read on the CPU, in main memory. Raises
-    `ConfigError` if the run has no such checkpoint or `folder` cannot be used, and
-    `CheckpointError` if the checkpoint is damaged, or the run removed it meanwhile.
+    `run` is a run folder, which is only read. The run may be in progress. `step` counts batches,
+    and None means the newest checkpoint. The model is loaded into main memory. Raises `ConfigError`
+    if the run has no such checkpoint or `folder` cannot be used, and `CheckpointError` if the
+    checkpoint is damaged, or the run removed it meanwhile.
     """
     run, folder = Path(run), Path(folder)
     config = read_config(run)
@@ -68,7 +68,7 @@ class _StoredPolicy:
 def _read_stored(run: Path, config: RunConfig, step: int | None) -> _StoredPolicy:
     """Return the policy of a checkpoint, or of the newest one if `step` is None.
 
-    If the run removes its newest checkpoint while it is read, a newer one is read.
+    If the run removes its newest checkpoint during the reading, a newer one is read.
     """
     checkpoints = Checkpoints(run, {})
     while True:
@@ -96,6 +96,9 @@ def _read_stored(run: Path, config: RunConfig, step: int | None) -> _StoredPolic
 
 
 def _others(checkpoints: Checkpoints, name: str) -> str:
-    """Return a sentence about the checkpoints that can be exported in place of `name`."""
+    """Return a sentence about the checkpoints that can be exported in place of `name`.
+
+    Empty if there are no others.
+    """
     others = [str(step) for step, other in checkpoints.steps.items() if other != name]
     return f". Others can be exported: --step {' or '.join(others)}" if others else ""

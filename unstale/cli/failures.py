@@ -1,4 +1,4 @@
-"""The error of a run that failed, and the end of a command with an error message."""
+"""The error of a failed run, and functions that end a command with an error message."""
 
 import errno
 import resource
@@ -31,7 +31,7 @@ _TEXTS = {
     "out of memory": OUT_OF_MEMORY,
     "error return without exception set": OUT_OF_MEMORY,
 }
-"""Texts that mark the errors of libraries, torch and threads which have no error number."""
+"""Texts by which errors without an error number, as of torch and threads, are recognized."""
 
 EXIT_S = 10.0
 """Seconds that Python waits, at the end of the process, for threads that user code started."""
@@ -42,24 +42,26 @@ class RunFailed(RuntimeError):
 
 
 def literal(text: object) -> str:
-    """Return text that rich prints unchanged: markup is escaped, control characters are visible."""
+    """Return a text that rich prints without markup. Control characters are made visible."""
     return escape(show_controls(str(text)))
 
 
 def exit_after(title: str, error: object, *, code: int) -> NoReturn:
-    """Print an error on stderr, and exit with a code."""
+    """Print an error on stderr as `title: error`, and exit with a code."""
     print_failure(title, error)
     sys.exit(code)
 
 
 def print_failure(title: str, error: object) -> None:
-    """Print an error on stderr."""
+    """Print an error on stderr as `title: error`."""
     text = f"[bold red]{title}:[/] {literal(error)}"
     Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 
 def exhausted(error: BaseException) -> str:
-    """Return a sentence if files, memory or threads ran out, with what helps. Otherwise "".
+    """Return a sentence on what ran out and what helps, if files, memory or threads ran out.
+
+    Empty for other errors.
 
     >>> exhausted(RuntimeError("can't start new thread")).partition(":")[0]
     'no new thread or process can be started'
@@ -93,7 +95,10 @@ def exhausted(error: BaseException) -> str:
 
 
 def _is_of_socket(error: BaseException) -> bool:
-    """Return True if a module for sockets raised an error. A socket without data raises EAGAIN."""
+    """Return True if a module for sockets raised the error.
+
+    The error EAGAIN then means that a socket has no data, and not that threads ran out.
+    """
     *_, last = [None, *traceback.extract_tb(error.__traceback__)]
     path = Path(last.filename) if last else Path()
     return path.stem in ("socket", "ssl", "selectors") or path.parent.name == "asyncio"
@@ -102,8 +107,8 @@ def _is_of_socket(error: BaseException) -> bool:
 def end_despite_threads() -> None:
     """End the process `EXIT_S` seconds from now, with the code of the current SystemExit.
 
-    Python would wait without limit for threads that are not daemons. Called while the process
-    exits. Does nothing if there are no such threads.
+    This function is called while the process exits. Python would then wait without limit for
+    threads that are not daemons. Nothing is done if there are no such threads.
     """
     error = sys.exception()
 
@@ -118,7 +123,7 @@ def end_despite_threads() -> None:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code of Python for the error that ends it."""
+    """Return the exit code of a Python process that ends with an error. None means no error."""
     code = error.code if isinstance(error, SystemExit) else 1 if error else 0
     return code if isinstance(code, int) else 1 if code else 0
 

@@ -32,23 +32,24 @@ class TaskMean:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The number of successful attempts at each task, and the total number of failed episodes."""
+    """The number of successful attempts at each held-out task, and of failed episodes in all."""
 
     successes: tuple[int, ...]
     attempts: int = 1
     failed: int = 0
     by_env: Mapping[str, "EvalResult"] = field(default_factory=dict)
-    """The results of each environment by its name, if the tasks are of several."""
+    """The result of each environment by its name. Empty if all tasks are of one environment."""
     reward: float = math.nan
-    """The mean reward of all finished episodes, beside their success. NaN if it is not known."""
+    """The mean reward of all finished episodes. NaN if it is not known."""
 
     @classmethod
     def of(
         cls, graded: Sequence[bool | None], attempts: int, envs: Sequence[str] = ()
     ) -> "EvalResult":
-        """Count the successes in `graded`. `attempts` adjacent values belong to one task.
+        """Return the result of graded episodes: True for success, None for a failed episode.
 
-        `envs` has the name of the environment for each value.
+        `attempts` adjacent values of `graded` belong to one task. `envs` has the name of the
+        environment for each value.
         """
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
@@ -83,17 +84,17 @@ class EvalResult:
 
     @property
     def average(self) -> TaskMean:
-        """Return avg@k, which is the mean success rate of an attempt."""
+        """The success rate of an attempt: avg@k, where k is the number of attempts per task."""
         return mean_over_tasks([count / self.attempts for count in self.successes])
 
     def passed(self, k: int) -> TaskMean:
-        """Return pass@k, which is the probability that one of k attempts at a task succeeds."""
+        """Return pass@k: the probability that at least one of k attempts at a task succeeds."""
         return mean_over_tasks(
             [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
 
     def passed_all(self, k: int) -> TaskMean:
-        """Return pass^k, which is the probability that all of k attempts at a task succeed."""
+        """Return pass^k: the probability that all of k attempts at a task succeed."""
         return mean_over_tasks(
             [pass_all(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
@@ -107,7 +108,7 @@ class EvalResult:
         return rows
 
     def as_json(self, ks: Sequence[int]) -> dict[str, Any]:
-        """Return the counts and the `rows`, those of each environment under `by_env`."""
+        """Return counts, `rows` and mean reward as a JSON object, with those of `by_env`."""
         row: dict[str, Any] = {
             "result": {
                 "successes": self.successes,
@@ -123,7 +124,7 @@ class EvalResult:
         return row
 
     def table(self, ks: Sequence[int]) -> Table:
-        """Return a table with the `rows`, first those of each environment."""
+        """Return a table of `rows` for a terminal: first of each environment, then of all tasks."""
         table = Table("", "held-out success", "95% interval", "", title=str(self))
         for env, part in {**self.by_env, "": self}.items():
             for name, estimate in part.rows(ks).items():

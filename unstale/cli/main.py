@@ -1,4 +1,7 @@
-"""The command line. A wrong command gives one line and exit code 2. Importing it loads no torch."""
+"""The entry point of the command line. Importing this module does not import torch.
+
+A wrong command prints one line and has exit code 2.
+"""
 
 import argparse
 import os
@@ -38,11 +41,14 @@ _PLAIN = {
     r"invalid float value: (.*)": r"must be a number, got \1",
     r"invalid choice: (.*) \(choose from (.*)\)": r"must be one of \2, got \1",
 }
-"""Messages of argparse as regular expressions, and what is written in their place."""
+"""Regular expressions for messages of argparse, each with the text that replaces the message."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 the run failed, 2 the command is wrong, 130 interrupted."""
+    """Run a command and exit: 0 done, 1 the run failed, 2 the command is wrong, 130 interrupted.
+
+    Without `arguments`, those of the process are used.
+    """
     if "" not in sys.path:
         # `task.env` may name a module in the current folder. The folder is last, so that no file
         # in it replaces a library. `import_user_code` looks there first.
@@ -75,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command and its arguments.
+    """Return the command and its arguments as the attributes of a namespace.
 
-    `values` has the options of the recipe by name, and `given` all words of the command line.
-    Raises `ConfigError` for a word that the command does not accept.
+    `values` has the options of the configuration by name, and `given` all words of the command
+    line. Raises `ConfigError` for a word that the command does not accept.
     """
     words = list(arguments)
     command = words[0] if words and not words[0].startswith("-") else None
@@ -121,22 +127,22 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def option_strings(self) -> list[str]:
-        """The options of the command, and those of the configuration if it takes a recipe."""
+        """The command's own options, and those of the configuration if the command takes them."""
         own = [word for action in self._actions for word in action.option_strings]
         of_recipe = [f"--{name}" for name in option_names()]
         return own + of_recipe if self.get_default("takes_options") else own
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a `ConfigError`, in plain words."""
+        """Raise `ConfigError` with argparse's message in plain words."""
         for pattern, words in _PLAIN.items():
             message = re.sub(pattern, words, message)
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def make_parser(only: str | None = None) -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the command line, and the parser of each command by name.
+    """Return the parser of the command line, and the parsers of its commands by name.
 
-    With `only` it has that command alone, and the modules of the others are not imported.
+    With `only`, the parser has only this command, and modules of other commands are not imported.
     """
     parser = _Parser(
         prog="unstale",

@@ -1,4 +1,4 @@
-"""Run a command at a low priority: a training on the same machine gets the processor first."""
+"""Run a command at a low priority, so that a training on the same machine is hardly slowed down."""
 
 import ctypes
 import os
@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 NICENESS = 10
-"""Niceness. Of two busy processes on one core, the one that has it gets about 10% of the time.
+"""Niceness of the command. On a core with another busy process, it gets about 10% of the time.
 
-With 19, which gets 1.5%, a list of 60 runs took 7.6 s while three trainings kept two cores busy.
-With 10 it took 0.9 s.
+With niceness 19, which gets 1.5%, a list of 60 runs took 7.6 s while three trainings kept two cores
+busy. With 10 it took 0.9 s.
 """
 
 _AUTOGROUP = Path("/proc/self/autogroup")
@@ -23,9 +23,9 @@ def run_at_low_priority(act: Callable[[], object]) -> int:
     """Call `act` at a low priority. Return the exit code: 0, or that of the child process.
 
     Linux divides the processor between sessions (terminals) first, and by niceness only within a
-    session. So there `act` runs in a child process with a session of its own, to which this process
-    passes signals on. The child ends with this process. What `act` raises is raised in the child.
-    Call this before threads are started.
+    session. So on Linux `act` runs in a child process with a session of its own, and this process
+    passes signals on to the child. The child ends with this process. Errors of `act` are raised in
+    the child. This function must be called before threads are started.
     """
     if not _AUTOGROUP.exists():
         if hasattr(os, "nice"):
@@ -52,8 +52,8 @@ def run_at_low_priority(act: Callable[[], object]) -> int:
 def _wait_for(child: int, unblocked: Iterable[signal.Signals | int]) -> int:
     """Pass signals on to the child process until it ends. Return its exit code.
 
-    The signals are blocked, and waited for: a handler could miss one that arrives just before the
-    process waits. `unblocked` is the mask of signals to set at the end.
+    The signals are blocked and awaited, because a handler could miss a signal that arrives just
+    before the process waits. `unblocked` is the mask of signals to set at the end.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Refuse what cannot run, start the engines of a run early, and import modules quickly."""
+"""Refuse settings that cannot work, start engines early, and import modules quickly."""
 
 import gc
 import sys
@@ -17,14 +17,15 @@ from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 from unstale.weights.child_process import start_early
 
 WORKER = "unstale.engines.embedded.worker"
-"""The module of the embedded engine's process. It is not imported here: it imports torch."""
+"""The module of the embedded engine's process. It is not imported here, because it imports torch.
+"""
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raise `ConfigError` for what can be refused without torch, before seconds of imports.
+    """Raise `ConfigError` for problems that can be found before torch is imported for seconds.
 
-    These are most refusals of the linter, a missing model, and a missing Ray. A run repeats the
-    checks, because it may be started from Python.
+    These are most refusals of the linter, a missing model, and a missing Ray. The model is
+    downloaded first if the options allow it. A run repeats the checks for runs from Python.
     """
     from unstale.lint import check  # most commands do not need it
     from unstale.lint.rules import TRIES_ESTIMATOR
@@ -55,9 +56,9 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def start_engines(config: RunConfig) -> None:
-    """Start the processes of the embedded engines, which import torch at the same time as this one.
+    """Start the processes of the embedded engines, which import torch while this process does.
 
-    Does nothing if they are to run on other hosts, or beside trainer ranks, which share the GPUs.
+    Nothing is done for engines on other hosts, or in runs with trainer ranks, which share the GPUs.
     """
     engine = config.engine
     if engine.backend == "embedded" and not (
@@ -72,8 +73,7 @@ def quick_imports() -> Iterator[None]:
     """Return a context in which modules are imported without garbage collections.
 
     Each collection would visit all objects of torch and transformers, which takes a fifth of the
-    time. Later collections do not visit the imported objects either: they are kept anyway. On a
-    terminal, a status is shown meanwhile.
+    time. Later collections do not visit the imported objects either. A terminal shows a status.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # the host program has imported torch, or decides itself about collections

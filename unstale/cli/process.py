@@ -10,7 +10,8 @@ import torch
 
 SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a thread must release Python's global lock. The trainer needs the lock after
-every torch operation. With Python's default of 5 ms it is a third slower while agents run.
+every torch operation. With Python's default of 5 ms, the trainer is a third slower while agents
+run.
 """
 
 YOUNG_OBJECTS = 100_000
@@ -28,9 +29,10 @@ _M_ARENA_MAX = -8
 
 
 def limit_threads() -> None:
-    """Limit torch to one thread in this thread. The trainer sets its own number of threads.
+    """Limit torch to one CPU thread in the calling thread. The trainer sets its own number.
 
-    Otherwise OpenMP threads would spin without work. Also let all threads share `NUM_ARENAS` heaps.
+    Otherwise OpenMP threads would spin without work. Also set `SWITCH_INTERVAL_S`, and let all
+    threads share `NUM_ARENAS` heaps.
     """
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -44,7 +46,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
     A collection visits every object of torch and transformers. That takes about 0.25 s, in which
     trainer and event loop stop. A run creates few cycles: none per episode without an error, 14
-    small objects per recomputed step, 1,500 per checkpoint. `FreedMemory` collects them.
+    small objects per recomputed step, 1,500 per checkpoint.
     """
     thresholds = gc.get_threshold()
     was_frozen = gc.get_freeze_count() > 0

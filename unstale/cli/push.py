@@ -1,4 +1,4 @@
-"""The command `push-to-hub`: export the policy of a run with a model card, also to the hub."""
+"""The command `push-to-hub`: export a run's policy with a model card, to a folder or the hub."""
 
 import re
 import shutil

@@ -35,7 +35,7 @@ from unstale.lint.policy_files import local_folder, positions
 from unstale.recipes import make_recipe, recipe_names
 
 SHORT = {"reward": "task.reward"}
-"""Short names of options on the command line, with the full name of each."""
+"""Short names of options on the command line -> full names."""
 _COMMON = """
 model model_download chat_template tools_in_prompt
 runs name seed max_steps minutes trackers techniques
@@ -52,22 +52,22 @@ trainer.gradient_checkpointing checkpoint.interval eval.tasks eval.interval
 COMMON = frozenset(_COMMON.split())
 """The options that most users need. `--help` prints them, and `--help all` every option."""
 MANY = 50
-"""Number of arguments above which a command has all options of a run."""
+"""A command with more arguments than this takes the options of a run."""
 _OWN_RECIPE = re.compile(r"[\w.]+:\w+")
 FILES = (".toml", ".json")
 """Endings of the names of option files. A file may be given in place of the recipe."""
 
 
 def option_names() -> list[str]:
-    """Return the options that a command line may set, with the short names."""
+    """Return the names of the options that a command line may set, including short names."""
     return [*SHORT, *(name for name in options() if name != "recipe")]
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Divide the words of a command into options by name and all other words.
+    """Return the words of a command that are no options, and the values of the options by name.
 
-    The other words are the first result. A boolean option without a value is true. A value may
-    begin with `--` if it is a text of several words.
+    A boolean option without a value is true. A value may begin with `--` if it is a text of several
+    words. Raises `ConfigError` for a missing or wrong value.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--max_steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'max_steps': 3})
@@ -101,7 +101,7 @@ def _is_option(word: str) -> bool:
 
 
 def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for all unknown options among words, with the names that may be meant."""
+    """Raise `ConfigError` about the unknown `words` of a command, with similar `known` options."""
     if not (wrong := [word for word in words if word.startswith("-")]):
         raise ConfigError(f"{words[0]!r} is not expected here: options begin with --")
     known = known or [f"--{each}" for each in option_names()]
@@ -109,7 +109,7 @@ def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:
-    """Return an error message about an unknown option: its new name, or similar names."""
+    """Return an error message about an unknown option, with its new name or similar names."""
     name = word.partition("=")[0]
     if former := former_name(name.removeprefix("--").replace("-", "_")):
         return f"command line: {former} is now {RENAMED[former]}."
@@ -122,9 +122,9 @@ def _unknown(word: str, known: Sequence[str]) -> str:
 
 
 def take_file(chosen: argparse.Namespace) -> None:
-    """If an option file is given in place of the recipe, move it to `config`.
+    """Move a file of options that is given in place of the recipe to the argument `config`.
 
-    Raises `ConfigError` if `--config` names another file.
+    Raises `ConfigError` if `--config` is given, too.
     """
     if not (chosen.recipe or "").endswith(FILES):
         return
@@ -134,7 +134,7 @@ def take_file(chosen: argparse.Namespace) -> None:
 
 
 def is_study(path: Path | None) -> bool:
-    """Return True if a file is a study: it has the table `study`, which no options file has."""
+    """Return True if a TOML file is a study for `unstale compare`: it has the table `study`."""
     if path is None or path.suffix != ".toml":
         return False
     try:
@@ -144,7 +144,10 @@ def is_study(path: Path | None) -> bool:
 
 
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options, by name, of the file and of the command line. The command line wins."""
+    """Return the options of the file of options and of the command line, by name.
+
+    The command line wins.
+    """
     from_file = read_file(chosen.config) if chosen.config else {}
     if chosen.config and chosen.config.name == CONFIG and "recipe" in from_file:
         from_file = reset_unread(from_file)  # the file of a run has every option
@@ -161,10 +164,10 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 
 
 def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig:
-    """Return a recipe's configuration with other values for some options, by name.
+    """Return a recipe's configuration with `values` for some options, by name.
 
-    `values` may contain the name of the recipe, as a file does. A file with every option, such as
-    `config.json` of a run, needs no recipe.
+    Without `recipe`, `values` has the recipe's name. If it also has every option, such as
+    `config.json` of a run, the recipe is not called. Raises `ConfigError` if no recipe is named.
     """
     name = recipe or values.get("recipe")
     if name is None:
@@ -179,10 +182,10 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
 
 
 def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
-    """Lower engine.max_context to the positions of the policy, if it is on this machine.
+    """Lower engine.max_context to the longest context of the policy, if that is known here.
 
-    A value that the user chose stays: `named` has the options of the command and its file. It is
-    refused later.
+    `named` has the options of the command and its file. If engine.max_context is among them, it is
+    kept, and the linter refuses it later.
     """
     folder = local_folder(config)
     number = positions(folder)
@@ -198,7 +201,7 @@ def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
 
 @cache
 def _note(text: str) -> None:
-    """Print a note on standard error, once: a comparison configures many runs."""
+    """Print a note on standard error. The same note is printed once per process."""
     sys.stderr.write(f"{text}\n")
 
 
@@ -210,8 +213,9 @@ def print_json(value: Any) -> None:
 def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a recipe") -> str:
     """Return the help of the options that a recipe uses, by section, with their present values.
 
-    `words` may name a recipe or a file of options. `whose` is for the heading without them. Only
-    common options and those that a choice of the run added are described, unless `words` has "all".
+    `words`, the words of the command, may name a recipe or a file of options; otherwise `whose` is
+    in the heading. Unless `words` has "all", only common options are described, and those that
+    another option's value makes used.
     """
     plain = RunConfig(recipe="")
     known = recipe_names()

@@ -18,11 +18,11 @@ from unstale.weights.recording import WENT_WRONG, FailedStep
 
 
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
-    """Repeat a step that gave a number that is not finite. Return True if it fails again.
+    """Repeat a step that failed with a number that is not finite. Return True if it fails again.
 
-    A loss or a gradient is computed again, by the code that the run used. Log-probabilities are not
-    computed again, but the saved ones are checked. Raises `ConfigError` if the run or the saved
-    batch cannot be read.
+    A loss or a gradient is computed again. Log-probabilities are not computed again, but the saved
+    ones are checked. `batch` is the saved batch, by default that in the run folder. Raises
+    `ConfigError` if the run or the saved batch cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG

@@ -55,11 +55,11 @@ EFFECTS = {
     "trainer.epochs_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""For some options: what changing them means for the resumed run."""
+"""Options -> the effect that changing them has on the resumed run, if it is not the usual one."""
 
 
 def changes_to_run(run: Path, config: RunConfig) -> list[str]:
-    """Return a sentence about each option of the run in this folder that `config` changes.
+    """Return a sentence about each option that differs between `config` and the run in a folder.
 
     Raises `ConfigError` for an option that cannot change.
     """
@@ -68,9 +68,9 @@ def changes_to_run(run: Path, config: RunConfig) -> list[str]:
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """Return a sentence about each option that differs from the run's configuration.
+    """Return a sentence about each option that differs between a run's configuration and a new one.
 
-    Raises `ConfigError` for an option that cannot change.
+    Raises `ConfigError` for an option that cannot change when a run is resumed.
     """
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
@@ -103,9 +103,10 @@ def _shown(value: object) -> str:
 def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of the run in a folder.
 
-    `named` has the options that the command gives. If the task set or the reward is a
-    `module:function`, the command must name it again, and the URLs of endpoints too. A run folder
-    alone must not decide which code is executed, or who receives an API key.
+    `named` has the options that the command gives. They must include the task set and the reward if
+    these are a `module:function`, and the URLs of endpoints. Otherwise a run folder from elsewhere
+    could decide which code is executed, or who receives an API key. Raises `ConfigError` if one is
+    missing.
     """
     config = read_config(run)
     unnamed = {name: value for name, value in _code(config.task) if name not in named}
@@ -124,9 +125,10 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
 
 
 def read_config(run: Path) -> RunConfig:
-    """Return the configuration of the run in a folder, for a command that runs no code it names.
+    """Return the configuration of the run in a folder, for a command that runs no user code.
 
-    Raises `ConfigError` if the folder has no run, or its configuration cannot be read.
+    Other commands use `load_config`. Raises `ConfigError` if the folder has no run, or its
+    configuration cannot be read.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
@@ -178,8 +180,9 @@ def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
 def resume_command(run: Path) -> str:
     """Return the command that resumes the run in a folder, quoted for a shell.
 
-    It names the user's own code, which `load_config` and `require_named_trackers` demand. If the
-    configuration in the folder cannot be read, the command names none, and says why when it is run.
+    It names the user's own code, as `load_config` and `require_named_trackers` demand. For a run
+    with Python objects as options, it is a call in Python. If the configuration cannot be read, the
+    command names no code, and reports the problem when it is run.
     """
     words = ["unstale", "train", "--resume", str(run)]
     try:
@@ -198,7 +201,7 @@ def resume_command(run: Path) -> str:
 def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
     """Yield the options of a task, with their values, that name code outside of this package.
 
-    Also the URLs of endpoints, which receive the user's API key.
+    URLs of endpoints are yielded, too, because they receive the user's API key.
     """
     if find_spec(task.env) is None or HERE in task.env:
         yield "task.env", task.env
@@ -211,7 +214,7 @@ def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
 
 
 def require_same_task(run: Path, config: RunConfig, *, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a configuration has another task than the run in a folder.
+    """Raise `ConfigError` if `config` and the run in a folder differ in options of the task.
 
     Options in `named` may differ, because the command gives them.
     """

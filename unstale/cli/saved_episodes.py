@@ -1,5 +1,6 @@
-"""The file of `eval --save`: finished episodes, one JSON line each, with which a killed command
-resumes. The first line describes the policy and the options that all episodes of the file share.
+"""The file of `eval --save`: finished episodes, one JSON line each. A repeated command skips them.
+
+The first line describes the policy and the options that all episodes of the file share.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ SHARED = (
     "eval.temperature",
     "engine.max_completion_tokens",
 )
-"""Options with which all episodes of a file are played, besides those of the task."""
+"""Options, besides those of the task, that are the same for all episodes of a file."""
 NO_CHANGE = (
     "task.isolate",
     "task.workers",
@@ -39,13 +40,13 @@ NO_CHANGE = (
     "task.latency_s",
     "task.latency_sigma",
 )
-"""Options of the task that do not change its episodes: places, budgets and latencies."""
+"""Options of the task that do not affect its episodes: processes, token budgets and latencies."""
 POLICY_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 """Files of a model folder on which episodes depend: weights, configuration, tokenizer, template."""
 
 
 class SavedEpisodes(FinishedEpisodes):
-    """Finished episodes that are also in a file."""
+    """Finished episodes that are also stored in a file."""
 
     def __init__(self, file: IO[str], earlier: FinishedEpisodes) -> None:
         super().__init__()
@@ -54,7 +55,10 @@ class SavedEpisodes(FinishedEpisodes):
         self._file = file
 
     def add(self, attempt: Attempt, success: bool, reward: float) -> None:
-        """Record an attempt. It is on the disk when the method returns."""
+        """Record a finished episode. It is on the disk when the method returns.
+
+        `attempt` is the task and the number of the attempt at this task.
+        """
         super().add(attempt, success, reward)
         task, number = attempt
         row = {"task": task, "attempt": number, "success": success, "reward": reward}
@@ -64,7 +68,7 @@ class SavedEpisodes(FinishedEpisodes):
 
 
 def describe_evaluation(config: RunConfig) -> dict[str, Any]:
-    """Return what an evaluation's episodes share: checksums of policy and data, and options."""
+    """Return what all episodes of an evaluation share: options, checksums of policy and data."""
     shared = {
         name: plain(option.of(config))
         for name, option in options().items()
@@ -87,13 +91,11 @@ def describe_evaluation(config: RunConfig) -> dict[str, Any]:
 
 @contextmanager
 def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[SavedEpisodes]:
-    """Open the file for the evaluation of a configuration, or create it.
+    """Open the file of saved episodes for the evaluation of a configuration, or create it.
 
-    `more` is further data that all episodes share.
-
-    A last line without a line end is removed from a file of this evaluation: the command was killed
-    while it wrote. Raises `ConfigError` if the file cannot be used, or has something else. The file
-    is then unchanged.
+    `more` is further data that all episodes share. An incomplete last line is removed, because the
+    earlier command was killed while it wrote. Raises `ConfigError` if the file cannot be used, or
+    is not of this evaluation. The file is then unchanged.
     """
     described = json.loads(json.dumps(describe_evaluation(config) | more))
     defaults = {
@@ -122,10 +124,9 @@ def _read(
 ) -> FinishedEpisodes:
     """Return the finished episodes in the complete lines of a file.
 
-    `defaults` are the values of options of the task that the file does not have.
-
-    Files of earlier versions of the package have no rewards. Raises `ConfigError` if the first line
-    does not describe the present evaluation.
+    `defaults` has the values of options of the task that the first line may lack. Files of earlier
+    versions of the package have no rewards. Raises `ConfigError` if the first line differs from
+    `described`.
     """
     try:
         if not lines:

@@ -1,4 +1,4 @@
-"""The command `serve`: a policy behind the recording endpoint, for agents that are run by hand."""
+"""The command `serve`: serve a policy to agents that the user starts, over an OpenAI-like API."""
 
 import asyncio
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from unstale.rollout.seeds import derive_seed
 from unstale.rollout.transcript import Transcript
 
 MAX_SESSIONS = 1000
-"""Number of named episodes kept in memory. Beyond it, the one unused longest is dropped."""
+"""Number of named episodes kept in memory. Above it, the episode unused longest is dropped."""
 
 
 class SessionPool:
-    """The episodes of a server.
+    """The episodes of a server, by the name that a client puts into the URL.
 
-    A new name begins an episode, and so does every call without a name.
+    A call with a new name begins an episode, and so does every call without a name.
     """
 
     def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Train a new or resumed run. The trainer is in this process, and engines are in others."""
+"""Train a new or resumed run. The trainer runs in this process, and engines in others."""
 
 import asyncio
 import os
@@ -70,20 +70,20 @@ FAILURES = (
     *(ExceptionGroup, JournalError, CheckpointError),
     *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
 )
-"""Errors that end a run with a message of one line. The second row has those raised when files,
-memory or threads run out.
+"""Errors that end a run with a message of one line. Those in the second row may mean that files,
+memory or threads have run out.
 """
 
 
 TRACKERS_S = 10.0
-"""Largest number of seconds to wait for trackers if the process must end."""
+"""Largest number of seconds to wait for experiment trackers if the process must end."""
 
 OUTCOMES: Mapping[str, OutcomeKind] = {
     "finished": "finished",
     "Ctrl-C": "stopped",
     "failed": "failed",
 }
-"""The outcome that trackers get, by the reason why a run ended."""
+"""The outcome that experiment trackers receive, by the reason why a run ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Run:
 
     folder: Path
     report: Path
-    """The report. It is not written if `unstale.analysis` is not installed."""
+    """The path of the report. The report is not written if `unstale.analysis` is not installed."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -116,8 +116,8 @@ def train(
     """Run `config` to its end, with progress on the terminal.
 
     Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a
-    report. `command` is the command line that started the run. The report shows it; without one, it
-    shows a command that repeats the run. Raises `ConfigError` before anything is trained, and
+    report. `command` is the command line that started the run, for the report. Without it, the
+    report shows a command that repeats the run. Raises `ConfigError` for wrong settings, and
     `RunFailed` if a component fails. Ctrl-C raises `KeyboardInterrupt` after the folder is written.
     Whatever ended the run, `unstale train --resume FOLDER` continues it from its last checkpoint.
     """
@@ -158,10 +158,10 @@ def resume(
     console: Console | None = None,
     **wrong: Any,
 ) -> Run:
-    """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
+    """Continue the run in `folder` from its newest undamaged checkpoint, as `train` runs a new one.
 
     `config` may differ from the run's configuration in options that can change (`changes_to_run`).
-    Raises `ConfigError` if the folder has no run, or a finished one.
+    Raises `ConfigError` if the folder has no run, or a finished run.
     """
     console = console or Console(soft_wrap=True)
     config = require_config(config, wrong)
@@ -198,7 +198,7 @@ def resume(
 
 
 def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
-    """Return the configuration. Raises `ConfigError` for another object, and `wrong` arguments."""
+    """Return `config`. Raises `ConfigError` if it is no `RunConfig` or `wrong` is not empty."""
     if wrong:
         raise ConfigError(
             f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
@@ -215,7 +215,8 @@ def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
 def _build_first(config: RunConfig, console: Console) -> Components:
     """Return the components of a run that has trained nothing yet.
 
-    Trainer ranks that die meanwhile are started again. Raises `RunFailed` if they cannot start.
+    Trainer ranks that die at their start are started again. Raises `RunFailed` if they cannot
+    start.
     """
     note = partial(_note, console)
     restarts = 0
@@ -268,13 +269,13 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _data_of(machine: Components) -> dict[str, str]:
-    """Return the digest of the rows of each split. Empty if the tasks are not a list."""
+    """Return the digest of the rows of each split of the tasks. Empty if the tasks are no list."""
     taskset = machine.taskset
     return data_digests(taskset.inner if isinstance(taskset, IsolatedTasks) else taskset)
 
 
 def _recorded_data(folder: Path) -> dict[str, str] | None:
-    """Return the digests that a run has recorded last. None if it has recorded none."""
+    """Return the digests of the rows of each split that a run recorded last. None without any."""
     found = [row["data"] for row in RunFolder(folder).rows(EVENTS) if "data" in row]
     return found[-1] if found else None
 
@@ -304,7 +305,7 @@ def _check_footprint(config: RunConfig, policy: Policy, folder: Path, console: C
 
 
 def _failure(error: BaseException, folder: Path) -> str:
-    """Return in one or two sentences why a run ended."""
+    """Return one or two sentences on why a run failed."""
     if not folder.is_dir():
         return (
             f"the run folder {folder} was removed or renamed while the run wrote to it. Put it "
@@ -317,7 +318,10 @@ def _failure(error: BaseException, folder: Path) -> str:
 
 
 def _return_to(place: Path) -> str:
-    """Change back to the working folder in which a run began. Return what is wrong, or ""."""
+    """Change back to `place`, the working folder in which a run began.
+
+    Return a sentence if code of the task had changed it, otherwise "".
+    """
     with suppress(OSError):  # a folder may be gone
         now = Path.cwd()
         os.chdir(place)
@@ -327,7 +331,7 @@ def _return_to(place: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
-    """Run all segments, and end in order. A second Ctrl-C or SIGTERM ends the process at once."""
+    """Train to the end of the run. A second Ctrl-C logs `stopped` and ends the process at once."""
     command = f"to continue: {resume_command(session.log.path)}"
 
     def on_end() -> None:
@@ -341,7 +345,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 
 
 def _run_and_record(session: "RunSession", console: Console) -> Run:
-    """Run all segments. Then write the report, and save the policy unless the run failed."""
+    """Train to the end of the run. Then write the report, and save the policy if nothing failed."""
     log = session.log
     folder, place = log.path, Path.cwd()
     reason, detail = "failed", "the program has an error, which is printed below"
@@ -434,12 +438,13 @@ def _why_finished(config: RunConfig, folder: Path) -> str:
 
 
 class RunSession:
-    """A run in one or more segments.
+    """The part of a run in this process, in one or more segments.
 
     An ordinary run is one segment. A deterministic run ends a segment at every checkpoint and loads
-    that checkpoint from disk for the next segment, as a resumed run does. So both compute the same
-    numbers. Only the processes of engine and trainer ranks are kept between segments. If a trainer
-    rank dies, the next segment begins at the last checkpoint with new processes.
+    the checkpoint from disk for the next segment, as a resumed run does. So it computes the same
+    numbers whether it is resumed or not. Only the processes of engine and trainer ranks are kept
+    between segments. If a trainer rank dies, the next segment begins at the last checkpoint with
+    new processes.
     """
 
     def __init__(
@@ -449,10 +454,7 @@ class RunSession:
         machine: Components | None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Prepare a new run with the components in `machine`.
-
-        If it is None, resume the run from disk.
-        """
+        """Prepare a new run with the components in `machine`, or a resumed run if that is None."""
         self.config = config
         self.machine = machine
         self.log = log
@@ -460,14 +462,14 @@ class RunSession:
         self._is_new = machine is not None
         self._restarts = 0
         self._ranks = machine.ranks if machine else None
-        """The trainer ranks, also while none runs: they remember whether they need GPUs."""
+        """The trainer ranks. They are kept while none runs, because they know if they need GPUs."""
         self._recorder: RunRecorder | None = None
         self._has_begun = False
 
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
 
-        Return True at the end of the run, when the policy is saved.
+        At the end of the run, save the policy and return True. Otherwise return False.
         """
         try:
             done = self._run_segment(display)
@@ -484,7 +486,10 @@ class RunSession:
             self.machine.save_policy(self.log.path / POLICY)
 
     def _end_life(self, error: RanksDied | ExceptionGroup) -> None:
-        """End engine and ranks after the death of a rank. Raises other errors again."""
+        """End engine and trainer ranks after the death of a rank, so that they can be restarted.
+
+        Raises other errors again, and this one after `cluster.restarts` restarts.
+        """
         died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
         if died is None or self._restarts == self.config.cluster.restarts:
             raise error
@@ -535,10 +540,10 @@ class RunSession:
         )
 
     def _changed_data(self, machine: Components) -> dict[str, Any] | None:
-        """Return the digests of the rows and what has changed. None if they are those of before.
+        """Return digests of the data set's rows, and a text on their changes since the run began.
 
-        A run that was begun before digests were recorded is not checked. Raises `ConfigError` if
-        other rows are not allowed.
+        None if the rows have not changed, or if the run has no recorded digests. Raises
+        `ConfigError` if they have changed and `allow_changed_data` is False.
         """
         now, before = _data_of(machine), _recorded_data(self.log.path)
         if before is None or now == before:
@@ -557,17 +562,17 @@ class RunSession:
         return {"data": now, "text": text}
 
     def _begin(self) -> None:
-        """Write the options into the run folder, now that the engine has started with them.
+        """Write the options into the run folder, after the engine has started with them.
 
-        The options of a resume that fails earlier are lost, so that the next one is not refused
-        because of them.
+        Options of a resume that fails earlier are not written, so that the next resume is not
+        refused because of them.
         """
         if not self._has_begun:
             self.log.begin_again(self.config)
         self._has_begun = True
 
     def _build(self, display: LiveDisplay) -> Components:
-        """Return new components, but with the engine and the ranks that still work."""
+        """Return new components of the run, with the engine and trainer ranks that still work."""
 
         def note(text: str) -> None:
             display.phase(text)
@@ -579,21 +584,21 @@ class RunSession:
         return machine
 
     def _end_stuck(self, reason: str) -> None:
-        """Log the end of a run whose event loop is blocked for ever. Called in another thread."""
+        """Log the end of a run whose event loop is blocked forever. Called in another thread."""
         self.log.failed(reason)
         self.log.event("stopped", reason="failed")
         print_failure("the run failed", reason)
         self._trackers.close(RunOutcome("failed", reason), TRACKERS_S)
 
     def close_trackers(self, outcome: RunOutcome) -> None:
-        """Close the trackers. Log those that fail."""
+        """Close the experiment trackers. Log those that fail."""
         if self._recorder:
             self._recorder.close(outcome)
         else:
             self._trackers.close(outcome)
 
     def close(self) -> None:
-        """Close the engine, which is still open if the run failed between two segments."""
+        """Close the engine of a deterministic run, which stays open between the run's segments."""
         if self.machine and self.config.deterministic:
             virtual_clock.run(self.machine.generator.engine.close())
 

@@ -1,4 +1,4 @@
-"""The command `sft`: train a recipe's policy on reference replies, before a run starts from it."""
+"""The command `sft`: train a recipe's policy on reference replies (supervised fine-tuning)."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -40,14 +40,14 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
 NUM_CHECKED_TASKS = 256
-"""Training tasks of which the tools are compared."""
+"""Number of training tasks whose tools are compared."""
 RECORD = "sft.json"
-"""File in the model folder with the options and the figures of every step."""
+"""Name of the file in the model folder with the options and the metrics of every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """The options of supervised training that a run does not have."""
+    """The options of supervised training that `RunConfig` does not have."""
 
     loss: Literal["cross_entropy", "otr"] = "cross_entropy"
     beta: float = 0.0
@@ -64,7 +64,7 @@ class SftOptions:
             )
 
     def objective(self, seed: int) -> CrossEntropy:
-        """Return the chosen objective."""
+        """Return the objective that `loss` names. `seed` is for its random numbers."""
         if self.loss == "otr":
             return Otr(beta=self.beta, samples=self.samples, seed=seed)
         return CrossEntropy()
@@ -72,11 +72,11 @@ class SftOptions:
 
 @dataclass(frozen=True, slots=True)
 class SftStep:
-    """The figures of one optimizer step."""
+    """The metrics of one optimizer step."""
 
     step: int
     nll: float
-    """Mean of -log pi over the tokens of the references, in nats, before the step."""
+    """Mean of -log pi over the batch's reference tokens, in nats, before the step."""
     grad_norm: float
 
 
@@ -90,9 +90,9 @@ def sft(
 ) -> Sequence[SftStep]:
     """Train the policy on the replies of a file, and write it to a new or empty folder.
 
-    It takes `config.max_steps` optimizer steps with the options of `trainer`. Prompts, tools and
-    the sampling temperature are those of the recipe. Raises `ConfigError` before training if an
-    option or a row of the file is wrong.
+    Return the metrics of each of the `config.max_steps` optimizer steps, which use the options of
+    `trainer`. Prompts, tools and the sampling temperature are those of the recipe. Raises
+    `ConfigError` before training if an option or a row of the file is wrong.
     """
     folder = Path(folder)
     config = config.with_policy(config.model)  # the recipe's own supervised start is not made
@@ -151,7 +151,10 @@ def learn(
     *,
     console: Console,
 ) -> list[SftStep]:
-    """Train a policy on references for `config.max_steps` optimizer steps. Print the progress."""
+    """Train a policy on reference conversations for `config.max_steps` optimizer steps.
+
+    Print the progress. Return the metrics of each step.
+    """
     objective = options.objective(config.seed)
     trainer = _trainer(config, policy, objective)
     figures = []
@@ -177,7 +180,10 @@ def _have_different_tools(taskset: Any, seed: int) -> bool:
 
 
 def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
-    """Return a trainer whose log-ratio is log pi: the route takes the batch's 0 as old_logp."""
+    """Return a trainer whose objective gets log pi in place of log S.
+
+    With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
+    """
     plain = replace(
         config,
         old_logps=OldLogpsConfig(route="rollout"),
@@ -192,7 +198,7 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
 
 
 def _batches(references: Sequence[Reference], size: int, seed: int) -> Iterator[list[Reference]]:
-    """Yield batches without end. Every conversation comes once before one comes again."""
+    """Yield batches without end, in random order. No reference is repeated before all were used."""
     order: list[Reference] = []
     for round_number in count():
         order += Random(f"sft/{seed}/{round_number}").sample(references, len(references))

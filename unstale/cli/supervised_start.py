@@ -1,4 +1,4 @@
-"""Make the supervised start of a run: the policy learns demonstrations of a task set."""
+"""Make the supervised start of a run: train its policy on demonstrations of a task set first."""
 
 import shutil
 import time
@@ -19,10 +19,10 @@ from unstale.model.policy import Policy
 
 
 def make_start(config: RunConfig, console: Console) -> None:
-    """Write the policy of the supervised start, unless a run with the same one has made it.
+    """Write the policy of a run's supervised start, unless an earlier run with equal options did.
 
-    Does nothing if `sft.steps` is 0. Raises `ConfigError` if the task set has no demonstrations, or
-    if a demonstration or the chat template cannot be used.
+    Nothing is done if `sft.steps` is 0. Raises `ConfigError` if the task set has no demonstrations,
+    or if a demonstration or the chat template cannot be used.
     """
     if not config.sft.steps:
         return
@@ -56,7 +56,8 @@ def make_start(config: RunConfig, console: Console) -> None:
 def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
     """Return the demonstrations of a supervised start as tokens.
 
-    Raises `ConfigError` if the task set has none, or one is longer than `engine.max_context`.
+    Raises `ConfigError` if the task set has no demonstrations, or if one of them is longer than
+    `engine.max_context`.
     """
     env = config.sft.env or config.task.env
     if config.sft.env and not (find_spec(env) or env.partition(":")[0] in libraries()):
@@ -93,13 +94,14 @@ def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """Return a configuration that trains all weights in float32 on the references alone."""
+    """Return a configuration that trains all weights in float32, only on references."""
     trainer = replace(
         type(config.trainer)(dtype="float32"),
         lr=config.sft.lr,
         warmup_steps=1,
         max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
+        gradient_checkpointing_interval=config.trainer.gradient_checkpointing_interval,
         threads=config.trainer.threads,
     )
     return replace(

@@ -1,8 +1,8 @@
 """The process that supervises a command, and ends it if nothing else can.
 
-The command runs in a child process. While code of others holds Python's global lock there, such as
-a regular expression that backtracks without end, Python runs no signal handler and no time limit.
-Code of others may also end the process without a word. No such code runs in the supervisor.
+The command runs in a child process. While user code holds Python's global lock there, such as a
+regular expression that backtracks without end, Python runs no signal handler and no time limit.
+User code may also end the child without a message. No user code runs in the supervisor.
 """
 
 import ctypes
@@ -23,24 +23,24 @@ from unstale.frames import lines_of_dump
 from unstale.stop_signals import REPEAT_S, SHOW_CURSOR, connect
 
 SUPERVISED = ("eval", "probe-distillation", "serve", "train")
-"""The commands that run code of others."""
+"""The commands that run user code, such as environments."""
 GRACE_S = 3.0
-"""Seconds in which a process must end by itself after a second signal."""
+"""Seconds in which the child process must end by itself after a second signal."""
 SILENT_S = 15.0
-"""Seconds without a sign of life after which the code that runs is named."""
+"""Seconds without a message of the child after which a warning names the code that it runs."""
 LIMIT_S = 60.0
-"""Seconds without a sign of life after which the process is ended, unless its run says more. A
-healthy process is silent for a second at most.
+"""Seconds without a message of the child after which it is ended, unless the run sets another
+limit. A healthy child is silent for a second at most.
 """
 ANSWER_S = 3.0
-"""Seconds without a sign of life after which this process answers the first signal."""
+"""Seconds without a message of the child after which the supervisor answers the first signal."""
 TICK_S = 1.0
 _DUMP_S = 0.5
-"""Seconds in which the process must write its lines of code."""
+"""Seconds in which the child must write the stacks of its threads."""
 _MAX_DUMP = 1 << 18
 _MAX_LINES = 3
 _DUMP = signal.SIGRTMAX - 2
-"""The signal on which the process writes its lines of code. Nothing else uses it."""
+"""The signal on which the child writes the stacks of its threads. Nothing else uses it."""
 _AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 _PDEATHSIG = 1
 _LOCKED = (
@@ -50,10 +50,10 @@ _LOCKED = (
 
 
 def supervise() -> int | None:
-    """Fork. Return None in the child, and in this process the child's exit code, at its end.
+    """Fork, and supervise the child. Return None in the child, and its exit code in the supervisor.
 
-    Call this before threads are started. Nothing happens, and None is returned, while a debugger is
-    attached and on other systems than Linux.
+    The supervisor returns when the child has ended. Call this before threads are started. Under a
+    debugger, and on other systems than Linux, nothing is forked and None is returned.
     """
     if sys.platform != "linux" or sys.gettrace():
         return None
@@ -81,7 +81,7 @@ def supervise() -> int | None:
 
 
 class _Supervisor:
-    """The supervisor's side: signals and messages come in, and the process may be ended."""
+    """The supervisor: it receives signals and the child's messages, and may end the child."""
 
     def __init__(self, child: int, pipe: int, dump: IO[bytes]) -> None:
         self._child = child
@@ -90,19 +90,21 @@ class _Supervisor:
         os.set_blocking(pipe, False)
         self._unread = b""
         self._facts: dict[str, str | int | float] = {}
-        """What the process has said, by the kind of the message."""
+        """The contents of the child's messages, by the kind of the message."""
         self._verdict: tuple[str, str, int] | None = None
-        """Why this process has ended the other: the reason of the event, a text, the exit code."""
+        """Why the supervisor has ended the child: reason of the event, a text, and the exit code.
+        None if it has not.
+        """
         self._num_signals = 0
         self._last_signal = -REPEAT_S
         self._deadline = float("inf")
         self._is_watching = False
         self._silent_s = 0.0
         self._has_answered = False
-        """True if this process has answered the first signal, to which the other does not react."""
+        """True if the supervisor has answered a first signal to which the child does not react."""
 
     def wait(self) -> int:
-        """Pass signals on and read messages until the process ends. Return its exit code."""
+        """Pass on signals to the child and read its messages. Return the exit code at its end."""
         since = time.monotonic()
         while True:
             info = signal.sigtimedwait(_AWAITED, TICK_S)
@@ -121,7 +123,7 @@ class _Supervisor:
                 self._check()
 
     def _receive(self, info: signal.struct_siginfo) -> None:
-        """Count a signal. Pass it on unless it is of the terminal, which sends it to both."""
+        """Count a signal, and pass it on to the child unless the terminal sent it to both."""
         if info.si_code <= 0:
             os.kill(self._child, info.si_signo)
         now = time.monotonic()
@@ -143,7 +145,7 @@ class _Supervisor:
                     self._is_watching = not line or (self._is_watching and not rests)
 
     def _is_stopped(self) -> bool:
-        """Return True while a signal, such as that of Ctrl-Z, has stopped the process."""
+        """Return True while the child is stopped by a signal, such as that of Ctrl-Z."""
         with suppress(OSError):
             state = Path(f"/proc/{self._child}/stat").read_bytes().rpartition(b") ")[2][:1]
             return state in (b"T", b"t")
@@ -170,7 +172,7 @@ class _Supervisor:
         os.kill(self._child, signal.SIGKILL)
 
     def _standing(self) -> str:
-        """Return the lines of user code at which the threads of the process stand."""
+        """Return the lines of user code that the child's threads execute. Empty if not known."""
         self._dump.truncate(0)
         os.kill(self._child, _DUMP)
         time.sleep(_DUMP_S)
@@ -182,7 +184,10 @@ class _Supervisor:
         return f": {'; '.join(lines[:_MAX_LINES])}" if lines else ""
 
     def _conclude(self, code: int) -> int:
-        """Return the exit code of this process. Print and write why the other ended, if unknown."""
+        """Return the supervisor's exit code for that of the child.
+
+        If the child has not reported its end, print the cause, and write it to the run folder.
+        """
         if self._verdict is None and "ended" in self._facts:
             return int(self._facts["ended"])
         if self._verdict is None and self._num_signals and -code in _AWAITED:
@@ -201,7 +206,10 @@ class _Supervisor:
         return shown
 
     def _cause(self, code: int) -> str:
-        """Return in words how a process ended that did not say so."""
+        """Return in words how a child ended that has not reported its end.
+
+        `code` is the exit code, or the negative number of a signal.
+        """
         if code >= 0:
             how = f"ended with exit code {code} before the command had finished"
         else:
@@ -223,7 +231,7 @@ def _signal_name(number: int) -> str:
 
 
 def _write_end(folder: Path, reason: str, text: str) -> None:
-    """Write into a run folder why the run ended, unless it has said so itself."""
+    """Write into a run folder why the run ended, unless the run has written this itself."""
     events = list(RunFolder(folder).rows(EVENTS))
     if events and events[-1].get("kind") == "stopped":
         return

@@ -1,4 +1,4 @@
-"""Write `survivors.json`: which episodes of a run were trained on, and which were lost."""
+"""Write `survivors.json`: statistics of the episodes that were trained on and that were lost."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from unstale.durability.run_folder import SURVIVORS, Row, dumps, write_whole
 def write_survivors(folder: Path) -> None:
     """Write or replace `survivors.json` of a run folder. The run may still be in progress.
 
-    If the journal cannot be read, the file has the reason. Without a journal nothing is written.
+    If the journal cannot be read, the file contains the reason. Without a journal nothing is
+    written.
     """
     if not (folder / JOURNAL).exists():
         return

@@ -1,4 +1,4 @@
-"""The checks of `check-template`: what random conversations of a template must satisfy."""
+"""The checks of `check-template`: requirements on random conversations that a template renders."""
 
 import random
 import re
@@ -56,14 +56,15 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _THOUGHTS = re.compile(r"<think>.*?</think>|\s+", re.DOTALL)
 QUESTION = Message("user", "?")
 CONVERSATION_S = 30.0
-"""Seconds for all checks of a conversation, which take 0.01, and for finding its smallest part."""
+"""Time limit, in seconds, for all checks of a conversation and for shortening it. Usual is 0.01 s.
+"""
 
 Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A requirement that a conversation does not meet, with the text around the place."""
+    """A requirement that a conversation does not meet, with an excerpt that shows the problem."""
 
     reason: str
     excerpt: str = ""
@@ -76,7 +77,10 @@ Check = Callable[[Chat, Messages], Problem | None]
 
 @dataclass(slots=True)
 class CheckResult:
-    """The result of one check: conversations that passed, and the smallest one for each problem."""
+    """The result of one check: how many conversations passed, and the problems by their reason.
+
+    Each problem has the shortest conversation with it.
+    """
 
     name: str
     num_passed: int = 0
@@ -90,7 +94,7 @@ class CheckResult:
 def run_checks(chat: Chat, conversations: int) -> list[CheckResult]:
     """Run every check on the same random conversations. Return one result per check.
 
-    Raises `EnvError` if one takes too long and a `Watchdog` runs.
+    Raises `EnvError` if a conversation takes too long and a `Watchdog` runs.
     """
     results = {check: CheckResult(name) for name, check in CHECKS.items()}
     for seed in track(range(conversations), "conversations", transient=True):
@@ -156,7 +160,8 @@ def _smaller(messages: Messages) -> Iterator[Messages]:
 def _is_valid(messages: Messages) -> bool:
     """Return True if a conversation is well-formed.
 
-    A user begins and ends it, no reply follows a reply, and tools only answer calls.
+    After an optional system message it begins with a user's message, and it does not end with a
+    reply. No reply follows a reply, and tools only answer calls.
     """
     roles = "".join(message.role[0] for message in messages)
     for message, following in pairwise(messages):
@@ -166,7 +171,7 @@ def _is_valid(messages: Messages) -> bool:
 
 
 def generate(chat: Chat, draw: random.Random) -> Messages:
-    """Return a random conversation that waits for a reply.
+    """Return a random conversation that ends before a reply. `draw` gives the random numbers.
 
     It has tool calls and reasoning texts if the template supports them.
     """
@@ -198,9 +203,9 @@ def _renders(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _refusal(messages: Messages, error: Exception) -> Problem:
-    """Describe an error that a template raised.
+    """Return an error that a template raised as a problem.
 
-    It is harmless if the conversation has more than plain text messages.
+    It is harmless if the conversation has more than plain messages of user and assistant.
     """
     plain = all(
         message.role in ("user", "assistant") and not message.tool_calls for message in messages
@@ -227,7 +232,7 @@ def _prompts(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _begins_reply(chat: Chat, messages: Messages, prompt: str) -> bool:
-    """Return True if a reply directly follows the prompt, so that no turn must be opened."""
+    """Return True if the template writes a reply right after `prompt`, without opening a turn."""
     reply = Message("assistant", STAND_IN)
     whole = chat.render([*messages, reply], add_generation_prompt=False)
     return whole.startswith(prompt) and whole[len(prompt) :].lstrip().startswith(STAND_IN)

@@ -20,7 +20,7 @@ POLICY = "policy"
 
 
 def policy_folder(trained: Path) -> Path:
-    """Return the folder of the policy in a run folder, or `trained` itself if it is no run.
+    """Return the folder of the policy in a run folder, or `trained` itself if it is no run folder.
 
     Raises `ConfigError` for a run without a trained policy.
     """
@@ -66,14 +66,19 @@ def _require_model(folder: Path, *, download: bool, gguf: str) -> None:
 def fetch_policy(config: RunConfig, named: Container[str]) -> RunConfig:
     """Return the configuration after the policy was downloaded or converted, if that is needed.
 
-    Its context then fits the policy (`fit_context`). Raises `ConfigError` for a missing model.
+    `engine.max_context` is then limited to the policy's longest context (`fit_context`). Raises
+    `ConfigError` for a missing model.
     """
     require_model(config.pretrained_folder)
     return fit_context(config, named)
 
 
 def configure_trained(chosen: argparse.Namespace) -> RunConfig:
-    """Return the configuration for a run folder or model folder that is evaluated or served."""
+    """Return the configuration for evaluating or serving the policy of a run or model folder.
+
+    Raises `ConfigError` for a model folder without a recipe, and if the recipe's task is not that
+    of the run.
+    """
     values = file_values(chosen)
     if policy_folder(chosen.trained) == chosen.trained:
         if chosen.recipe is None and "recipe" not in values:

@@ -50,7 +50,9 @@ VERBS: dict[str, Add] = {}
 """The commands of this file by name."""
 ADDED = Plugins("unstale.verbs", Callable)
 ANNEX = {name.replace("_", "-"): place for name, place in modules(ADDED.group).items()}
-"""The modules of the annexes' commands by name. Each has a function `add`."""
+"""The modules of commands in `unstale.analysis` and `unstale.research`, by command. Each has a
+function `add`.
+"""
 
 
 def verb_names() -> list[str]:
@@ -68,10 +70,10 @@ def unknown_verb(name: str) -> ConfigError:
 
 
 def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
-    """Add a command to argparse's subparsers.
+    """Add a command to argparse's subparsers `verbs`.
 
-    If it is only `listed`, the command of another distribution is not imported. Raises
-    `ConfigError` if that distribution is broken.
+    With `listed`, a command of another distribution is only listed, and not imported. Raises
+    `ConfigError` if such a command is broken.
     """
     if name in ANNEX:
         import_module(ANNEX[name]).add(verbs)
@@ -87,15 +89,18 @@ def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Return the arguments of `ArgumentParser.add_argument` for one argument of a command.
+    """Return the parameters of `ArgumentParser.add_argument` for one argument of a command.
 
-    They are passed to `verb`, which declares the command.
+    They are passed to `verb` or `command`, which declare commands.
     """
     return names, options
 
 
 def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
-    """Return a decorator that makes a command of a function, with its help and arguments."""
+    """Return a decorator of the function that does a command's work. `about` is its help.
+
+    The decorator returns a function that adds the command to the command line.
+    """
 
     def declare(act: Act) -> Add:
         def add(verbs: Any) -> None:
@@ -112,7 +117,7 @@ def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]
 
 
 def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
-    """Add a function of this file to the command line, with its help and arguments."""
+    """Return a decorator that makes a function of this file a command. `about` is its help."""
 
     def register(act: Act) -> Act:
         VERBS[name] = command(name, about, *arguments)(act)
@@ -141,7 +146,7 @@ CONFIG = argument(
     help="a file with the options below, one table per section; the command line wins. "
     "It may also be given in place of the recipe",
 )
-"""The argument `--config`. A command that has it also takes every field of `RunConfig`."""
+"""The argument `--config`. A command that has it also takes every option of a run."""
 CONFIG_OF_RUN = argument(
     "--config",
     type=Path,
@@ -149,7 +154,7 @@ CONFIG_OF_RUN = argument(
     help="a file with options that replace those of the run, one table per section; the command "
     "line wins",
 )
-"""The same for a command on a run folder, which takes no recipe."""
+"""The argument `--config` of a command on a run folder, which takes no recipe."""
 
 
 COUNT = bounded(int, 1, 10_000)
@@ -157,12 +162,12 @@ COUNT = bounded(int, 1, 10_000)
 
 
 def console_of(chosen: argparse.Namespace) -> Console:
-    """Return the console for progress and tables. With `--json` it is not standard output."""
+    """Return the console for progress and tables: stderr with `--json`, otherwise stdout."""
     return Console(stderr=chosen.json, soft_wrap=True)
 
 
 def require_runs(*folders: Path) -> None:
-    """Raise `ConfigError` for a folder without a run, before torch is imported."""
+    """Raise `ConfigError` if a folder has no run. Commands call this before they import torch."""
     for folder in folders:
         RunFolder(folder)
 
@@ -257,7 +262,7 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def open_journal(run: Path) -> "Iterator[JournalReader]":
-    """Open the journal of a run folder. An unreadable one ends the command with exit code 1."""
+    """Open the journal of a run folder. If it cannot be read, end the command with exit code 1."""
     from unstale.durability.journal import Journal, JournalError
 
     try:

@@ -64,7 +64,7 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
             options = "engine.processes, engine.servers, engine.args"
             lower = f"Lower cluster.trainers and the engines' GPUs ({options})"
         users = [f"{trainers} trainer ranks (cluster.trainers)"]
-        users += [f"{scorers} ranks of the old-logit model (old_logps.ranks)"] * bool(scorers)
+        users += [f"{scorers} ranks of the second model (old_logps.ranks)"] * bool(scorers)
         users += [f"engines on {engines} GPUs"] * bool(engines)
         more = "use the machines of a cluster (cluster.address)"
         if engines:

@@ -178,24 +178,32 @@ class RankedOldLogps(OldLogps):
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Pieces of version `_sent_version` that the ranks have."""
-        self._sent_version = -1
+        """Pieces that the ranks have, or had."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
         self._call("before_publish")
 
     def on_published(self, live: Collection[int]) -> None:
+        kept = {*live, self._trainer.version}
+        self._sent = {key for key in self._sent if key.version in kept}
         self._call("on_published", tuple(live))
 
     def on_end(self, pieces: Sequence[PendingPiece]) -> None:
         version = self._trainer.version
-        of_version = tuple(piece for piece in pieces if piece.piece.version == version)
-        if self.needs.idle and of_version:  # others have no use for it; routed experts are large
-            self._trainer.ranks.later("on_end", of_version)
-            if version != self._sent_version:
-                self._sent_version, self._sent = version, set()
-            self._sent.update(map(key_of, of_version))  # `before_update` may read it meanwhile
+        of_version = [piece for piece in pieces if piece.piece.version == version]
+        if self.needs.idle:  # others have no use for it; routed experts are large
+            self._send("on_end", of_version)
+
+    def on_wait(self, past: Sequence[PendingPiece]) -> None:
+        self._send("on_wait", past)
+
+    def _send(self, name: str, pieces: Sequence[PendingPiece]) -> None:
+        """Send the ranks those pieces that they have not received yet."""
+        new = tuple(piece for piece in pieces if key_of(piece) not in self._sent)
+        if new:
+            self._trainer.ranks.later(name, new)
+            self._sent.update(map(key_of, new))  # `before_update` may read it meanwhile
 
     def score_while_idle(self) -> bool:
         return bool(self._call("score_while_idle"))

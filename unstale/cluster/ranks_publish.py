@@ -39,7 +39,8 @@ class RankedPublisher(DirectPublisher):
         self._trainer = trainer
         self._posts = posts
 
-    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        """Prepare the update. The ranks are only called in the trainer's thread."""
         weights = self._trainer.policy.weights()
         step = self._trainer.post("publish", tuple(live), self._loaded)
         self.bytes = step.nbytes

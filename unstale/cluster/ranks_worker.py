@@ -175,6 +175,9 @@ class Rank:
     def on_end(self, pieces: Sequence[PendingPiece]) -> None:
         self._old.on_end(pieces)
 
+    def on_wait(self, past: Sequence[PendingPiece]) -> None:
+        self._old.on_wait(past)
+
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
         self._scores.add_scores(rows, forward_tokens)
 

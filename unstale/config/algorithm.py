@@ -1,11 +1,13 @@
 """Options of the algorithm: advantages, the audit and corrections."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from unstale.config.checks import (
     OneOf,
+    Positive,
     Range,
     Section,
     Share,
@@ -30,7 +32,7 @@ class AdvantageConfig(Section):
     estimator: Estimator = "grpo"
     """The function that computes advantages from the rewards of a task's episodes."""
     discount: Share = 1.0
-    """Only for `turn_level`: discount factor per turn of later rewards."""
+    """Only for `turn_level`: discount factor on the rewards of later turns, per turn."""
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
 
@@ -40,8 +42,8 @@ class AuditConfig(Section):
     """The audit, which measures the error of old log-probabilities with copies of past weights."""
 
     share: Share = 0.0
-    """Share of sequences that are scored again with the weights that sampled them; 0 keeps no
-    copies.
+    """Share of sequences that are scored again with the weights that sampled them; 0 measures
+    nothing and keeps no copies of past weights.
     """
     record: bool = False
     """Keep every version of the weights and every batch in the run folder, for `unstale audit`."""
@@ -49,34 +51,60 @@ class AuditConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig(Section):
-    """The correction of D = pi_old / mu: trainer against engine, with the same weights."""
+    """The correction for the discrepancy D = pi_old / mu between trainer and engine.
+
+    D is the trainer's probability of a token, divided by that of the engine which sampled it.
+    """
 
     selector: ClassVar[str] = "mode"
-    refused_unread: ClassVar = ("low", "high", "normalize")
+    refused_unread: ClassVar = ("low", "high", "kl_limit", "normalize")
 
     mode: CorrectionMode = "mask_weight"
     """Use of the discrepancy D: weight the loss of a token by D, drop tokens whose D is outside
-    limits, or both; `none` ignores D.
+    limits, or both; `kpop` and `k3_mask` drop tokens by a divergence in nats; `none` ignores D.
     """
     low: Share = 0.5
     """Only for `mask`, `clamp` and `mask_weight`: lower limit of the discrepancy D.
     `correction.mode` decides what happens to tokens below this limit.
     """
     high: Annotated[float, Range(1)] = 2.0
-    """Not for `none`: upper limit of the discrepancy D. `correction.mode` decides what happens to
-    tokens above this limit.
+    """Not for `none`, `kpop` and `k3_mask`: upper limit of the discrepancy D. `correction.mode`
+    decides what happens to tokens above this limit.
+    """
+    kl_limit: Positive = 0.1
+    """Only for `kpop` and `k3_mask`: a token is dropped if the divergence between pi_old and mu at
+    it is above this limit, in nats. It is the larger binary KL of both directions, or D - 1 - log
+    D, and is aggregated over the unit, too. `k3_mask` on sequences needs about 0.01.
     """
     normalize: bool = False
-    """Divide the weights by their mean over the tokens of the batch that the correction kept."""
+    """Divide the correction's token weights by their mean over the tokens of the batch that the
+    correction kept.
+    """
     unit: Unit = "token"
-    """The tokens over which the discrepancy is aggregated: one token, a turn, a segment of one
-    version, or a sequence.
+    """The tokens over which the discrepancy is aggregated: one token, a turn, a segment (tokens
+    sampled by one version of the weights), or a sequence.
     """
     aggregate: Aggregate = "mean"
-    """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
-    `max` the ratio farthest from 1.
+    """Aggregate of the discrepancies of a unit's tokens: `mean` is their geometric mean, `sum`
+    their product, `max` the one farthest from 1.
     """
     token_veto_threshold: Share = 0.0
     """Drop a whole sequence if the discrepancy D of any of its tokens is below this value; 0 drops
     none.
     """
+
+    @property
+    def is_weight(self) -> bool:
+        """True if D weights the loss of tokens."""
+        return self.mode not in ("none", "mask", "k3_mask")
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The range of D outside of which a unit is dropped. None if units are not dropped.
+
+        With a limit in nats, it is about that of a token with probability 1/2.
+        """
+        if self.mode in ("kpop", "k3_mask"):
+            width = math.sqrt(2 * self.kl_limit)
+            return math.exp(-width), math.exp(width)
+        return (self.low, self.high) if self.mode in ("mask", "mask_weight") else None

@@ -74,17 +74,17 @@ called as in Python, such as [calculate(expression="12 + 7")].
 """
 
 NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}
-"""The templates of the package by the value of `chat_template`."""
+"""The chat templates of this package, keyed by the value of the option `chat_template`."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CONTROL_TOKENS = {"plain": (), "chatml": _CHATML_TOKENS, "python_calls": _CHATML_TOKENS}
-"""Control tokens that each template needs in the vocabulary."""
+"""Control tokens that each template in `NAMED` needs in the tokenizer's vocabulary."""
 
 
 def read_template(value: str) -> str:
-    """Return the name of a template, or the text of a template file.
+    """Return `value` if it is empty, a name in `NAMED` or a template's text.
 
-    `value` is a name, a path, or a text that this function returned before, such as that in the
-    `config.json` of a run. Raises `ConfigError` for anything else.
+    Otherwise `value` is the path of a file, and the Jinja template in it is returned. Raises
+    `ConfigError` if the file cannot be read or is not a template.
     """
     if value in ("", *NAMED) or "{" in value:
         return value

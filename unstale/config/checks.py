@@ -27,7 +27,7 @@ from unstale.config.given import NameObject
 from unstale.config.names import unique_names, value_hint
 
 MAX_EXACT_INT = 1 << 53
-"""Largest finite number that an option may have: up to it, every integer has an exact float."""
+"""Largest finite number that an option may have. Up to 2^53, every integer is exact as a float."""
 
 
 class ConfigError(ValueError):
@@ -64,7 +64,7 @@ class Range:
 class OneOf:
     """A rule in an option's type: the value is one of several names, such as the route names.
 
-    `table()` returns a mapping. The keys are the names. Each name's value lists the options that
+    `table()` returns a mapping whose keys are the allowed names. It maps a name to the options that
     are used with this name but not with every name.
     """
 
@@ -76,9 +76,7 @@ class OneOf:
             raise ConfigError(f"{name} cannot be {value!r}{value_hint(name, value, list(known))}")
 
     def readers(self, option: str) -> list[str]:
-        """Return the names with which an option is used. Empty if the option is used with all
-        names.
-        """
+        """Return the allowed names with which `option` is used. Empty if it is used with all."""
         return [name for name, options in self.table().items() if option in options]
 
 
@@ -87,7 +85,7 @@ class JsonObject:
     """A rule in an option's type: the value is a JSON object as text, or empty."""
 
     def convert(self, value: Any) -> Any:
-        """Return the text of an object that a program or a TOML file gives as a table."""
+        """Return the JSON text of a dict, as from a TOML table. Return other values unchanged."""
         return json.dumps(value) if isinstance(value, dict) else value
 
     def check(self, name: str, value: str) -> None:
@@ -102,7 +100,10 @@ class JsonObject:
 
 
 def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
-    """Return the `type` of an argparse argument that is a number from `low` to `high`."""
+    """Return a parser of numbers from `low` to `high`, for the parameter `type` of argparse.
+
+    `kind` is `int` or `float`.
+    """
 
     def number(text: str) -> float:
         value = kind(text)
@@ -117,7 +118,7 @@ def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[
 
 
 def require_empty_folder(folder: Path) -> None:
-    """Raise `ConfigError` if a path exists and is a file, or a folder with files."""
+    """Raise `ConfigError` if `folder` is a file, or a folder that is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder. Name a new or empty one")
 
@@ -143,7 +144,7 @@ Share = Annotated[float, Range(0, 1)]
 
 
 class _OptionNames(type):
-    """The class of sections. Calling one with an unknown option raises `ConfigError`."""
+    """The metaclass of sections. Creating a section with an unknown option raises `ConfigError`."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -156,7 +157,7 @@ class _OptionNames(type):
 
 
 def unknown_option(name: str) -> str:
-    """Return an error message about an option that does not exist, with similar options."""
+    """Return an error message about an option that does not exist, with options of similar name."""
     # an import at the top of the file would be circular
     text: str = import_module("unstale.config.options").unknown_option(name)
     return text
@@ -167,7 +168,7 @@ class Section(metaclass=_OptionNames):
     """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
 
     The constructor checks each option by its type, and then the combination of options. The class
-    of the section `advantage` is `AdvantageConfig`.
+    `AdvantageConfig` is the section `advantage`.
     """
 
     abstract: ClassVar[bool] = True
@@ -181,11 +182,12 @@ class Section(metaclass=_OptionNames):
     the option must keep its default. Options that are always used are left out.
     """
     refused_unread: ClassVar[Sequence[str]] = ()
-    """Options that must keep their defaults where `applies` is false, besides those in `read_by`.
+    """Options, besides those in `read_by`, that must keep their defaults where `applies` is False
+    for them.
     """
     read_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """For an option whose use depends on another option than the selector: that other option and
-    its value, such as `= true`.
+    """Options whose use depends on an option other than the selector. Each is mapped to that other
+    option and the condition on its value, such as `= true`.
     """
 
     def __post_init__(self) -> None:
@@ -205,7 +207,7 @@ class Section(metaclass=_OptionNames):
         """
 
     def _refuse_unread(self) -> None:
-        """Raise `ConfigError` if an option has a value although the run does not use the option."""
+        """Raise `ConfigError` if an option that is not used has another value than its default."""
         defaults = self.defaults()
         for name in self.unread(self._values()):
             value = getattr(self, name)
@@ -245,19 +247,18 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def decides(cls, option: str) -> str:
-        """Return the option that decides whether `option` is used."""
+        """Return the name of the option that decides whether `option` is used."""
         return cls.read_with[option][0] if option in cls.read_with else cls.selector
 
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
-        """Return the classes that declare options of this section. A section may have variants."""
+        """Return the classes that declare options of this section: several if it has variants."""
         return (cls,)
 
     def with_options(self, **changes: Any) -> Self:
         """Return a copy of the section in which some options have other values.
 
-        An option that is no longer used gets its default, if unused options must have their
-        defaults.
+        An option that these changes make unused gets its default, if `unread` names it.
         """
         defaults = self.defaults()
         resets = {name: defaults[name] for name in self.unread({**self._values(), **changes})}
@@ -265,7 +266,7 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def readers(cls, option: str) -> list[str]:
-        """Return the values of the selector with which an option is used.
+        """Return the values of the selector, such as `route`, with which an option is used.
 
         Empty if the option is always used.
         """
@@ -275,20 +276,26 @@ class Section(metaclass=_OptionNames):
         return list(rule.readers(option))
 
     def applies(self, option: str) -> bool:
-        """Return True if the section has the option and the value of the selector uses it."""
+        """Return True if the section has the option and its selector's present value uses it."""
         readers = self.readers(option)
         is_read = not readers or getattr(self, self.selector) in readers
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the options that the selector's value uses, without those that are always used."""
+        """Return, as name -> value, the options that only some values of the selector use.
+
+        Among these, the present value uses all that are returned.
+        """
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
         return {name: getattr(self, name) for name in names}
 
 
 def base_of(section: type[Section]) -> Any:
-    """Return the class of a section. `section` may be a variant, such as a route's options."""
+    """Return the base class of a section's variants, such as `OldLogpsConfig` for a route's class.
+
+    A class of a section without variants is returned itself.
+    """
     lineage = [each for each in section.__mro__ if issubclass(each, Section)]
     return next(each for each in reversed(lineage) if not vars(each).get("abstract"))
 
@@ -342,7 +349,8 @@ def kinds_of(kind: Any) -> tuple[Any, ...]:
 def converted(value: Any, kind: Any) -> Any:
     """Convert the value of an option from the form used in Python or a TOML file.
 
-    A path may be a text, JSON text a table, and the name of code the code itself.
+    By its type `kind`, a text becomes a path, a table JSON text, and a function or other object its
+    name. Other values are returned unchanged.
     """
     if isinstance(value, str) and Path in kinds_of(kind):
         return Path(value)
@@ -353,9 +361,9 @@ def converted(value: Any, kind: Any) -> Any:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise `ConfigError` if `value` has none of the types of an option.
+    """Raise `ConfigError` if `value` has none of the Python types that the type `kind` allows.
 
-    A float may be an integer.
+    `name` is the option's full name. An integer is allowed where a float is.
     """
     kinds = kinds_of(kind)
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):

@@ -23,16 +23,20 @@ class ClusterConfig(Section):
     for long episodes; 1 does not split (docs/long-context.md).
     """
     replicas: PositiveInt = 1
-    """Number of copies of the model among the trainer ranks, each divided among equally many of
-    them. With one copy for each machine, weights are gathered within a machine alone, and each GPU
-    needs more memory (docs/trainer-ranks.md).
+    """Number of copies of the model among the trainer ranks. Each copy is divided among equally
+    many ranks. With one copy for each machine, weights are gathered only within a machine, and each
+    GPU needs more memory (docs/trainer-ranks.md).
+    """
+    expert_parallel: bool = False
+    """For an MoE policy: keep each expert whole on one of the trainer ranks of a copy, and send
+    tokens to it, instead of gathering all experts of a layer in each pass (docs/trainer-ranks.md).
     """
     address: str = ""
-    """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine alone."""
+    """Address of a Ray cluster: `host:port` or `auto`; empty starts Ray on this machine only."""
     patience_s: Positive = 600.0
-    """Seconds that the run waits for machines: for any engine host, for the trainer ranks in the
-    cluster at `address`, or for environments. The run then stops, and can be resumed if it had
-    begun. If machines for environments are missing later, only the episodes that waited for them
+    """Seconds that the run waits for missing machines before it stops: for any engine host, for the
+    trainer ranks in the cluster at `address`, or for environments. A run that had begun can be
+    resumed. If machines for environments are missing later, only the episodes that waited for them
     fail.
     """
     restarts: Count = 10
@@ -58,6 +62,13 @@ class ClusterConfig(Section):
                 f"at least 2 ranks, got {self.replicas}"
             )
 
+        if self.expert_parallel and self.trainers // self.replicas < 2:
+            raise ConfigError(
+                "cluster.expert_parallel needs at least 2 trainer ranks for each copy of a model, "
+                f"got cluster.trainers = {self.trainers} and cluster.replicas = {self.replicas}"
+            )
+
     def applies(self, option: str) -> bool:
         # `address` and `patience_s` are also read with task.isolate = ray
-        return option not in ("context", "replicas", "restarts") or self.trainers > 0
+        of_ranks = ("context", "replicas", "expert_parallel", "restarts")
+        return option not in of_ranks or self.trainers > 0

@@ -2,7 +2,7 @@
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
 `@control` in corrections.py. The name of the function is the value of the option. Its keyword-only
-parameters get the values of the options of the same section with these names. `add_choice` adds
+parameters are names of options of the same section, and get their values. `add_choice` adds
 functions of other files. Estimators of other distributions are called without options.
 """
 
@@ -21,6 +21,8 @@ ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
     """Return the decorated functions of a file of `algorithms`: name -> keyword-only parameters.
 
+    `module` is the file's name without `.py`, and `decorator` the decorator's name without `@`.
+
     >>> sorted(choices("advantages", "estimator")["turn_level"])
     ['discount', 'std']
     """
@@ -34,7 +36,7 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
-    """Make a function from any file a choice of an option. The function's decorator calls this."""
+    """Add a function of any file to `choices(module, decorator)`. Its decorator calls this."""
     parameters = inspect.signature(function).parameters.values()
     options = frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
     choices(module, decorator)[function.__name__] = options

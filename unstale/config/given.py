@@ -1,4 +1,4 @@
-"""Python objects given in place of names: functions, task sets and rows."""
+"""Python objects given as options in place of names: functions, task sets and rows."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 HERE = "__main__:"
-"""The beginning of the name of an object that another process cannot import."""
+"""The prefix of the name of an object that another process cannot import."""
 
 OR_SINK = (
     ", or a function of the run that returns an unstale.Sink, an object with its methods write(), "
@@ -17,7 +17,10 @@ OR_SINK = (
 
 
 class Given(str):
-    """The name of a Python object that was given as an option, with the object as `value`."""
+    """The name of a Python object that was given as an option, with the object as `value`.
+
+    A copy that is sent to another process is a plain `str` without the object.
+    """
 
     value: Any
 
@@ -46,13 +49,14 @@ class NameObject:
         return value if isinstance(value, str) else self.name(value)
 
     def check(self, name: str, value: str) -> None:
-        """Allow every text."""
+        """Do nothing, because every text is allowed as a name."""
 
 
 def name_function(value: Any) -> Any:
-    """Return `module:function` for a function or class.
+    """Return `module:function` for a function or class, and any other value unchanged.
 
-    A function that cannot be imported gets a `Given`, which only this process can use.
+    For a function that cannot be imported, the result is a `Given`, which only this process can
+    use.
 
     >>> name_function(attrgetter), type(name_function(lambda reply, row: 1.0))
     ('operator:attrgetter', <class 'unstale.config.given.Given'>)
@@ -71,7 +75,10 @@ def name_function(value: Any) -> Any:
 
 
 def name_functions(value: Any) -> Any:
-    """Return the name of a function, or of several in a list."""
+    """Return the name of a function, or a `Given` that names all functions of a list.
+
+    Any other value is returned unchanged.
+    """
     if isinstance(value, list | tuple) and value and all(map(callable, value)):
         names = "+".join(getattr(each, "__name__", type(each).__name__) for each in value)
         return Given(f"{HERE}{names}", value)
@@ -79,7 +86,10 @@ def name_functions(value: Any) -> Any:
 
 
 def name_tasks(value: Any) -> Any:
-    """Return the value of `task.env` for rows, a task set, or the function that makes one."""
+    """Return the value of `task.env` for rows, a task set, or a function that makes a task set.
+
+    Any other value is returned unchanged.
+    """
     if hasattr(value, "held_out") and hasattr(value, "train") and not isinstance(value, type):
         return Given(f"{HERE}{type(value).__qualname__}", lambda: value)
     return name_function(value) if callable(value) else name_rows(value, f"dataset:{HERE}rows")
@@ -90,7 +100,11 @@ def name_held_out_rows(value: Any) -> Any:
 
 
 def name_trackers(value: Any) -> Any:
-    """Return the names of trackers. Each is a name, a function that opens one, or a `Sink`."""
+    """Return a `Given` with the names of trackers, separated by commas.
+
+    `value` is a tracker or a list of them. A tracker is a name, a function that opens one, or a
+    `Sink`. Any other value is returned unchanged.
+    """
     trackers = value if isinstance(value, list | tuple) else [value]
     names = []
     for each in trackers:
@@ -106,6 +120,9 @@ def name_trackers(value: Any) -> Any:
 
 
 def name_rows(value: Any, name: str) -> Any:
-    """Return the name of rows. A list, a `datasets.Dataset` and the like are rows."""
+    """Return a `Given` with this name if `value` holds rows, otherwise `value` itself.
+
+    Rows are any iterable but `bytes`, such as a list or a `datasets.Dataset`.
+    """
     is_rows = isinstance(value, Iterable) and not isinstance(value, bytes)
     return Given(name, value) if is_rows else value

@@ -1,4 +1,4 @@
-"""Find the folder of a model: a local one, a converted GGUF file, or one of the hub's cache."""
+"""Find a model's folder: a local folder, a converted GGUF file, or a folder in the hub's cache."""
 
 import math
 import re
@@ -37,8 +37,8 @@ def model_folder(
     `policy` is a path, the hub name `organisation/name` with or without `@revision`, or a GGUF file
     (`gguf_file`), which is converted to a folder in the cache. With `download`, files that the
     local cache lacks are fetched from the hub. Without `convert`, a GGUF file is not converted, and
-    its folder may not exist. Raises `ConfigError` if the model is neither a folder nor complete in
-    the cache.
+    its folder may not exist. A path is returned unchecked. Raises `ConfigError` if a GGUF file is
+    missing or damaged, or if a hub model is incomplete in the cache.
     """
     if file := gguf_file(policy, gguf):
         return converted_folder(file, convert=convert)
@@ -55,10 +55,11 @@ def is_hub_name(model: str) -> bool:
 
 
 def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
-    """Return the local folder of a model of which only a part is read, without a download.
+    """Return the local folder of a model of which only a part is read. Nothing is downloaded.
 
-    `model` is as in `model_folder`. The part is the tokenizer with its chat template, or
-    `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache lacks the part.
+    `model` is as in `model_folder`. `part` is the tokenizer with its chat template, or
+    `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache lacks this
+    part.
     """
     if file := gguf_file(model):
         return converted_folder(file)
@@ -87,7 +88,7 @@ def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
 
 @contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """Raise `ConfigError` for an error of the hub or the network. Its text begins with `what`."""
+    """Turn an error of the hub or the network into a `ConfigError` that begins with `what`."""
     # HTTPError is the base class of its client's errors: httpx or httpx2, by its version
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -133,7 +134,10 @@ def _fetch(repository: str, revision: str | None, *, local_files_only: bool) -> 
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return the folder of a model in the local cache, which may lack files. None if not cached."""
+    """Return the folder of a model in the local cache. None if the model is not cached.
+
+    The folder may lack some of the model's files.
+    """
     try:
         return _fetch(repository, revision, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -149,7 +153,10 @@ def _not_cached(repository: str) -> str:
 
 
 def _listed(repository: str, revision: str | None) -> list[str]:
-    """Return the names of a model's files on the hub, if an earlier download saved the list."""
+    """Return the names of a model's files on the hub, from the list that a download saved.
+
+    Empty if no list was saved.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
@@ -161,8 +168,7 @@ def _listed(repository: str, revision: str | None) -> list[str]:
 
 
 def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
-    """Return the missing files of a model folder: files in `listed`, and files that every model
-    needs.
+    """Return the missing files of a model folder: those in `listed`, and those every model needs.
 
     A file counts as missing if it is a link to nothing, as after an interrupted download.
     """
@@ -184,7 +190,7 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
 
 
 def _words(names: list[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first four names as a text, with the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
 
 
@@ -206,7 +212,7 @@ def count_weights(folder: Path) -> Counter[str]:
 
 
 def damaged_weights(path: Path, reason: Exception) -> ConfigError:
-    """Return the error for a file of weights that cannot be read, with what to do."""
+    """Return the error for a file of weights that cannot be read. It names the remedy."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return ConfigError(
@@ -222,9 +228,9 @@ def damaged_weights(path: Path, reason: Exception) -> ConfigError:
 def reading(folder: Path, part: str) -> Iterator[None]:
     """Turn any error of a library that reads or uses a model folder into `ConfigError`.
 
-    The folder may be a stranger's, so no list of the errors of its libraries is complete. Rust code
-    raises errors that are no `Exception`. Errors of this package's own code, and of a GPU, are
-    raised as they are.
+    The message names `part`, such as "tokenizer". A folder from elsewhere can cause any error, and
+    libraries in Rust raise some that are no `Exception`. Errors of this package's own code, and of
+    a GPU, are raised unchanged.
     """
     try:
         yield
@@ -269,7 +275,7 @@ def require_safe_weights(folder: Path) -> None:
 
 
 def _require_shards(path: Path, key: str) -> None:
-    """Raise `ConfigError` unless the files that a JSON file names are safetensors beside it."""
+    """Raise `ConfigError` unless a JSON file names, in `key`, only safetensors files beside it."""
     try:
         content = read_mapping(path)
         named = content.get(key)
@@ -287,7 +293,7 @@ def _require_shards(path: Path, key: str) -> None:
 
 
 def require_model(folder: Path) -> None:
-    """Raise `ConfigError` if a folder is not that of a Hugging Face model."""
+    """Raise `ConfigError` if `folder` is not the folder of a Hugging Face model."""
     if not folder.is_dir():
         raise ConfigError(f"policy: no model folder at {folder}")
     if not (folder / "config.json").is_file():

@@ -21,7 +21,7 @@ RENAMED_TECHNIQUES = {
     "pick": "episode_filter",
     "stages": "hard_task_stages",
 }
-"""The present name of each renamed technique, and of the section with its options."""
+"""The former name of each renamed technique -> its present name. Its section is renamed alike."""
 RENAMED = {
     **RENAMED_TECHNIQUES,
     "checkpoint.every": "checkpoint.interval",
@@ -46,7 +46,7 @@ RENAMED = {
     "trainer.recompute": "trainer.gradient_checkpointing",
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
-"""The present name of each renamed option or section."""
+"""The former name of each renamed option or section -> its present name."""
 
 
 def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,10 +170,20 @@ SYNONYMS = {
     "objective.loss_aggregation constant, objective.constant N and advantage.estimator dr_grpo",
     "loss_agg_mode": "objective.loss_aggregation",
     "loss_mode": "objective.loss_type",
+    "dppo_mask_low": "objective.divergence_low",
+    "dppo_mask_high": "objective.divergence_high",
+    "dppo_type": "objective.divergence",
+    "delta_low": "objective.divergence_low",
+    "delta_high": "objective.divergence_high",
     "mask_truncated_completions": "techniques; its value `truncated` does this",
     "vllm_importance_sampling_cap": "correction.high",
     "vllm_importance_sampling_clip_max": "correction.high",
     "vllm_importance_sampling_mode": "correction.mode",
+    "rollout_rs": "correction.mode",
+    "rollout_rs_threshold": "correction.low, correction.high, correction.kl_limit; a k1 limit is "
+    "one of mu / pi_old, so ours are 1 / it",
+    "drpo_epsilon": "objective.drpo_delta",
+    "kpop_threshold": "correction.kl_limit",
     # the optimizer and the model in memory
     "learning_rate": "trainer.lr",
     "lr": "trainer.lr, sft.lr; the second is of a supervised start",
@@ -190,6 +200,8 @@ SYNONYMS = {
     "optimizer_offload": "trainer.offload_optimizer",
     "fsdp_cpu_offload": "trainer.offload_optimizer; parameters stay on the GPU",
     "param_offload": "; parameters stay on the GPU, trainer.offload_optimizer moves the rest",
+    "ac.freq": "trainer.gradient_checkpointing_interval",
+    "selective_ac_option": "trainer.gradient_checkpointing_interval; it takes a number",
     "peft_config": "trainer.lora_rank, trainer.lora_alpha",
     "lora_r": "trainer.lora_rank",
     "use_peft": "trainer.lora_rank",
@@ -198,16 +210,19 @@ SYNONYMS = {
     "torch_compile": "trainer.compile",
     "n_gpus_per_node": "cluster.trainers",
 }
-"""Option names of TRL, verl and prime-rl: our options, and after a semicolon the difference.
+"""Option names of TRL, verl and prime-rl -> options of this package that do the same.
 
-A name is found with any prefix, such as `actor_rollout_ref.actor.`. docs/other-trainers.md has more
-about most of them.
+After a semicolon, a value says how the two differ. A name is found with any prefix, such as
+`actor_rollout_ref.actor.`. docs/other-trainers.md has more about most of these names.
 """
 
 
 VALUES = {
     "objective.loss_type": {
-        **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
+        **dict.fromkeys(("ppo", "vanilla"), "ppo_clip"),
+        "default": "dppo; with objective.kl_tau = 1e-3",
+        "dppo_tv": "dppo",
+        "dppo_kl": "dppo; with objective.divergence = kl",
         **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
         "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo, objective.loss_aggregation = "
@@ -227,13 +242,28 @@ VALUES = {
         **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW8bit"),
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "AdamW"),
     },
-    "correction.mode": {"token_truncate": "truncate", "token_mask": "mask"},
+    "objective.divergence": {"binary_tv": "tv", "binary_kl": "kl"},
+    "correction.mode": {
+        "token_truncate": "truncate",
+        "token_mask": "mask",
+        "icepop": "mask_weight",
+        "binary_kl": "kpop",
+        "token_k3": "k3_mask",
+        "seq_mean_k3": "k3_mask; with correction.unit = sequence",
+        "seq_mean_k1": "mask; with correction.unit = sequence",
+    },
 }
-"""Option values of TRL, verl and prime-rl: our value, and after a semicolon the difference."""
+"""Values that TRL, verl and prime-rl have for an option -> the value here.
+
+After a semicolon, the value here is followed by how the two differ.
+"""
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object. Raises `ValueError` for a repeated name."""
+    """Return the (name, value) pairs of a JSON object as a dict.
+
+    Raises `ValueError` for a repeated name.
+    """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
@@ -245,8 +275,8 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def value_hint(option: str, value: str, known: Sequence[str]) -> str:
     """Return the end of an error message about an unknown value of an option.
 
-    It has our name for what another trainer calls `value`. Otherwise it has the known values of
-    similar spelling, or all known values.
+    If another trainer has `value`, the text gives the value here that does the same. Otherwise it
+    gives the known values of similar spelling, or all known values.
 
     >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
     '; it is action_tokens here'
@@ -261,9 +291,9 @@ def value_hint(option: str, value: str, known: Sequence[str]) -> str:
 
 
 def synonyms(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the option that another trainer calls `name`.
+    """Return the end of an error message: the option here for what another trainer calls `name`.
 
-    Empty if `known`, whose names may begin with `--`, has no such option.
+    Empty if no option in `known` is like this. The names in `known` may begin with `--`.
 
     >>> synonyms("actor_rollout_ref.rollout.n", ["schedule.group_size"])
     '; did you mean schedule.group_size?'
@@ -288,7 +318,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """Return the end of an error message: the known words most similar to `word`, or all known
     words.
 
-    Options that `word` names without their section come first, then words that begin with `word`,
+    Options whose name without the section is `word` come first, then words that begin with `word`,
     then words of similar spelling.
 
     >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
@@ -301,9 +331,9 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def nearest_option(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the options most similar to `name`, if any are similar.
+    """Return the end of an error message: the options most similar to `name`.
 
-    An option is compared as a whole and without its section.
+    Empty if no option is similar. An option is compared with and without its section.
 
     >>> nearest_option("--max_completion_toks", ["--engine.max_completion_tokens", "--seed"])
     '; did you mean --engine.max_completion_tokens?'
@@ -325,7 +355,10 @@ def nearest_option(name: str, known: Sequence[str]) -> str:
 
 
 def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
-    """Return up to two options that `word` names without their section, or that it begins."""
+    """Return up to two options whose name without the section is `word`.
+
+    If there are none, return up to two that begin with `word`.
+    """
     name = word.removeprefix("--")
     close = [each for each in known if each.endswith(f".{name}")]
     if not close and len(name) > 3:
@@ -334,7 +367,10 @@ def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
 
 
 def _spelled_alike(word: str, known: Sequence[str]) -> list[str]:
-    """Return the known word that is spelled most like `word`, and a second one if it is as near."""
+    """Return the known word that is spelled most like `word`, and a second that is almost as near.
+
+    Empty if no known word is similar.
+    """
     # One wrong letter of a short word is half of it.
     close = get_close_matches(word, known, n=2, cutoff=0.5 if len(word) < 4 else 0.6)
     near = [SequenceMatcher(None, each, word).ratio() for each in close]

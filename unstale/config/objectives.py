@@ -27,12 +27,12 @@ MAX_EXPONENT = 700.0
 
 
 def exp(value: float) -> float:
-    """Return a ratio from its logarithm in nats."""
+    """Return a ratio from its logarithm in nats. Infinity if the ratio is too large for a float."""
     return math.exp(value) if value < MAX_EXPONENT else math.inf
 
 
 def over(unit: Unit, aggregate: str) -> str:
-    """Return in words how a ratio is aggregated, and over which tokens.
+    """Return in words over which tokens a ratio is aggregated, and by which aggregate.
 
     >>> over("turn", "sum")
     'product over a turn'
@@ -45,20 +45,24 @@ def over(unit: Unit, aggregate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """A range of D, S or D S. Outside of it a rule of the trainer acts on a token."""
+    """A range of a ratio, outside of which a rule of the trainer acts on a token.
+
+    The ratio is D = pi_old / mu, S = pi / pi_old, or their product D S = pi / mu.
+    """
 
     on: str = "s"
-    """The ratio: a key of `NAMES`."""
+    """The ratio: `d`, `s` or `ds`."""
     kind: str = "clip"
     """The rule: `veto`, `mask`, `weight`, `clip` or `cap`."""
     low: float = 0.0
     high: float = math.inf
     effect: str = "has no gradient"
-    """The end of a sentence about a token outside the bounds, which begins with "A token with D
-    below 0.5".
+    """The effect of the rule: the end of a sentence that begins with "A token with D below 0.5".
     """
     below: str = ""
-    """The advantage that a token below must have, such as "negative"."""
+    """The sign of the advantage, such as "negative", with which the rule acts on a token below
+    `low`. Empty if the rule acts with either sign. `above` is the same for a token above `high`.
+    """
     above: str = ""
     name: str
     about: str
@@ -66,7 +70,7 @@ class Bounds:
     unit: str = "token"
 
     def ends(self) -> Iterator[tuple[float, str]]:
-        """Yield each finite bound above 0, with a sentence on the tokens beyond it."""
+        """Yield each bound that is finite and above 0, with a sentence on the tokens beyond it."""
         for limit, side, sign in (
             (self.low, "below", self.below),
             (self.high, "above", self.above),
@@ -77,10 +81,10 @@ class Bounds:
                 yield limit, f"A token with {ratio} {side} {limit:g}{condition} {self.effect}."
 
     def excludes(self, log_d: float | None, log_s: float | None) -> bool | None:
-        """Return True if a token lies outside.
+        """Return True if a token lies outside the bounds.
 
-        None if the token's D or S is not known, or if the bounds are on an aggregate of several
-        tokens.
+        `log_d` and `log_s` are in nats. None is returned if a needed one is None, or if the bounds
+        are on an aggregate of several tokens.
         """
         values = [each for name, each in (("d", log_d), ("s", log_s)) if name in self.on]
         known = [each for each in values if each is not None]
@@ -101,7 +105,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveDocs:
-    """A row of the table of objectives in docs/options.md."""
+    """The texts of one objective in the table of objectives in docs/options.md."""
 
     loss: str
     """The loss of a token with advantage A."""
@@ -114,7 +118,7 @@ class ObjectiveDocs:
 class ObjectiveConfig(VariantSection):
     """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss.
 
-    `ObjectiveConfig(loss_type="gspo", clip_low=3e-4)` returns an instance of its class.
+    `ObjectiveConfig(loss_type="gspo", clip_low=3e-4)` returns an instance of that loss's subclass.
     """
 
     selector: ClassVar[str] = "loss_type"
@@ -133,12 +137,12 @@ class ObjectiveConfig(VariantSection):
     weighted; 0 sets no limit.
     """
     unit: Unit = "token"
-    """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment of one
-    version, or a sequence.
+    """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment (tokens
+    sampled by one version of the weights), or a sequence.
     """
     aggregate: Aggregate = "mean"
-    """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
-    `max` the ratio farthest from 1.
+    """Aggregate of the staleness ratios of a unit's tokens: `mean` is their geometric mean, `sum`
+    their product, `max` the one farthest from 1.
     """
     loss_aggregation: LossAggregation = "action_tokens"
     """Divisor of a batch's loss. `action_tokens` is the number of tokens that the policy sampled,
@@ -152,14 +156,20 @@ class ObjectiveConfig(VariantSection):
     """Coefficient of the entropy bonus in the loss; 0 computes none."""
 
     docs: ClassVar[ObjectiveDocs]
-    per_sequence: ClassVar[bool] = False
-    """True if S is always the geometric mean over a sequence, whatever `unit` and `aggregate`."""
-    trains_zero_advantage: ClassVar[bool] = False
-    """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
+    ratio: ClassVar[tuple[Unit, Aggregate] | None] = None
+    """The unit and the aggregate of S that the objective always has, whatever `unit` and
+    `aggregate`. None if these options set them.
+    """
+    inputs: ClassVar[tuple[str, ...]] = ()
+    """Further tensors of the tokens that `surrogate` gets by name: `old_logp`, `sequence` or
+    `sampled`.
+    """
     stops: ClassVar[bool] = True
     """True if a token outside of the bounds has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """Options of this objective with limits that are wider than numerical noise."""
+    """Options of this objective -> limits beyond numerical noise, which the linter suggests where a
+    run's limits are narrower.
+    """
 
     no_limit: ClassVar[tuple[str, ...]] = ()
     """Options of this objective for which infinity means that there is no limit."""
@@ -168,19 +178,25 @@ class ObjectiveConfig(VariantSection):
         return object.__new__(cls.chosen_class(loss_type, options))
 
     def surrogate(
-        self, log_staleness: "Tensor", advantage: "Tensor", *, sampled: "Tensor | None" = None
+        self,
+        log_staleness: "Tensor",
+        advantage: "Tensor",
+        *,
+        sampled: "Tensor | None" = None,
+        **inputs: "Tensor",
     ) -> "Surrogate":
         """Return the loss of each token from log S and its advantage, tensors of any one shape.
 
-        `sampled` is the mask of tokens that the policy sampled. With it, the advantages of other
-        tokens may be anything. The function of `algorithms.objectives` with the objective's name is
-        called, with the options that not every objective has. Other objectives override this.
+        `sampled` is the mask of tokens that the policy sampled. Advantages of other tokens then
+        have no effect. `inputs` are the other tensors that the objective declares. The function in
+        `algorithms.objectives` with the objective's name computes the loss from the objective's
+        own options. A subclass without such a function overrides this method.
         """
         function = getattr(import_module("unstale.algorithms.objectives"), self.loss_type)
         common = option_types(base_of(type(self)))
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         own = {name: value for name, value in own.items() if name not in common}
-        surrogate: Surrogate = function(log_staleness, advantage, sampled=sampled, **own)
+        surrogate: Surrogate = function(log_staleness, advantage, sampled=sampled, **inputs, **own)
         return surrogate
 
     def limit(self) -> str:
@@ -192,7 +208,7 @@ class ObjectiveConfig(VariantSection):
         return ()
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the sizes of log S, in nats, at which the objective begins to act."""
+        """Yield the sizes of log S, in nats, beyond which the objective limits a token."""
         for each in self.bounds():
             if each.high < math.inf:
                 yield math.log(each.high)
@@ -200,10 +216,10 @@ class ObjectiveConfig(VariantSection):
                 yield -math.log(each.low)
 
     def weight(self, ratio: float) -> tuple[float, str] | None:
-        """Return the factor of the advantage in the gradient of a token's logp, and its name.
+        """Return the factor w of a loss whose gradient is -w * advantage * grad logp, and its name.
 
-        `ratio` is the token's S, and within the bounds if the objective `stops` tokens. None if the
-        gradient is not of this form.
+        `ratio` is the token's S. If the objective `stops` tokens, it must be within the bounds.
+        None if the gradient is not of this form.
         """
         return None
 
@@ -220,22 +236,27 @@ class ObjectiveConfig(VariantSection):
         return True
 
     @property
+    def trains_zero_advantage(self) -> bool:
+        """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
+        return False
+
+    @property
     def ratio_unit(self) -> Unit:
         """The unit over which S is aggregated."""
-        return "sequence" if self.per_sequence else self.unit
+        return self.ratio[0] if self.ratio else self.unit
 
     @property
     def ratio_aggregate(self) -> Aggregate:
-        return "mean" if self.per_sequence else self.aggregate
+        return self.ratio[1] if self.ratio else self.aggregate
 
     @property
     def is_token_weight(self) -> bool:
         """True if the ratio of each token is a weight of its gradient, with or without a clip."""
-        return self.weight(1.0) is not None and not self.per_sequence
+        return self.weight(1.0) is not None and self.ratio is None
 
     @property
     def clips_tokens(self) -> bool:
-        """True if the ratio of each token is a weight, and has no gradient outside of bounds."""
+        """True if `is_token_weight`, and tokens outside of the bounds have no gradient."""
         return self.is_token_weight and self.stops and bool(self.bounds())
 
     @property
@@ -252,7 +273,7 @@ class ObjectiveConfig(VariantSection):
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
         """Return the options in `values` that are refused unless they have their defaults.
 
-        Among them are those of other objectives than the one in `values`.
+        Options that belong to objectives other than `values["loss_type"]` are among them.
         """
         base = ObjectiveConfig
         known = cls.variants_by_name().get(values.get("loss_type", base.loss_type), base)

@@ -28,7 +28,7 @@ from unstale.config.techniques import chosen, techniques
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of `RunConfig`. `section` is "" for options of the run itself, such as `seed`."""
+    """One option of a run. `section` is "" for options of `RunConfig` itself, such as `seed`."""
 
     section: str
     field: str
@@ -47,7 +47,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The fixed words that the option allows. Empty if other values are allowed, too."""
+        """The words that the option allows. Empty if the allowed values are not a list of words."""
         if get_origin(self.kind) is Literal:
             return get_args(self.kind)
         rules = getattr(self.kind, "__metadata__", ())
@@ -55,22 +55,20 @@ class Option:
 
     @property
     def values(self) -> str:
-        """The allowed values as the help shows them: the words, or the names of types."""
+        """The allowed values as the help shows them: words or names of types, separated by `|`."""
         if self.choices:
             return "|".join(self.choices)
         names = ("none" if kind is type(None) else kind.__name__.upper() for kind in self.kinds)
         return "|".join(names)
 
     def of(self, config: RunConfig) -> Any:
-        """Return the value of the option in a configuration.
-
-        None if that configuration lacks the option.
-        """
+        """Return the value of the option in a configuration. None if `config` lacks the option."""
         return getattr(section_of(config, self.section), self.field, None)
 
     def is_in(self, config: RunConfig) -> bool:
-        """Return True if the configuration has the option. Options depend on the chosen route and
-        task.
+        """Return True if the configuration has the option.
+
+        The chosen route, objective, task and techniques decide which options it has.
         """
         return hasattr(section_of(config, self.section), self.field)
 
@@ -99,7 +97,8 @@ class Option:
     def read(self, value: Any, where: str) -> Any:
         """Return the option's value from a value in a JSON or TOML file.
 
-        Infinity is written as null. Raises `ConfigError` if the value is not of the option's type.
+        Null is read as infinity for an option of type float. Raises `ConfigError` if the value is
+        not of the option's type.
         """
         if self.kinds == (float,) and value is None:
             return math.inf
@@ -109,14 +108,14 @@ class Option:
 
 
 TECHNIQUE_OPTIONS = "technique_options"
-"""The field of `RunConfig` with the sections of the chosen techniques."""
+"""The name of the field of `RunConfig` that holds the sections of the chosen techniques."""
 
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the classes of the sections of `RunConfig` by name. "" is the run itself.
+    """Return the class of every section by name. The name "" stands for `RunConfig` itself.
 
-    Every technique has a section. A configuration has those of the chosen techniques.
+    The sections of all techniques are included. A configuration has those of the chosen ones.
     """
     types = option_types(RunConfig)
     classes = {name: kind for name, kind in types.items() if is_dataclass(kind)}
@@ -132,14 +131,14 @@ def section_of(config: RunConfig, name: str) -> Any:
 
 
 def options() -> dict[str, Option]:
-    """Return all options by name, in the order of the data flow."""
+    """Return all options by full name. Their order is that of the sections in `RunConfig`."""
     variants = (OldLogpsConfig, ObjectiveConfig, TaskConfig)
     return _options(tuple(each for cls in variants for each in cls.classes()))
 
 
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
-    """Return all options by name. `registered` is the key of the cache: the classes known now."""
+    """Return all options by full name. `registered`, the classes known now, is the cache's key."""
     options: dict[str, Option] = {}
     for section, cls in sections().items():
         for each in cls.classes():
@@ -151,7 +150,10 @@ def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
 
 
 def _own_first(section: Any) -> list[tuple[str, Any]]:
-    """Return the options of a section with their types. Those that sections share come last."""
+    """Return the options of a section with their types.
+
+    Options that the section inherits from a class that is no section come last.
+    """
 
     def is_shared(item: tuple[str, Any]) -> bool:
         return not issubclass(_owner(section, item[0]), Section)
@@ -191,9 +193,10 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def _technique_options(
     config: RunConfig, names: str, changes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the options of the techniques `names`, with new values for some.
+    """Return the options of the techniques `names` by technique, with new values for some.
 
-    Changed options of techniques that are not chosen are returned, too. `RunConfig` refuses them.
+    `changes` may have options of techniques that are not in `names`. These are returned, too, and
+    `RunConfig` refuses them.
     """
     now = {entry.name: entry.options() for entry in chosen(names)}
     now |= {name: each for name, each in config.technique_options.items() if name in now}
@@ -206,8 +209,8 @@ def _technique_options(
 def read_values(row: Any, source: str) -> dict[str, Any]:
     """Return the options of a JSON object or TOML table, as full name -> value.
 
-    The table has one table per section. Raises `ConfigError` for an unknown or renamed option, or a
-    value of another type. The message begins with `source`, such as a file name, if there is one.
+    `row` has one inner table per section. Raises `ConfigError` for an unknown or renamed option, or
+    a value of the wrong type. The message begins with `source`, such as a file name.
     """
     leaves, known = list(_leaves(row, source)), options()
     wrong = [each for leaf in leaves if leaf[0] not in known for each in _innermost(*leaf)]
@@ -219,7 +222,7 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
 
 
 def _innermost(name: str, value: Any) -> list[str]:
-    """Return the full names of the options in nested tables, which other trainers have."""
+    """Return the full names of unknown options. Options of other trainers may be nested tables."""
     if name in RENAMED or not isinstance(value, dict) or not value:
         return [name]
     return [each for key, inner in value.items() for each in _innermost(f"{name}.{key}", inner)]
@@ -241,7 +244,7 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def former_name(name: str) -> str:
-    """Return the renamed option or section that `name` has. Empty if it has none."""
+    """Return `name` if this option was renamed, or its section if that was. Otherwise return ""."""
     section = name.partition(".")[0]
     if name not in RENAMED and RENAMED.get(section) in sections():
         return section
@@ -249,7 +252,7 @@ def former_name(name: str) -> str:
 
 
 def unknown_option(name: str) -> str:
-    """Return an error message about an option that does not exist, with similar options.
+    """Return an error message about an option that does not exist, with options of similar name.
 
     >>> unknown_option("schedule.window")
     'schedule.window is now schedule.lookahead_window'
@@ -267,10 +270,10 @@ def unknown_option(name: str) -> str:
 
 
 def option_hint(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the options similar to `name`, if any are similar.
+    """Return the end of an error message: the options in `known` that are similar to `name`.
 
-    The names in `known` may begin with `--`. Options of techniques are named only if no option of
-    every run is like `name`.
+    Empty if none is similar. The names in `known` may begin with `--`. Options of techniques are
+    proposed only if no other option is similar.
     """
     of_every_run = [
         each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
@@ -282,9 +285,9 @@ def option_hint(name: str, known: Sequence[str]) -> str:
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a recipe's configuration with changes.
 
-    `changes` has options of the run by name. For a section it has a section object, or a table of
-    some of the section's options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
-    `ConfigError` for an unknown option, or a value of another type.
+    `changes` maps options of the run itself to values, and a section's name to a section object or
+    to a table of some of its options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
+    `ConfigError` for an unknown option or a value of the wrong type.
     """
     whole = {
         name: value
@@ -305,9 +308,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
-    """Return the configuration that a run folder stores. A missing option gets its default.
+    """Return the configuration in a run folder's `config.json`. Missing options get their defaults.
 
-    Raises `ConfigError` for an unknown option or a value of another type.
+    `row` is the file's content. Raises `ConfigError` for an unknown option or a wrong value.
     """
     values = read_values(present_names(row), source)
     if "recipe" not in values:
@@ -317,9 +320,10 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
 
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's `config.json`, with unused options removed.
+    """Return the options of a run's `config.json`, with the values of unused options reset.
 
-    A run stores every option of its sections, and earlier versions stored those of all objectives.
+    Both are full name -> value. An unused option gets its default. It is removed if its section
+    lacks it, such as options of objectives that are not chosen.
     """
     changed = dict(values)
     for name in _unread(values):
@@ -333,10 +337,9 @@ def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by full name, with other values for some.
+    """Return the options in `values`, as full name -> value, with `changes` applied.
 
-    An option that a change makes unused is left out. So an arm of a comparison may select a
-    correction that does not use all options of the other arms.
+    An option that a change makes unused is left out.
 
     >>> merged({"correction.low": 0.9, "max_steps": 2}, {"correction.mode": "none"})
     {'max_steps': 2, 'correction.mode': 'none'}
@@ -372,8 +375,8 @@ def _unread(values: Mapping[str, Any]) -> dict[str, str]:
 def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the options that differ between two configurations.
 
-    The result is full name -> (old value, new value). A value is None if its configuration lacks
-    the option.
+    The result is full name -> (value in `before`, value in `now`). None stands for an option that a
+    configuration lacks.
     """
     values = {name: (option.of(before), option.of(now)) for name, option in options().items()}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
@@ -381,7 +384,7 @@ def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, A
 
 @cache
 def field_docs(section: Any) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass, by the field's name.
+    """Return the docstring under each field of a dataclass, by the field's name, as one line.
 
     >>> from unstale.config import EvalConfig
     >>> field_docs(EvalConfig)["tasks"]

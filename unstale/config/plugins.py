@@ -1,10 +1,10 @@
 """Find the plugins of a run: modules of this package and entry points of other distributions.
 
-Each kind of thing has a group of entry points. The name of an entry point is the name of the thing,
-so names are known before anything is imported.
+Each kind of plugin, such as routes, has a group of entry points. The name of an entry point is the
+name of the plugin, so names are known before anything is imported.
 
 Two packages of this distribution are annexes: `unstale.analysis` and `unstale.research`. The core,
-which is all the rest, never imports them. Their modules are found here.
+which is all the rest, never imports them by name. It finds their modules with `modules`.
 """
 
 import sys
@@ -28,8 +28,9 @@ ANNEXES: Mapping[str, Sequence[str]] = {
     "unstale.techniques": ("unstale.research.techniques",),
     "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
-"""Packages of the annexes, by the package of the core whose modules theirs join. The core has no
-modules of three: adapters of libraries, listeners to the end of a run, and commands.
+"""A package of `unstale` -> packages of the optional annexes whose modules count as part of it.
+
+Adapters of libraries, listeners to the end of a run, and commands are only in annexes.
 """
 ROOT = Path(__file__).parents[1]
 
@@ -41,15 +42,15 @@ class Plugins:
     group: str
     """The group of entry points, such as `unstale.routes`."""
     kind: Any
-    """The class of the objects that entry points name, or `Callable`. For a section of the
-    configuration, they are subclasses. An object with a name must have that of the entry point.
+    """The class of the plugins, or `Callable`. If it is a section of the configuration, plugins are
+    subclasses of it. A plugin with an attribute `name` must have the name of its entry point.
     """
 
     def load(self, name: str) -> Any:
         """Return the plugin with this name. None if no other distribution adds such a plugin.
 
-        Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
-        add the name.
+        Raises `ConfigError` if the plugin cannot be imported, is not of the class `kind`, or is
+        added by two distributions.
         """
         points = read_entry_points()[self.group].get(name)
         if not points:
@@ -75,7 +76,7 @@ class Plugins:
     def load_all(self, own: Collection[str] = ()) -> dict[str, Any]:
         """Return the usable plugins by name. Print a warning, once, about each unusable plugin.
 
-        `own` are names in this package, which no other distribution can replace.
+        `own` has the names of this package's own things, which no plugin can replace.
         """
         things = {}
         for name in added_names(self.group, own):
@@ -87,9 +88,10 @@ class Plugins:
 
 
 def added_names(group: str, own: Collection[str] = ()) -> list[str]:
-    """Return the names in a group of entry points. Nothing is imported, so some may be broken.
+    """Return the names in a group of entry points, without those in `own`.
 
-    Print a warning, once, about each name that is in `own`, the names in this package.
+    Nothing is imported, so some may be broken. `own` has the names of this package's own things. A
+    warning is printed, once, about each plugin with such a name.
     """
     names = sorted(read_entry_points()[group])
     for name in names:
@@ -99,22 +101,22 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 
 def owner(group: str, name: str) -> str:
-    """Return the distribution that has an entry point, with its version."""
+    """Return name and version of the distribution with an entry point, or of all that have it."""
     found = [point.dist for point in read_entry_points()[group][name] if point.dist]
     return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
 
 def problem(group: str, name: str, cause: str) -> ConfigError:
-    """Return an error about an entry point."""
+    """Return an error about an entry point, with its distribution and the cause."""
     where = f"entry point {name!r} of {owner(group, name)} in the group {group}"
     return ConfigError(f"{where} cannot be used: {cause}")
 
 
 def modules(package: str) -> dict[str, str]:
-    """Return the modules of a package of the core and those that the annexes add, by name.
+    """Return the modules of a package of `unstale`, and those that optional packages add to it.
 
-    A module is its full name. Nothing is imported. Packages in it and modules with an underscore
-    are left out.
+    The result maps the short name of a module to its full name. Nothing is imported. Subpackages
+    and modules whose name begins with an underscore are left out.
     """
     places = (package, *ANNEXES.get(package, ()))
     return dict(
@@ -130,7 +132,7 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    Empty if all are installed.
+    These are `unstale.analysis` and `unstale.research`. Empty if both are installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())
@@ -142,7 +144,7 @@ def _folder(package: str) -> Path:
 
 
 def declared(package: str, attribute: str) -> Iterator[Any]:
-    """Import the modules that `modules` finds. Yield the value of `attribute` of each."""
+    """Import the modules of `modules(package)`. Yield `attribute` of each module that has it."""
     for name in modules(package).values():
         module = import_module(name)
         if hasattr(module, attribute):
@@ -151,9 +153,10 @@ def declared(package: str, attribute: str) -> Iterator[Any]:
 
 @cache
 def read_entry_points() -> Mapping[str, Mapping[str, list[EntryPoint]]]:
-    """Return the entry points of other distributions, by group and name.
+    """Return the entry points of other distributions in this project's groups, by group and name.
 
-    The current folder is not searched if it is on the path as "": it may be somebody else's.
+    The current folder is not searched if it is on `sys.path` as "", because any user may have put
+    files there.
     """
     groups: Any = defaultdict(lambda: defaultdict(list))
     found = distributions(path=[folder for folder in sys.path if folder])

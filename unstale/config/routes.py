@@ -1,4 +1,4 @@
-"""The options and declarations of old-logit routes. Importing it does not import torch.
+"""The options and declarations of routes. Importing this module does not import torch.
 
 A route is a method to obtain `old_logp`: the trainer's log-probability of each token under the
 weights that sampled it. Each route is one file of `unstale/old_logps`. It declares its options,
@@ -26,15 +26,15 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The requirements of a route on the training loop, and its costs."""
+    """What a route (a method to get `old_logp`) needs from the training loop, and its costs."""
 
     now: bool = False
-    """True if `logps` uses its argument `now`, which costs a forward pass of the current weights
-    per batch.
+    """True if the route's method `logps` uses its argument `now`, the log-probabilities under the
+    current weights. They cost one forward pass per batch.
     """
     inline: bool = False
-    """True if the values depend on the weights of each training pass. `logps` is then called in
-    every pass, on its sequences, and not once per batch.
+    """True if old log-probabilities depend on the weights of each training pass. The route's method
+    `logps` is then called in every pass, on the sequences of that pass, and not once per batch.
     """
     snapshots: bool = False
     """True if the route keeps past versions of the weights, as differences between versions.
@@ -42,30 +42,40 @@ class Needs:
     if that version sampled none of its tokens.
     """
     resident_models: int = 0
-    """Number of additional models that the route holds in memory."""
+    """Number of additional models that the route (method to get `old_logp`) holds in memory."""
     trained_weights: bool = False
     """True if the route puts past versions into the trained model for a moment to score with them.
     """
     averages: int = 0
-    """Number of moving averages of the weights that the route holds, each a float32 copy."""
+    """Number of moving averages of the weights that the method holds, each a float32 copy."""
     closing: bool = False
-    """True if generation must be paused and `before_update` called before the weights of a version
-    change.
+    """True if, before an optimizer step changes the weights, generation must be paused and the
+    route's method `before_update` called.
     """
     idle: bool = False
-    """True if `score_while_idle` must be called while the trainer waits for episodes, and
-    `before_update` before the weights of a version change.
+    """True if the route's method `score_while_idle` must be called while the trainer waits for
+    episodes. Unless `snapshots` is set, `before_update` is then called before an optimizer step
+    changes the weights.
     """
     whole_batch: bool = False
-    """True if `logps` must be called with the whole batch, not with some groups of it."""
+    """True if the route's method `logps` needs the whole batch at once, not some of its groups."""
     own_process: bool = False
-    """True if the route's models are in another process, which computes its forward passes."""
+    """True if another process holds the models for `old_logp` and computes the forward passes."""
     forwards: Forwards = "none"
-    """Forward passes per batch that a route needs: none, one, or one for each version in the batch.
+    """Forward passes per batch to compute `old_logp`: none, one, or one for each version in the
+    batch.
     """
 
+    @property
+    def scores_before_update(self) -> bool:
+        """True if `before_update` must be called, because the weights are not kept."""
+        return self.closing or (self.idle and not self.snapshots)
+
     def placed(self, placement: str) -> "Needs":
-        """Return the needs of a route with a second model, for its option `placement`."""
+        """Return these needs for a value of the option `placement` of routes with a second model.
+
+        `twin` keeps the second model. With `own`, the trained model scores in its place.
+        """
         if placement == "twin":
             return self
         return replace(self, resident_models=0, trained_weights=True)
@@ -73,7 +83,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The policy that a route uses as the old policy pi_old, and what the two ratios then contain.
+    """Texts: the policy that a route uses as old policy pi_old, and what the two ratios contain.
 
     The discrepancy D is pi_old / mu, where mu is the engine's policy that sampled the token. The
     staleness ratio S is pi / pi_old, where pi is the current policy.
@@ -88,15 +98,15 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """A description of a route: a row of the table in docs/old-logps.md, a sentence for reports."""
+    """A description of a route, a method to get `old_logp`, for docs/old-logps.md and reports."""
 
     policy: str
-    """The policy, or its weights, that the route uses as the old policy."""
+    """The policy, or the weights, under which the route computes `old_logp`."""
     exact: str
     holds: str
     costs: str
     choose: str
-    """The situation in which a user should choose the route."""
+    """The situation in which a user should choose this method to get `old_logp`."""
     report: str
 
 
@@ -113,14 +123,17 @@ class OldLogpsConfig(VariantSection):
     group: ClassVar[str] = "unstale.routes"
 
     route: Annotated[str, OneOf(lambda: OldLogpsConfig.own_options())] = "snapshot_old"
-    """Method by which old log-probabilities are computed. Exact are `snapshot_old` (the default),
-    `old_logit_model`, `interrupt_sync`, and `eager` unless its fallback is `ewma_prox`.
+    """Method by which old log-probabilities are computed. These routes are exact: `snapshot_old`
+    (the default), `old_logit_model`, `interrupt_sync`, and `eager` unless its fallback is
+    `ewma_prox`.
     """
     baseline: bool = False
     """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""
 
     makes: ClassVar[Any]
-    """The class that computes the old log-probabilities. It is called with a scorer."""
+    """The class that computes the old log-probabilities, a subclass of `OldLogps`. Its argument is
+    a scorer, which runs the forward passes.
+    """
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
     """Options by full name, with the values that a run must have to use this route."""
@@ -133,7 +146,7 @@ class OldLogpsConfig(VariantSection):
     suggests them where S would always be 1.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """The linter's answer to the question whether the route is exact, unless it is a plain yes."""
+    """The linter's answer to "is the route exact?", for settings with which it is not."""
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
         return object.__new__(cls.chosen_class(route, options))
@@ -145,25 +158,28 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def exact(self) -> bool:
-        """True if every value is the trainer's log-probability under the weights that sampled.
+        """True if each old log-probability is computed under the weights that sampled the token.
 
-        Tokens sampled while the engine kept the cache of older weights are excepted.
+        Tokens that were sampled with a KV cache of older weights are excepted.
         """
         return False
 
     @property
     def partly_exact(self) -> bool:
-        """True if the route gives exact values to all tokens, or to some of them."""
+        """True if some or all tokens get exact values, under the weights that sampled them."""
         return self.exact
 
     @property
     def decay(self) -> float | None:
-        """The decay of the route's moving average. None if there is none or its decay varies."""
+        """The decay of the route's moving average of the weights.
+
+        None if the route has no moving average, or one whose decay varies.
+        """
         return None
 
     @property
     def resets(self) -> bool:
-        """True if the route restarts its moving average when the correction keeps few tokens."""
+        """True if the moving average of the weights restarts when correction drops many tokens."""
         return False
 
     @property
@@ -173,12 +189,14 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def shares_deltas(self) -> bool:
-        """True if the route keeps differences between versions that engines could also load."""
+        """True if the route keeps differences between versions of the weights, which engines could
+        load, too.
+        """
         return False
 
     @property
     def scoring_ranks(self) -> int:
-        """The number of ranks besides the trainer's that score, in a run with trainer ranks."""
+        """The number of ranks that only compute old log-probabilities, besides trainer ranks."""
         return 0
 
     def updates_per_version(self, run: "RunConfig") -> int:
@@ -194,10 +212,10 @@ class OldLogpsConfig(VariantSection):
         return None
 
     def s_of(self, ratio: float, run: "RunConfig") -> float:
-        """Return the staleness ratio S of a token of the largest lag.
+        """Return the staleness ratio S of a token with the largest possible lag in this run.
 
-        `ratio` is the token's whole ratio pi / mu = D S. The default is `ratio` itself: all
-        staleness is in S. An approximate route may leave a part of it in D.
+        `ratio` is the token's whole ratio pi / mu = D S. The default is `ratio` itself, because all
+        staleness is in S. An approximate route may leave a part of the staleness in D.
         """
         return ratio
 
@@ -205,9 +223,9 @@ class OldLogpsConfig(VariantSection):
         raise NotImplementedError
 
     def variants(self, alphas: Sequence[float]) -> "list[OldLogpsConfig]":
-        """Return more settings of this route that `unstale audit` compares.
+        """Return further settings of this route for `unstale audit` to compare.
 
-        `alphas` are the weights of the current policy to try, for routes that mix two policies.
+        `alphas` are weights of the current policy to try, in routes that mix it with another.
         """
         return []
 
@@ -221,19 +239,19 @@ class OldLogpsConfig(VariantSection):
     def make(self, scorer: Any, *, lockstep: bool) -> Any:
         """Create the object that computes old log-probabilities with a scorer.
 
-        With `lockstep` its results do not depend on the speed of another process.
+        With `lockstep`, the object's results do not depend on the speed of another process.
         """
         return self.makes(scorer)
 
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Create the part of the route that each trainer rank has. This part is the whole route,
-        unless the route has `scoring_ranks`.
+        """Create the part of the route on each trainer rank. It is the whole route unless the route
+        has `scoring_ranks`.
         """
         return self.make(scorer, lockstep=lockstep)
 
 
 class ExactSpec(OldLogpsConfig):
-    """Options of an exact route: values are log-probabilities under the weights that sampled."""
+    """Options of an exact route. Its `old_logp` of a token is under the weights that sampled it."""
 
     @property
     def exact(self) -> bool:
@@ -259,10 +277,10 @@ class ExactSpec(OldLogpsConfig):
 def meaning_of_average(
     run: "RunConfig", *, age: str, averages: int, placement: str = "twin"
 ) -> Meaning:
-    """Describe the old policy and both ratios of a route that uses a moving average of weights.
+    """Return the `Meaning` of a route whose old policy is a moving average of the weights.
 
-    `age` says in words how old the average is, and `averages` is the number of averages.
-    `placement` is the route's option.
+    `age` continues "whose age in versions ...". `averages` is the number of averages. `placement`
+    is the route's option.
     """
     copies = f"{averages} averaged and one movable copy of the weights"
     if placement == "own":
@@ -278,29 +296,32 @@ def meaning_of_average(
 
 
 def age_of_average(spec: OldLogpsConfig, run: "RunConfig") -> float:
-    """Return the age, in versions, that a moving average with fixed decay tends to."""
+    """Return the mean age, in versions, of the weights in a moving average after many updates.
+
+    The route must have a fixed decay.
+    """
     assert spec.decay is not None, spec
     return spec.decay / (1 - spec.decay) / spec.updates_per_version(run)
 
 
 def live_versions(run: "RunConfig") -> int:
-    """Return the largest number of versions whose tokens wait for training at the same time."""
+    """Return the largest number of versions whose tokens can wait for training at once."""
     return run.schedule.staleness_bound + 1
 
 
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
-    """Return the options class of every route, by name: exact routes first, then alphabetically."""
+    """Return the options class of each route (way to get `old_logp`) by name, exact ones first."""
     return OldLogpsConfig.variants_by_name()
 
 
 def route_names() -> list[str]:
-    """Return the names of all routes. Those of other distributions are not imported."""
+    """Return the names of all routes (methods to get `old_logp`), without importing plugins."""
     known = OldLogpsConfig.variants_by_name(added=False)
     return list(dict.fromkeys([*known, *added_names(OldLogpsConfig.group)]))
 
 
 def exact_routes() -> list[str]:
-    """Return the names of the routes that are exact with all settings of their options."""
+    """Return the names of the methods whose `old_logp` is exact with any settings of options."""
     return [name for name, spec in routes().items() if _is_exact(spec)]
 
 

@@ -41,7 +41,7 @@ from unstale.config.training import (
 )
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
-"""The folder of the small model of the retail desk."""
+"""The folder of the small model for the environment `retail`, which the package contains."""
 SHIPPED_POLICIES = {
     "base": SHIPPED_POLICY,
     "base-desks": SHIPPED_POLICY.with_name("base_desks"),
@@ -49,7 +49,7 @@ SHIPPED_POLICIES = {
 """The folders of the small models that come with the package, by the value of `model`."""
 
 MAX_SEED = 9e9
-"""Largest seed. A task number has 63 bits and each seed has 10^9 of them."""
+"""Largest seed. Each seed has 10^9 task numbers of its own, and a task number has 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RunConfig(Section):
     model_gguf: str = ""
     """Name of a GGUF file in the folder `model`, which is converted once (docs/models.md)."""
     model_download: bool = False
-    """Download files of the policy that the local cache lacks from the Hugging Face hub."""
+    """Download files of the model from the Hugging Face hub if the local cache lacks them."""
     chat_template: str = ""
     """Chat template instead of the policy's own: `plain`, `chatml`, `python_calls` or a Jinja file,
     whose text is recorded. The template is saved with the trained policy (docs/models.md).
@@ -81,7 +81,9 @@ class RunConfig(Section):
     your files.
     """
     allow_changed_data: bool = False
-    """Continue a run although the rows of its tasks have changed. The report marks the step."""
+    """Continue a run although the rows of its data set have changed since it began. The report
+    marks the step at which this happened.
+    """
     runs: Path = Path("runs")
     """Folder in which the run folder is made."""
     name: str = ""
@@ -126,11 +128,11 @@ class RunConfig(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     technique_options: Mapping[str, Section] = field(default_factory=dict, hash=False)
-    """The options of the chosen techniques by name. Each is a section of the configuration."""
+    """The section with the options of each chosen technique, by the technique's name."""
 
     @property
     def policy_folder(self) -> Path:
-        """The folder of the model from which the run starts, after its supervised start if any.
+        """The folder of the model from which the run starts: with `sft.steps`, the fine-tuned one.
 
         Raises `ConfigError` if the supervised start has not been made.
         """
@@ -146,11 +148,11 @@ class RunConfig(Section):
 
     @property
     def pretrained_folder(self) -> Path:
-        """The folder of the model that `model` names, downloaded or converted if needed."""
+        """The folder of the model that `model` names. It is downloaded or converted if needed."""
         return self.find_policy(fetch=True)
 
     def find_policy(self, *, fetch: bool) -> Path:
-        """Return the folder of the model that `model` names.
+        """Return the folder of the model that the option `model` names.
 
         Without `fetch`, nothing is downloaded or converted, and the folder may not exist. Raises
         `ConfigError` for a model that cannot be found.
@@ -165,7 +167,7 @@ class RunConfig(Section):
         )
 
     def with_policy(self, folder: Path | str) -> Self:
-        """Return the configuration with another policy, which needs no supervised start."""
+        """Return the configuration with the model in `folder` and without a supervised start."""
         gguf = self.model_gguf if str(folder) == self.model else ""
         return replace(self, model=str(folder), model_gguf=gguf, sft=SftConfig())
 
@@ -276,7 +278,7 @@ class RunConfig(Section):
             )
 
     def _check_groups(self) -> None:
-        """Raise `ConfigError` if no engine is left to decode."""
+        """Raise `ConfigError` if all engines are prefill engines, so that none can decode."""
         hosts = self.cluster.engine_hosts
         engines = hosts or self.engine.num_engines
         if self.engine.prefill_engines and self.engine.prefill_engines >= engines:
@@ -309,6 +311,11 @@ class RunConfig(Section):
             raise ConfigError(
                 "cluster.replicas must be 1 with trainer.lora_rank > 0, got "
                 f"{self.cluster.replicas}: torch does not gather the frozen weights of such copies"
+            )
+        if self.cluster.expert_parallel and self.trainer.lora_rank:
+            raise ConfigError(
+                "cluster.expert_parallel must be false with trainer.lora_rank > 0: adapters of an "
+                "MoE policy are not supported"
             )
         if self.old_logps.scoring_ranks > 1 and not self.cluster.trainers:
             raise ConfigError(

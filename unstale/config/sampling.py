@@ -1,4 +1,4 @@
-"""Options of what samples: engines, episodes and their schedule."""
+"""Options of sampling: engines, episodes and their schedule."""
 
 import math
 import os
@@ -30,7 +30,8 @@ ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
     "vllm": ("fp8",),
 }
-"""The formats of `engine.quantise` that an engine backend can round to. Others can round to none.
+"""The values of `engine.quantise`, besides `none`, that each engine backend supports. Backends that
+are not listed support only `none`.
 """
 
 
@@ -58,7 +59,7 @@ def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
 
 
 def has_gpu() -> bool:
-    """Return True if there is an NVIDIA GPU and a torch that uses it. Neither is loaded."""
+    """Return True if there is an NVIDIA GPU and a torch that can use it. Nothing is imported."""
     has_driver = Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()  # Linux or WSL
     if not has_driver or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
@@ -99,8 +100,8 @@ class EngineConfig(Section):
     there.
     """
     servers: PositiveInt = 1
-    """Number of vLLM servers that the run starts on each host. Several servers have GPUs of their
-    own, and episodes stay on one server.
+    """Number of vLLM servers that the run starts on each host. Each of several servers has its own
+    GPUs, and an episode stays on one server.
     """
     args: str = ""
     """More command-line flags for each vLLM server that the run starts, or for an engine of another
@@ -111,12 +112,11 @@ class EngineConfig(Section):
     sizes.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of generation. `auto` picks the faster one on this machine."""
+    """Precision of generation. `auto` picks bfloat16 or float32: the faster one on this machine."""
     transfer: Transfer = "auto"
-    """Path of new weights to the engines. `file`: through main memory, to vLLM servers as a file
-    there. `nccl`: to vLLM servers, from the trainer's GPU to other GPUs of this machine. `auto`:
-    the embedded engine reads the weights on the trainer's GPU, if there is one; otherwise like
-    `file`.
+    """Path of new weights to the engines. `file`: through main memory; vLLM servers load a file
+    there. `nccl`: from the trainer's GPU to vLLM servers on other GPUs of this machine. `auto`: the
+    embedded engine reads the weights on the trainer's GPU, if there is one; otherwise like `file`.
     """
     quantise: Quantise = "none"
     """Number format to which the engine rounds weights and activations. `embedded` has all formats,
@@ -148,12 +148,12 @@ class EngineConfig(Section):
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
     keep_cache: bool = False
-    """Keep the KV cache when weights change. This is faster, but no single version then samples the
-    tokens.
+    """Keep the KV cache when weights change. This is faster, but tokens are then not sampled by a
+    single version of the weights.
     """
     load_tokens: Count = 0
     """Number of context tokens that count as one more running reply when a request is sent to the
-    least loaded of several engines; 0 counts replies alone.
+    least loaded of several engines; 0 counts only replies.
     """
     prefill_engines: Count = 0
     """Number of engines (processes, servers or engine hosts) for requests with much new context and
@@ -165,7 +165,7 @@ class EngineConfig(Section):
     """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
-    trainer on the 32 tokens that test each new version. 0 is 0.001 for float32, 0.2 for FP8 and
+    trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.2 for FP8 and
     0.05 for other formats.
     """
     restarts: Count = 2
@@ -266,9 +266,9 @@ class RolloutConfig(Section):
     """Number of times that a failed episode is started again, with the same seed."""
     max_failed_share: Share = 0.2
     """Stop the run if a larger share of episodes failed in the last 100 groups, or in as many
-    groups as run concurrently if that is more. Checked from the 20th group on. The share is over
-    the first n started groups, where n groups have ended. Groups among these that still run count
-    as without failures.
+    groups as run concurrently if that is more. Checked once 20 groups have ended. When n groups
+    have ended, the share is over the first n that were started. Groups among these that still run
+    count as without failures.
     """
 
 
@@ -318,7 +318,7 @@ class ScheduleConfig(Section):
 
     max_staleness: Count = 2
     """Largest number of versions between the weights that sampled a token and the weights that
-    train on it. 0 trains synchronously. A `lookahead_window` above 1 increases the bound
+    train on it. 0 trains synchronously. A `lookahead_window` above 1 increases this limit
     (docs/staleness.md).
     """
     groups_per_step: PositiveInt = 16
@@ -326,16 +326,16 @@ class ScheduleConfig(Section):
     group_size: PositiveInt = 8
     """Number of episodes of each task."""
     lookahead_window: PositiveInt = 1
-    """A finished group may be taken out of turn if it is among this many of the oldest groups. 1 is
-    strict order.
+    """Number of oldest groups from which a batch may take a finished one before older ones have
+    ended. 1 takes groups strictly in order.
     """
     resampled_groups: Count = 0
     """Largest number of groups of a batch that are replaced by others because all their rewards are
     equal, so that they teach nothing; 0 replaces none. See docs/staleness.md.
     """
     adaptive_window: bool = False
-    """Take a finished group out of turn whenever all older groups can still be trained on within
-    `max_staleness`. Replaces `lookahead_window`, which must then be 1.
+    """Take a finished group before older ones whenever all older groups can still be trained on
+    within `max_staleness`. Replaces `lookahead_window`, which must then be 1.
     """
 
     def check_combination(self) -> None:

@@ -14,7 +14,7 @@ STARTS = "starts"
 
 
 def start_folder(config: "RunConfig") -> Path:
-    """Return the folder of the supervised start of a run, which may not exist yet.
+    """Return the folder of the policy that a run's supervised start makes. It may not exist yet.
 
     Runs with the same policy, demonstrations, template and seed share this folder.
     """
@@ -23,7 +23,7 @@ def start_folder(config: "RunConfig") -> Path:
 
 
 def start_options(config: "RunConfig") -> dict[str, Any]:
-    """Return all options on which a supervised start depends."""
+    """Return everything on which a supervised start depends: options and the weights' files."""
     weights = sorted(config.pretrained_folder.glob("*.safetensors"))
     return {
         "model": config.model,

@@ -45,7 +45,7 @@ class TaskConfig(Section):
     selector: ClassVar[str] = "isolate"
     refused_unread: ClassVar = ("workers", "worker_memory_gb")
     reward_names: ClassVar[tuple[str, ...]] = ()
-    """The named rewards of an episode. Empty if only the environment's code has them."""
+    """The names of an episode's separate rewards. Empty if the options do not determine them."""
 
     env: Annotated[str, NameObject(name_tasks)]
     """Name of the environment: a shipped one (docs/your-own-task.md#shipped-environments),
@@ -72,7 +72,7 @@ class TaskConfig(Section):
 
     @property
     def largest_reward(self) -> float | None:
-        """The largest reward of an episode. None if only the environment's code has it."""
+        """The largest possible reward of an episode. None if the options do not determine it."""
         return None
 
     @classmethod
@@ -112,7 +112,7 @@ def envs() -> Mapping[str, EnvSpec]:
 
 
 def libraries() -> dict[str, str]:
-    """Return the module of each adapter, by the name of its library."""
+    """Return the module of each adapter of an environment library, by the library's name."""
     found = modules("unstale.adapters")
     return {name.replace("_", "-"): module for name, module in found.items()}
 
@@ -120,7 +120,8 @@ def libraries() -> dict[str, str]:
 def find_spec(env: str) -> EnvSpec | None:
     """Return the declaration of an environment. None for `LIBRARY:NAME` and `MODULE:FACTORY`.
 
-    Raises `ConfigError` if a broken package adds the environment.
+    `env` is a value of the option `task.env`. Raises `ConfigError` if a broken package adds the
+    environment.
     """
     name, _, source = env.partition(":")
     spec = shipped_envs().get(name) or ADDED.load(name)
@@ -128,9 +129,9 @@ def find_spec(env: str) -> EnvSpec | None:
 
 
 def task_class(env: str) -> type[TaskConfig]:
-    """Return the class with the options of an environment.
+    """Return the class with the options of an environment, `TaskConfig` or a subclass.
 
-    Raises `ConfigError` for an unknown environment.
+    `env` is a value of the option `task.env`. Raises `ConfigError` if it is unknown.
     """
     if spec := find_spec(env):
         return spec.options
@@ -145,9 +146,9 @@ def task_class(env: str) -> type[TaskConfig]:
 
 
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
-    """Return the options of an environment, with new values for some.
+    """Return the options of an environment. `values` has those that differ from their defaults.
 
-    Raises `ConfigError` for an option that only another environment has.
+    Raises `ConfigError` if an option belongs to another environment and is not at its default.
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}

@@ -1,4 +1,4 @@
-"""The registry of techniques. Importing it does not import torch.
+"""The registry of techniques. Importing this module does not import torch.
 
 A technique changes one part of training, such as the learning rate of a step. Each technique is one
 file of `unstale/techniques`, which declares it in `ENTRY`, or an entry point of another
@@ -39,7 +39,7 @@ Slot = Literal[
 
 sampler: which task comes next.
 allocator: how many episodes a task gets.
-source: stored groups that a batch has besides fresh ones.
+source: which stored groups are added to the fresh groups of a batch.
 limiter: how long an episode may be, and how long it runs at a time.
 reward: the reward of an episode.
 filter: which episodes of a group are trained on.
@@ -54,25 +54,27 @@ diagnostic: nothing; the technique adds metrics.
 EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
 )
-"""Slots for at most one technique. Several techniques of another slot act in the order written."""
+"""Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
+another slot act in the order written.
+"""
 ON_BATCH: frozenset[Slot] = frozenset(
     {"reward", "filter", "estimator", "recredit", "shaper", "source"}
 )
-"""Slots whose techniques receive the groups of a batch before its gradient is computed."""
+"""Slots whose techniques receive the groups of a batch before the batch's gradient is computed."""
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
     "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "halves"
 ]
-"""A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
+"""A need of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
 a pool of tasks that come again, `texts` a task set with a text of each task, `halves` the gradients
 of two halves of a step's groups (one more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
-"""The source of a formula: the authors' code, their paper, notes of others, the abstract alone, or
-our own reading where the sources leave something open.
+"""The source of a technique's formula: the authors' code, their paper, notes of others, only the
+paper's abstract, or our own reading where the sources leave something open.
 """
 
 
@@ -88,7 +90,7 @@ class Entry:
     rows: tuple[int, ...] = ()
     """The rows of `unstale techniques --all` to which the technique belongs."""
     makes: Callable[[Any], Any]
-    """A function that returns the technique. It is called with the options."""
+    """A function that returns the technique's object. Its argument is an instance of `options`."""
     options: type[Section]
     changes: frozenset[Change]
     describe: Callable[[Any], str]
@@ -104,8 +106,8 @@ class Entry:
     """Options that cannot change when a run is resumed, each with the reason."""
     evidence: Evidence = "code"
     by_group: Callable[[Any], bool] = lambda options: False
-    """A function that returns True if the technique with some options treats each group alone, so
-    that the rest of the batch may be missing (`trainer.stream`). Read of `ON_BATCH` slots only.
+    """A function that returns True if the technique with some options treats each group separately.
+    It may then receive a part of the batch (`trainer.stream`). Used only for slots in `ON_BATCH`.
     """
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
     """A function that raises `ConfigError` if the technique, with some options, cannot be used with
@@ -132,12 +134,13 @@ class Entry:
 
 ADDED = Plugins("unstale.techniques", Entry)
 SECTIONS: set[str] = set()
-"""The options and sections of `RunConfig`, whose names no technique may have. Its module adds them.
+"""The names of all fields of `RunConfig`, which no technique may have. `RunConfig`'s module adds
+them.
 """
 
 
 def _with_items(paragraph: str) -> str:
-    """Return a paragraph in which the lines for values of an option are a list."""
+    """Return a paragraph in which lines such as "`mean`: ..." are items of a Markdown list."""
     before, *items = re.split(r"(?:^|\n)(?=`\w+`(?:, `\w+`)*: )", paragraph)
     listed = "\n".join("* " + item.replace("\n", "\n  ") for item in items)
     return "\n\n".join(filter(None, (before, listed)))
@@ -151,10 +154,10 @@ def techniques() -> Mapping[str, Entry]:
 
 
 def chosen(names: str) -> tuple[Entry, ...]:
-    """Return the techniques of the option `techniques`, in the order written.
+    """Return the techniques that `names`, a value of the option `techniques`, lists, in its order.
 
     Raises `ConfigError` for an unknown name, for a name that occurs twice, and for two techniques
-    of a slot that holds one.
+    of the same slot in `EXCLUSIVE`.
     """
     known = techniques()
     words = names.split()
@@ -180,9 +183,10 @@ def chosen(names: str) -> tuple[Entry, ...]:
 
 
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
-    """Return the options of the chosen techniques by name, with defaults for missing options.
+    """Return the section of options of each technique in `names`, by technique.
 
-    Raises `ConfigError` if the options of another technique are given.
+    `given` has some of them. Others get their defaults. Raises `ConfigError` if `given` has a
+    technique that is not in `names`.
     """
     entries = chosen(names)
     for name in given:
@@ -237,7 +241,7 @@ def check_needs(config: "RunConfig") -> None:
 def require_sequences(config: "RunConfig", size: int, option: str) -> None:
     """Raise `ConfigError` if a batch may have fewer sequences than minibatches.
 
-    `size` is the smallest number of episodes of a group, by `option`.
+    `size` is the smallest number of episodes of a group. The message names `option`, which sets it.
     """
     fewest = size * config.schedule.groups_per_step
     if config.trainer.minibatches_per_batch > fewest:
@@ -250,7 +254,10 @@ def require_sequences(config: "RunConfig", size: int, option: str) -> None:
 def require_value(
     technique: str, option: str, value: object, allowed: Sequence[str], reason: str
 ) -> None:
-    """Raise `ConfigError` if a technique does not allow the value of an option."""
+    """Raise `ConfigError` if `value`, the value of an option, is not one that a technique allows.
+
+    The message ends with `reason`.
+    """
     if value not in allowed:
         *others, last = allowed
         words = f"{', '.join(others)} or {last}" if others else last
@@ -266,7 +273,7 @@ def needs_reference(config: "RunConfig") -> bool:
 
 
 def completed_options(config: "RunConfig") -> dict[str, Any]:
-    """Return the options of the chosen techniques by name, with all defaults of this run."""
+    """Return the options of each chosen technique by name, with this run's defaults filled in."""
     options = config.technique_options
     return {
         each.name: each.complete(options[each.name], config) for each in chosen(config.techniques)

@@ -74,13 +74,16 @@ class TrainerConfig(Section):
     into memory, and a larger one for passes without gradient.
     """
     max_tokens_per_scoring_pass: Count = 0
-    """Largest number of tokens in a forward pass without gradient, as of old log-probabilities; 0
-    means `max_tokens_per_microbatch` on a CPU, and 4 times as many on a GPU.
+    """Largest number of tokens in a forward pass without gradient, such as the passes that compute
+    old log-probabilities; 0 means `max_tokens_per_microbatch` on a CPU, and 4 times as many on a
+    GPU.
     """
     share_prompts: bool = True
     """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves memory and takes more time."""
+    gradient_checkpointing_interval: PositiveInt = 1
+    """Compute only the activations of each Nth layer again; 1 those of all layers."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.
@@ -122,10 +125,11 @@ class TrainerConfig(Section):
                 )
 
     def scoring_tokens(self, *, on_gpu: bool) -> int:
-        """Return the largest number of tokens in a forward pass without gradient. 0: what fits.
+        """Return the largest number of tokens in a forward pass without gradient.
 
-        Such a pass keeps the activations of one layer at a time, so a larger one fits. On a GPU it
-        starts fewer kernels, and gathers divided weights less often.
+        0 means as many as fit into memory. Such a pass keeps the activations of one layer at a
+        time, so more tokens fit than with gradient. On a GPU, larger passes start fewer kernels and
+        gather divided weights less often.
         """
         factor = 4 if on_gpu else 1
         return self.max_tokens_per_scoring_pass or factor * self.max_tokens_per_microbatch
@@ -133,6 +137,8 @@ class TrainerConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "rounding":
             return self.dtype != "float32"
+        if option == "gradient_checkpointing_interval":
+            return self.gradient_checkpointing
         return option not in ("lora_alpha", "lora_targets") or self.lora_rank > 0
 
 
@@ -222,7 +228,7 @@ class CheckpointConfig(Section):
     last.
     """
     minutes: NonNegative = 0.0
-    """Also write a checkpoint this many minutes after the last one; 0 sets no time."""
+    """Also write a checkpoint this many minutes after the last one; 0 sets no such limit."""
     keep: Annotated[int, Range(2)] = 2
     """Number of complete checkpoints to keep. At least 2: a resumed run may need a version before
     the newest checkpoint, and rebuilds it from the older one.

@@ -1,7 +1,8 @@
 """Sections with variants: the selector chooses a class, which declares its own options.
 
-A variant is one file of the section's package, an entry point of another distribution, or any other
-file that is imported. It can be imported without torch. Its class sets the selector to its name.
+The selector is an option such as `old_logps.route`. A variant is a class in a file of the section's
+package, in an entry point of another distribution, or in any other imported file. It sets the
+selector to its own name. Its file can be imported without torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,9 @@ from unstale.config.plugins import Plugins, added_names, modules
 
 
 class VariantSection(Section):
-    """A section whose selector chooses a subclass. Its constructor returns an instance of this
-    subclass.
+    """A section whose selector, such as `route`, chooses a subclass with further options.
+
+    The constructor returns an instance of that subclass.
     """
 
     abstract: ClassVar[bool] = True
@@ -36,7 +38,10 @@ class VariantSection(Section):
     registered: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
-        """Register a class that sets the selector. Raises ValueError for the name of another."""
+        """Register a subclass that sets the selector, under that value.
+
+        Raises ValueError if a class of another module has the same value.
+        """
         name = vars(cls).get(cls.selector)
         if name is None or "registered" in vars(cls):
             return
@@ -55,7 +60,10 @@ class VariantSection(Section):
 
     @classmethod
     def own_options(cls) -> dict[str, set[str]]:
-        """Return the names of all variants, each with its options that not every one has."""
+        """Return the name of every variant -> the names of the options that not every one has.
+
+        It is empty for a variant of another distribution that cannot be imported.
+        """
         common = set(option_types(base_of(cls)))
         broken: dict[str, set[str]] = {name: set() for name in added_names(cls.group)}
         return broken | {
@@ -65,8 +73,9 @@ class VariantSection(Section):
 
     @classmethod
     def chosen_class(cls, name: str, options: Mapping[str, Any]) -> Any:
-        """Return the class of the variant `name`. "" is the default, or the class itself.
+        """Return the class of the variant `name`.
 
+        "" stands for the default variant if `cls` is the section's base class, otherwise for `cls`.
         Raises `ConfigError` for an unknown variant or an option that the variant lacks.
         """
         section, own = section_name(cls), getattr(cls, cls.selector)
@@ -96,7 +105,7 @@ class VariantSection(Section):
         return [base_of(cls), *cls.variants_by_name().values()]
 
     def changed(self) -> dict[str, Any]:
-        """Return the options, by name, that differ from their defaults."""
+        """Return the options, but the selector, that differ from their defaults: name -> value."""
         return {
             option.name: getattr(self, option.name)
             for option in fields(self)
@@ -106,8 +115,8 @@ class VariantSection(Section):
     def with_options(self, **changes: Any) -> Any:
         """Return a copy of this section with other values. The variant may change, too.
 
-        An option that the new variant lacks is dropped if it has its default, or if it is not in
-        `changes` and `unread` names it. Otherwise a `ConfigError` is raised.
+        An option that the new variant does not have is dropped if it has its default, or if it is
+        not in `changes` and `unread` returns it. Otherwise `ConfigError` is raised.
         """
         values = {self.selector: getattr(self, self.selector), **self.changed(), **changes}
         unread = set(self.unread(values)) - changes.keys()

@@ -90,8 +90,8 @@ class Checkpoints:
     `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
     keeps. If the components are divided among `peers`, all ranks call `snapshot`, `write`, `load`
     and `restore` together. With `copies`, a snapshot has copies of the trainer's state and of the
-    weights, in main memory. Call `snapshot` and `write_version` in the trainer's thread. `write`
-    and `weights` may run in other threads, with one `write` at a time.
+    weights, in main memory. Call `snapshot` in the trainer's thread. `write_version`, `write` and
+    `weights` may run in other threads, with one `write` at a time.
     """
 
     def __init__(

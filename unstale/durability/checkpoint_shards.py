@@ -201,7 +201,8 @@ def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
         number = int(of_optimizer[1])
         like = list(layout.values())[number] if number < len(layout) else None
     if like is not None and is_sharded(like) and size[:1] == list(like.shape[:1]):
-        return zero_rows(like, *size[1:]).to(dtype)
+        same = list(like.shape) == size  # then also the same mesh, as an optimizer needs it
+        return torch.zeros_like(like, dtype=dtype) if same else zero_rows(like, *size[1:]).to(dtype)
     return torch.zeros(size, dtype=dtype)
 
 

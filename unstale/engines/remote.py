@@ -65,7 +65,7 @@ LOAD_S = 600.0
 """Seconds after which a start, a load or a probe fails. These take longer than a request."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "fp8": 0.2}
 """Default of `engine.probe_tolerance` in nats, by `engine.dtype` or `engine.quantise`. Errors by
-rounding are smaller, even if a server rounds only weights and not activations.
+rounding are smaller, even if only one of trainer and server rounds activations.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Sampling parameters of the probe. A probe at temperature 1 would not find a server whose

@@ -49,10 +49,11 @@ T = TypeVar("T")
 MAX_IDLE = 8
 """Number of threads that are kept for later hooks. To start a thread takes longer than a hook."""
 QUICK_S = 0.002
-"""Seconds for which the event loop itself waits for a hook, unless it already awaits another one.
+"""Seconds for which a call of a hook blocks the event loop before it is awaited. While the loop
+awaits another hook, the call does not block.
 
-Most hooks end within microseconds. To await them would take five times as much processor time, and
-episodes that start together would continue one after the other, each with its own disk writes.
+Most hooks end within microseconds. An `await` takes five times as much processor time, and lets
+episodes that start together continue one after the other, each with its own disk writes.
 """
 SLOW_S = 0.5
 """Seconds after which a hook no longer waits for the hook before it. Quick hooks run one after the

@@ -3,9 +3,9 @@
     pi / mu  =  D * S,    D = pi_old / mu,    S = pi / pi_old
 
 `pi` is the policy that is trained. `mu` is the engine's distribution that sampled the token.
-`pi_old` is the policy whose log-probability the route returns as the old one. `check` says what D
-and S contain under a configuration. It also finds wrong combinations of options, with a reason and
-a fix.
+`pi_old` is the policy whose log-probability the route (`old_logps.route`) returns as the old one.
+`check` describes what D and S contain under a configuration. It also finds wrong combinations of
+options, with a reason and a fix.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,4 +1,7 @@
-"""A rule for the small models of the package, which practised some service desks at one level."""
+"""A rule for the small models of the package, which were trained on some desks at one level.
+
+A desk is an environment in which the agent serves customers, such as `retail`.
+"""
 
 from pathlib import Path
 
@@ -8,16 +11,16 @@ from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder
 
 LEVEL = "1"
-"""Level at which the small models practised."""
+"""The value of `task.level` at which the small models were trained."""
 PRACTISED = {
     "base": ("retail",),
     "base-desks": ("airline", "delivery", "instore", "retail", "telecom"),
 }
-"""Desks that each small model practised."""
+"""The desks on which each small model was trained."""
 
 
 def unpractised_desk(config: RunConfig) -> Finding | None:
-    """Warn of a desk or level at which a small model of the package cannot succeed."""
+    """Warn of a desk or level on which the small model of the package was not trained."""
     policy, task = _shipped(local_folder(config)), config.task
     if policy is None or not isinstance(task, DeskConfig):
         return None
@@ -38,5 +41,5 @@ def unpractised_desk(config: RunConfig) -> Finding | None:
 
 
 def _shipped(folder: Path) -> str | None:
-    """Return the name of a small model of the package, given its folder."""
+    """Return the name of a small model of the package, given its folder. None for other folders."""
     return next((name for name, each in SHIPPED_POLICIES.items() if each == folder), None)

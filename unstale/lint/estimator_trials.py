@@ -13,9 +13,10 @@ if TYPE_CHECKING:  # the linter runs before torch is imported
 
 
 def compares(config: RunConfig) -> bool | None:
-    """Return True if the estimator gives an advantage to one of two episodes without siblings.
+    """Return True if the estimator gives any advantage other than 0 in groups of one episode.
 
-    There is one episode if a batch has one group. Return None if it raises an error.
+    It is tried on a batch of two such groups, or of one if the run's batches have one. Return None
+    if the estimator raises an error.
     """
     numbers = range(min(config.schedule.groups_per_step, 2))
     scored = _try(config, [_group(number, [number + 1.0]) for number in numbers])
@@ -23,9 +24,9 @@ def compares(config: RunConfig) -> bool | None:
 
 
 def is_by_group(config: RunConfig) -> bool | None:
-    """Return True if the estimator gives a group the same advantages alone and beside others.
+    """Return True if the advantages of a group do not depend on the other groups of its batch.
 
-    Return None if it raises an error.
+    Return None if the estimator raises an error.
     """
     rewards = ([0.0, 1.0, 1.0], [2.0, 0.0, 5.0], [3.0, 3.0, 4.0])
     groups = [_group(number, each) for number, each in enumerate(rewards)]
@@ -53,7 +54,7 @@ def _try(config: RunConfig, groups: Sequence["Group"]) -> "Sequence[ScoredTrajec
 
 
 def _group(number: int, rewards: Sequence[float]) -> "Group":
-    """Return a group of one-turn episodes with these rewards. Their lengths differ."""
+    """Return a group of one-turn episodes with these rewards. The episodes differ in length."""
     from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
 
     task = Task("probe", "train", number)

@@ -10,7 +10,7 @@ from unstale.config.options import override, section_of
 from unstale.config.routes import routes
 
 Fix = Mapping[str, Any]
-"""Values of options, by name, that remove a problem."""
+"""A change of options that removes a problem: full name -> new value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ def find(
 ) -> dict[Rule, Finding]:
     """Return the problems that the rules find, by rule, with fixes that were tried and work.
 
-    A fix must give a valid configuration without the problem. Fixes that cause a new refusal are
-    left out if others cause none. Fixes that cause new warnings come last.
+    A fix works if it gives a valid configuration without the problem. Fixes that make another rule
+    refuse the configuration are left out if some do not. Fixes that cause new warnings come last.
     """
     found = {rule: finding for rule in (*refusals, *warnings) if (finding := rule(config))}
     severe = [rule for rule in refusals if rule not in found]
@@ -61,9 +61,9 @@ def find(
 
 
 def use_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route.
+    """Return the options that select a route, which is a method to get old log-probabilities.
 
-    They also reset the options that the route lacks, or that would change how it works.
+    They also reset `old_logps.beta`, and the options that this route does not have.
     """
     defaults = {field.name: field.default for field in fields(config.old_logps)}
     reset = {f"old_logps.{name}": defaults[name] for name in config.old_logps.changed()}
@@ -75,7 +75,7 @@ def use_route(config: RunConfig, route: str) -> Fix:
 
 
 def _complete(config: RunConfig, fix: Fix) -> Fix:
-    """Return a fix that also resets options which a newly selected choice does not use."""
+    """Return the fix with resets of the options that are not used with the values it selects."""
     resets = {}
     for name, choice in fix.items():
         section, _, option = name.partition(".")
@@ -93,7 +93,7 @@ def _complete(config: RunConfig, fix: Fix) -> Fix:
 
 
 def _apply(config: RunConfig, fix: Fix) -> RunConfig | None:
-    """Return the configuration with a fix applied. None if it is not valid."""
+    """Return the configuration with a fix applied. None if the result is not valid."""
     try:
         return override(config, fix)
     except ConfigError:

@@ -21,22 +21,24 @@ LORA_RATE = 1e-5
 (Schulman, LoRA Without Regret, 2025).
 """
 RATE_TIMES_WEIGHTS = 1e4
-"""Largest sensible learning rate of Adam, multiplied by the number of weights. It is 20 times the
-usual rate, which is 5e-4 for a million weights and 1e-6 for a billion and more.
+"""Product of the largest sensible learning rate of Adam and the number of weights. That rate is 20
+times the usual one, which is 5e-4 for a million weights and 1e-6 for a billion and more.
 """
 MIN_LARGEST_RATE = 2e-5
 """Largest sensible learning rate of Adam for very large models, and for those of unknown size."""
 RATE_RANGE = 1e4
 """The largest sensible learning rate divided by the smallest one. With a lower rate, a run of usual
-length shows no effect.
+length has no effect.
 """
 ROUNDING = 1e-8
-"""Typical size of the rounding of a float32 weight, and also the epsilon of Adam."""
+"""Typical rounding error of a float32 weight, and also the epsilon of Adam."""
 GAPS = {"bfloat16": 2.4e-4, "float16": 3.1e-5}
-"""Distance of the neighbours of a weight of 0.06, a usual size in a language model."""
+"""Distance between neighbouring numbers of a format at 0.06, a usual size of a language model's
+weights.
+"""
 LOST_STEPS = 5
-"""Rounding to nearest loses most updates of Adam if this many steps in one direction do not change
-such a weight.
+"""Number of optimizer steps in one direction. If so many do not change a weight of 0.06, rounding
+to nearest loses most updates of Adam.
 """
 TEMPERATURES = (0.01, 50.0)
 """Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are
@@ -44,9 +46,8 @@ noise that hardly depends on the weights.
 """
 
 ADAPTER_SCALES = (0.01, 1000.0)
-"""Sensible values of alpha / rank. Below, adapters hardly change the output. Above, they ruin it.
-
-Usual are 0.5 to 64.
+"""Range of sensible values of lora_alpha / lora_rank. Below it, adapters hardly change the output.
+Above it, they ruin the output. Usual are 0.5 to 64.
 """
 MAX_COEFFICIENT = 1000.0
 """Largest sensible coefficient of a term of the loss: advantages are about 1."""
@@ -61,7 +62,7 @@ NO_LIMIT = (
     "rollout.timeout_s",
     "trainer.grad_clip",
 )
-"""Options for which infinity means that there is no limit. An objective names its own, too."""
+"""Options for which infinity means that there is no limit. An objective has more in `no_limit`."""
 
 
 def no_comparison(config: RunConfig) -> Finding | None:
@@ -178,7 +179,7 @@ def wrong_rate(config: RunConfig) -> Finding | None:
 
 
 def _is_adam(config: RunConfig) -> bool:
-    """Return True if an optimizer step has about the size of the learning rate, like Adam's."""
+    """Return True if the optimizer's steps are about as large as the learning rate, like Adam's."""
     names = ("Adam", "Adagrad", "RMSprop", "Rprop")
     return any(name in config.trainer.optimizer for name in names)
 
@@ -205,7 +206,10 @@ def _largest_rate(config: RunConfig) -> float:
 
 
 def _smallest_rate(config: RunConfig) -> float:
-    """Return the smallest sensible learning rate. Without Adam, a step must exceed the rounding."""
+    """Return the smallest sensible learning rate. 0 for Adam with a model of unknown size.
+
+    Without Adam, a step must exceed the rounding of the weights.
+    """
     if _is_adam(config):
         is_known = num_weights(local_folder(config)) > 0
         return _largest_rate_of_adam(config) / RATE_RANGE if is_known else 0.0
@@ -213,7 +217,7 @@ def _smallest_rate(config: RunConfig) -> float:
 
 
 def _rounding_norm(config: RunConfig) -> float:
-    """Return the norm of a change of all weights by their rounding error."""
+    """Return the norm of a change in which every weight moves by its rounding error."""
     return ROUNDING * math.sqrt(max(1, num_weights(local_folder(config))))
 
 
@@ -229,10 +233,11 @@ def faint_gradient(config: RunConfig) -> Finding | None:
 
 
 def lost_updates(config: RunConfig) -> Finding | None:
-    """Warn of a learning rate whose updates rounding to nearest loses.
+    """Warn of a learning rate whose updates are lost when weights are rounded to nearest.
 
-    Weights of a float32 checkpoint are anywhere between two numbers of a narrower format, so some
-    of them change at every step. Those of a checkpoint in that format all begin on such a number.
+    All weights of a checkpoint in the format of `trainer.dtype` begin on a number of that format.
+    Those of a float32 checkpoint lie between two such numbers, so some of them change at every
+    step.
     """
     options = config.trainer
     gap = GAPS.get(options.dtype)
@@ -281,7 +286,8 @@ def dominant_term(config: RunConfig) -> Finding | None:
     """Warn of a term of the loss that outweighs the rewards, such as the KL to the first policy."""
     rule = config.objective
     terms = {"kl_coef": 0.0, "entropy_coef": 0.0}
-    terms |= {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}}.get(rule.loss_type, {})
+    own = {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}, "dppo": {"kl_tau": 1e-3}}
+    terms |= own.get(rule.loss_type, {})
     large = {name: value for name, value in terms.items() if getattr(rule, name) > MAX_COEFFICIENT}
     if not large:
         return None

@@ -1,7 +1,7 @@
 """The linter's rules for thresholds that are narrower than numerical noise.
 
-The noise of the discrepancy D = prox / mu is that of two forward passes. An engine that rounds to a
-format of few values (`engine.quantise`) adds its own.
+The noise of the discrepancy D = pi_old / mu is that of two forward passes, of trainer and engine.
+An engine that rounds to a format of few values (`engine.quantise`) adds noise.
 """
 
 import math
@@ -30,7 +30,7 @@ the noise is not Gaussian.
 MIN_CLIP = 1e-3
 """Smallest useful clip range for a token's ratio. One step of learning changes it by more."""
 BFLOAT16_D = 0.00067
-"""Mean log discrepancy of a bfloat16 engine, in nats, on the policy of `QUANTISED_D`."""
+"""Mean size of log D in nats with a bfloat16 engine, for the policy measured in `QUANTISED_D`."""
 QUANTISED_D = {
     ("fp8", "bfloat16"): (0.0031, 0.0028),
     ("int8", "bfloat16"): (0.0011, 0.0010),
@@ -39,14 +39,15 @@ QUANTISED_D = {
     ("int8", "float32"): (0.00096, 0.00009),
     ("int4", "float32"): (0.0070, 0.0000005),
 }
-"""Mean log discrepancy in nats, by `engine.quantise` and `engine.dtype`: if only the engine rounds,
-and if the trainer rounds, too. The table of docs/quantisation.md.
+"""Mean size of log D in nats, by `engine.quantise` and `engine.dtype`. The first number is with
+rounding in the engine only, the second with rounding in the trainer, too. It is the table in
+docs/quantisation.md.
 """
 BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
-"""A band on D that is wider than the noise."""
+"""Limits on D that are wider than the noise."""
 TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
 TOKEN_RATIO: Fix = {"objective.loss_type": "ppo_clip", "objective.unit": "token", **TOKEN_CLIP}
-"""Options by which the staleness ratio is that of a token, with a usual clip."""
+"""Options with which the staleness ratio is that of a single token and has a usual clip."""
 
 
 def _noise_of_d(config: RunConfig) -> float:
@@ -58,7 +59,10 @@ def _noise_of_d(config: RunConfig) -> float:
 
 
 def _noise_of_format(config: RunConfig) -> float:
-    """Return the typical size of a token's log discrepancy because of `engine.quantise`, else 0."""
+    """Return the typical size of a token's log discrepancy that comes from `engine.quantise`.
+
+    0 if the engine does not round.
+    """
     engine = config.engine
     if engine.quantise == "none":
         return 0.0
@@ -67,9 +71,9 @@ def _noise_of_format(config: RunConfig) -> float:
 
 
 def _noise(config: RunConfig, ratio: str) -> float:
-    """Return the typical size of numerical noise in the log of a ratio, `D` or `S`.
+    """Return the typical size of numerical noise in the log of a ratio: "D" or "S".
 
-    It is that of a unit, which is the tokens over which the ratio is aggregated.
+    The ratio is that of a unit, the tokens over which it is aggregated.
     """
     # With engine.bitwise a value does not depend on what it is packed with.
     bfloat16 = config.trainer.dtype == "bfloat16" and not config.engine.bitwise
@@ -104,7 +108,8 @@ def narrow_threshold(config: RunConfig) -> Finding | None:
             f"{_noise_of_format(config) / NOISE:.2g} times as much as bfloat16 does "
             f"(docs/quantisation.md), so log ratios of about {noise:.2g} occur without any defect"
         )
-    band = BAND if "D" in narrow.values() else {}
+    own: Fix = {"correction.kl_limit": 0.1} if config.correction.applies("kl_limit") else BAND
+    band = own if "D" in narrow.values() else {}
     wide = config.objective.wide if "S" in narrow.values() else {}
     clip = {f"objective.{name}": limit for name, limit in wide.items()}
     fixes: tuple[Fix, ...] = (
@@ -121,15 +126,16 @@ def narrow_threshold(config: RunConfig) -> Finding | None:
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield every threshold of the configuration: "D" or "S", and the size of the log ratio.
+    """Yield every threshold of the configuration as the name of its ratio, "D" or "S", and a size.
 
-    D is the discrepancy and S the staleness ratio.
+    The size is the absolute value of the log ratio at the threshold, in nats.
     """
     d = config.correction
     if d.mode != "none" and not d_is_one(config):
-        yield "D", math.log(d.high)
-        if d.mode != "truncate" and d.low:
-            yield "D", -math.log(d.low)
+        low, high = d.band or (0.0 if d.mode == "truncate" else d.low, d.high)
+        yield "D", math.log(high)
+        if low:
+            yield "D", -math.log(low)
     if not s_is_one(config):
         yield from (("S", size) for size in config.objective.thresholds())
 
@@ -143,9 +149,9 @@ def noisy_veto(config: RunConfig) -> Finding | None:
 
 
 def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | None:
-    """Return a problem if the veto's threshold is between `low` and `high` times the noise.
+    """Return a problem if the veto's limit on log D is `low` to `high` times the noise of log D.
 
-    The veto drops sequences with an impossible token.
+    The veto drops sequences with a token whose D is below `correction.token_veto_threshold`.
     """
     threshold = config.correction.token_veto_threshold
     if not threshold or d_is_one(config):
@@ -164,7 +170,7 @@ def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | N
 
 
 def mixed_format(config: RunConfig) -> Finding | None:
-    """Warn if the clip on S acts on what the engine's format changes."""
+    """Warn if S contains the rounding of the engine to its format, so that the clip acts on it."""
     quantise = config.engine.quantise
     if quantise in ("none", config.trainer.quantise) or not d_is_one(config):
         return None
@@ -176,7 +182,7 @@ def mixed_format(config: RunConfig) -> Finding | None:
 
 
 def idle_format(config: RunConfig) -> Finding | None:
-    """Warn if rounding in the trainer, too, hardly makes the discrepancy smaller."""
+    """Warn if rounding in the trainer as in the engine hardly makes the discrepancy D smaller."""
     quantise = config.trainer.quantise
     if quantise == "none":
         return None
@@ -193,7 +199,7 @@ def idle_format(config: RunConfig) -> Finding | None:
 
 
 def _less_rounding(config: RunConfig) -> tuple[Fix, ...]:
-    """Return changes with which engine and trainer differ less, if the engine rounds."""
+    """Return fixes after which engine and trainer round alike. Empty without `engine.quantise`."""
     if config.engine.quantise == "none":
         return ()
     neither: Fix = {"trainer.quantise": "none", "engine.quantise": "none"}

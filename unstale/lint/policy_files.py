@@ -12,7 +12,7 @@ from unstale.routed_experts import num_experts
 def local_folder(config: RunConfig) -> Path:
     """Return the folder of the initial policy. Nothing is downloaded or converted.
 
-    If the policy is not on this machine, the folder does not exist, so its size is not known.
+    If the policy is not on this machine, the returned folder does not exist.
     """
     try:
         return config.find_policy(fetch=False)
@@ -21,7 +21,7 @@ def local_folder(config: RunConfig) -> Path:
 
 
 def num_weights(folder: Path) -> int:
-    """Return the number of weights in a model folder.
+    """Return the number of weights in a model folder. 0 if the folder has no weights.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -29,13 +29,13 @@ def num_weights(folder: Path) -> int:
 
 
 def width(folder: Path) -> int | None:
-    """Return the hidden size in a model folder's config.json. None if it has none."""
+    """Return the hidden size in a model folder's config.json. None if it is not there."""
     size = _read_text_model(folder).get("hidden_size")
     return size if isinstance(size, int) else None
 
 
 def positions(folder: Path) -> int | None:
-    """Return the number of positions in a model folder's config.json. None if it names none."""
+    """Return the longest context, in tokens, that a model folder's config.json names, or None."""
     number = _read_text_model(folder).get("max_position_embeddings")
     return number if isinstance(number, int) else None
 
@@ -48,21 +48,24 @@ def has_template(folder: Path) -> bool:
 
 
 def experts(folder: Path) -> int | None:
-    """Return the number of experts in a model folder's config.json; None without a config.json."""
+    """Return the number of experts in a layer from a model folder's config.json. 0 if it is dense.
+
+    None without a config.json.
+    """
     config = _read(folder)
     with reading(folder, "config.json"):
         return num_experts(config) if config else None
 
 
 def _read_text_model(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the language model, which may be a part of a larger one."""
+    """Return the configuration of the language model, which may be a part of a larger model."""
     config = _read(folder)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
 def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Return a JSON file of a model folder, empty if there is none or it is no object."""
+    """Return the object in a JSON file of a model folder. Empty if it cannot be read."""
     try:
         # A stranger's folder may hold a pipe, which opens only when somebody writes.
         return read_mapping(folder / name) if (folder / name).is_file() else {}

@@ -1,7 +1,7 @@
-"""The reach of a clip: the whole ratio pi / mu at which it stops a token of the largest lag.
+"""The reach of a clip: the whole ratio pi / mu at which it clips a token of the largest lag.
 
-An approximate route leaves a part of the staleness in D = prox / mu, so a clip on S = pi / prox
-stops the token only at a larger pi / mu. The reach assumes that engine and trainer agree.
+An approximate route leaves a part of the staleness in D = pi_old / mu, so a clip on S = pi / pi_old
+clips the token only at a larger pi / mu. Numerical differences of engine and trainer are ignored.
 """
 
 from unstale.config import ConfigError, RunConfig
@@ -10,12 +10,13 @@ from unstale.objectives.clips import ClippedObjective
 
 
 def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
-    """Return options with which a configuration reaches as far on pi / mu as the reference.
+    """Return options with which the clip of `config` acts at the same pi / mu as the reference's.
 
-    `reference` must have all staleness in S, so its clip is on pi / mu. Where a route leaves a part
-    of the ratio in D, the clip is made narrower, and a band on D that would act before the clip is
-    made wider. If all of the ratio is in D, which no clip can limit, the band on D gets the limits.
-    The clip then acts only on the changes between the minibatches of a batch.
+    All staleness of `reference` must be in S, so its clip is on pi / mu. If the route of `config`
+    leaves a part of the ratio in D, the clip is made narrower, and limits on D that would act
+    before the clip are made wider. If all of it is in D, the limits on D become those of the clip,
+    which then acts only on changes between the minibatches of a batch. Raises `ConfigError` if the
+    reference has no such clip, or if the part in D is not known before a run.
     """
     rule = reference.objective
     if not isinstance(rule, ClippedObjective):

@@ -1,6 +1,6 @@
 """The linter's rules. Each is a function that returns a problem, or None if nothing is wrong.
 
-The ratios are D = prox / mu and S = pi / prox, see `unstale.lint`.
+The ratios are D = pi_old / mu and S = pi / pi_old, see `unstale.lint`.
 """
 
 import math
@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from unstale.config import RunConfig
+from unstale.config.algorithm import Aggregate, Unit
 from unstale.config.objectives import over
 from unstale.config.routes import age_of_average, live_versions
 from unstale.config.techniques import chosen
@@ -26,7 +27,7 @@ uses 3e-4 and 4e-4.
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Largest upper limit of the discrepancy D at which a limit on D still limits staleness."""
+"""Largest upper limit on the discrepancy D that still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _SEQUENCE_RATIO: Fix = {
@@ -36,7 +37,7 @@ _SEQUENCE_RATIO: Fix = {
     "objective.clip_high": 4e-4,
     "objective.loss_aggregation": "sequence_mean",
 }
-"""Options by which the staleness ratio is that of a whole sequence, as in the GSPO paper."""
+"""Options with which the staleness ratio is that of a whole sequence, as in the GSPO paper."""
 
 
 def _exact_route(config: RunConfig) -> Fix:
@@ -60,8 +61,8 @@ def _idle_clip(config: RunConfig) -> Finding | None:
 def _idle_control(config: RunConfig) -> Finding | None:
     rule = config.correction
     idle = []
-    if rule.mode == "mask":
-        idle.append("mask")
+    if rule.mode in ("mask", "k3_mask"):
+        idle.append(rule.mode)
     if rule.token_veto_threshold > 0:
         idle.append("token_veto_threshold")
     if not idle or not d_is_one(config) or config.old_logps.baseline:
@@ -74,7 +75,7 @@ def _idle_control(config: RunConfig) -> Finding | None:
 
 def _double_count(config: RunConfig) -> Finding | None:
     control = config.correction.mode
-    if control not in ("truncate", "clamp", "mask_weight"):
+    if not config.correction.is_weight:
         return None
     if not d_is_one(config) or config.old_logps.baseline:
         return None
@@ -108,7 +109,7 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 
 
 def _too_few_copies(config: RunConfig) -> Finding | None:
-    """Compare the memory limit with the copies of the weights that the route keeps.
+    """Refuse a memory limit that is too small for the copies of the weights that the route keeps.
 
     Only full copies have a size that is known before the run. The size of differences is checked
     while they are stored.
@@ -174,13 +175,18 @@ def _idle_reset(config: RunConfig) -> Finding | None:
 
 def _other_unit(config: RunConfig) -> Finding | None:
     rule = config.objective
-    means = rule.unit in ("token", "sequence") and rule.aggregate == "mean"
-    if not rule.per_sequence or means:
+    given = (rule.unit, rule.aggregate)
+    if rule.ratio is None or given in (("token", "mean"), rule.ratio):
         return None
-    why = f"{rule.loss_type} is the clip on the mean over a sequence"
-    fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
-    of = over(rule.unit, rule.aggregate)
-    return Finding(f"{rule.loss_type} cannot take S as the {of}", why, fixes)
+    why = f"{rule.loss_type} always takes S {_as(*rule.ratio)}"
+    own: Fix = {"objective.unit": rule.ratio[0], "objective.aggregate": rule.ratio[1]}
+    fixes = (own, TOKEN_RATIO)
+    return Finding(f"{rule.loss_type} cannot take S {_as(*given)}", why, fixes)
+
+
+def _as(unit: Unit, aggregate: Aggregate) -> str:
+    words = over(unit, aggregate)
+    return words if unit == "token" else f"as the {words}"
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
@@ -208,6 +214,8 @@ def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
     rule = config.objective
     if rule.ratio_unit != "sequence" or rule.loss_aggregation not in ("action_tokens", "kept"):
         return None
+    if rule.ratio == ("sequence", "sum"):
+        return None  # the weight of a sequence's log-probability, which is a sum over its tokens
     return Finding(
         f"a ratio per sequence, and a mean over tokens (loss_aggregation {rule.loss_aggregation})",
         "a sequence then counts as often as it has tokens, and long ones outweigh the others",
@@ -252,10 +260,7 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
 
 
 def _wide_reach(config: RunConfig) -> Finding | None:
-    """Warn if tokens pass the clip on S although their whole ratio pi / mu is beyond it.
-
-    S is the staleness ratio pi / prox.
-    """
+    """Warn if tokens pass the clip on S = pi / pi_old although their pi / mu is beyond the clip."""
     rule = config.objective
     old = config.old_logps
     if not isinstance(rule, ClippedObjective) or old.baseline or s_is_one(config):
@@ -283,11 +288,14 @@ def _wide_reach(config: RunConfig) -> Finding | None:
 
 
 def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
-    """Return True if a token of the largest lag with this pi / mu is neither clipped nor masked."""
+    """Return True if a token of the largest staleness is neither clipped nor masked.
+
+    `ratio` is the token's pi / mu.
+    """
     s = config.old_logps.s_of(ratio, config)
     rule = config.correction
-    masks = rule.mode in ("mask", "mask_weight") and rule.unit == "token"
-    return not _beyond(s, clip) and not (masks and not rule.low <= ratio / s <= rule.high)
+    low, high = (rule.band if rule.unit == "token" else None) or (0.0, math.inf)
+    return not _beyond(s, clip) and low <= ratio / s <= high
 
 
 def _beyond(s: float, clip: float) -> bool:
@@ -296,13 +304,14 @@ def _beyond(s: float, clip: float) -> bool:
 
 
 def _bandless(config: RunConfig) -> Finding | None:
-    """Warn if all staleness is in the ratio D = prox / mu, and no limit applies to D."""
+    """Warn if all staleness is in the ratio D = pi_old / mu, and no limit applies to D."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.mode == "none":
         return None
-    bounded_above = rule.mode not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
-    bounded_below = rule.mode != "mask" or rule.low >= 1 / WIDEST_BAND
+    low, high = rule.band or (0.0, math.inf)
+    bounded_above = high <= WIDEST_BAND
+    bounded_below = rule.is_weight or low >= 1 / WIDEST_BAND
     if bounded_above and bounded_below:
         return None
     return Finding(
@@ -340,7 +349,7 @@ def _dense_replay(config: RunConfig) -> Finding | None:
 
 
 def _unrecorded_experts(config: RunConfig) -> Finding | None:
-    """Refuse vLLM flags under which it records no routed experts, or only some."""
+    """Refuse vLLM flags with which vLLM records no routed experts, or only some."""
     if not config.trainer.routing_replay or config.engine.backend != "vllm":
         return None
     words = " ".join(shlex.split(config.engine.args)).replace("=", " ").replace("_", "-").split()
@@ -365,7 +374,7 @@ _NO_ROUTES = (
 
 
 def _free_experts(config: RunConfig) -> Finding | None:
-    """Warn of an MoE whose trainer chooses experts itself, under an exact route."""
+    """Warn of an MoE policy with an exact route if the trainer chooses experts itself."""
     if config.trainer.routing_replay or not config.old_logps.partly_exact:
         return None
     if not experts(local_folder(config)):

@@ -80,7 +80,7 @@ def _missing_policy(config: RunConfig) -> dict[str, str]:
 def d_is_one(config: RunConfig) -> bool:
     """Return True if the discrepancy D is always 1.
 
-    It is 1 if the old-logit route returns the engine's log-probability.
+    This is so if the route returns the engine's log-probability as the old one.
     """
     return config.old_logps.weight_of_now(config) == 0
 
@@ -88,9 +88,9 @@ def d_is_one(config: RunConfig) -> bool:
 def s_is_one(config: RunConfig) -> bool:
     """Return True if the staleness ratio S is always 1.
 
-    It is 1 if the route returns the current log-probability as the old one. A route that computes
-    its values in every training pass always does. Any other computes them once per batch, and the
-    policy changes after the first minibatch.
+    This is so if the route returns the current policy's log-probability as the old one, and either
+    computes it in every training pass or each batch has one minibatch. Otherwise the policy changes
+    after the first minibatch, and the old log-probabilities do not.
     """
     old = config.old_logps
     moves_away = not old.needs.inline and config.trainer.steps_per_batch > 1
@@ -98,7 +98,7 @@ def s_is_one(config: RunConfig) -> bool:
 
 
 def masks_s(config: RunConfig) -> bool:
-    """Return True if `m2po` masks tokens by a ratio that contains the staleness ratio S."""
+    """Return True if the technique `m2po` masks tokens by a ratio that contains S."""
     m2po: Any = config.technique_options.get("m2po")
     return m2po is not None and m2po.of != "discrepancy"
 
@@ -113,6 +113,8 @@ def _bound_on_d(config: RunConfig) -> str:
         "truncate": f"truncate: a weight of at most {rule.high:g}, {of}",
         "clamp": f"clamp: a weight held within {band}, {of}",
         "mask_weight": f"mask_weight: a weight inside {band}, dropped outside, {of}",
+        "kpop": f"kpop: a weight, dropped where the binary KL is above {rule.kl_limit:g}, {of}",
+        "k3_mask": f"k3_mask: dropped where D - 1 - log D is above {rule.kl_limit:g}, {of}",
     }[rule.mode]
     if rule.normalize:
         words += "; divided by the mean weight of the batch"
@@ -151,8 +153,8 @@ def _unbounded(config: RunConfig) -> str:
 
 
 def _caps_ratio(config: RunConfig) -> bool:
-    """Return True if the option `ratio_cap` limits pi / mu, which weights tokens."""
-    weighted = config.correction.mode not in ("none", "mask") or d_is_one(config)
+    """Return True if tokens are weighted by pi / mu, and the option `ratio_cap` limits it."""
+    weighted = config.correction.is_weight or d_is_one(config)
     return weighted and config.objective.ratio_cap > 0
 
 

@@ -1,7 +1,7 @@
-"""Rules for `trainer.stream`, with which a gradient is computed before its batch is complete.
+"""Rules for `trainer.stream`, with which gradients are computed before their batch is complete.
 
-What needs the whole batch before the first backward pass is refused: it would be computed from the
-groups that happened to be there.
+Options that need the whole batch before the first backward pass are refused. They would depend on
+which groups happen to end first.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def batch_advantages(config: RunConfig) -> Finding | None:
 
 
 def untried_advantages(config: RunConfig) -> Finding | None:
-    """Warn of an estimator that raises an error on invented episodes, so it cannot be tried."""
+    """Warn of an estimator that raises an error on invented episodes, which are used to try it."""
     if not config.trainer.stream or _replaced(config) or is_by_group(config) is not None:
         return None
     return Finding(
@@ -100,7 +100,7 @@ def batch_mean_weight(config: RunConfig) -> Finding | None:
 
 
 def batch_route(config: RunConfig) -> Finding | None:
-    """Refuse a route that must see the whole batch, such as an average that follows its lag."""
+    """Refuse a way to get `old_logp` that needs the whole batch, such as some moving averages."""
     route = config.old_logps
     if not config.trainer.stream or not route.needs.whole_batch:
         return None

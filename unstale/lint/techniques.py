@@ -14,11 +14,11 @@ CHAINS: Mapping[Slot, str] = {
     "recredit": "advantages of turns",
     "shaper": "advantages of tokens",
 }
-"""The slots in which a technique acts on the result of the one before it, and what it changes."""
+"""Slots (kinds of techniques) whose techniques act on each other's results -> what they change."""
 LOW_RATE = 5
 """A learning rate is low if it is below the usual one by this factor."""
 MAX_SHIFT = 20.0
-"""Largest sensible `confident_error_penalty.max_shift`. Beyond it, a negative advantage may be
+"""Largest sensible `confident_error_penalty.max_shift`. Above it, a negative advantage may be
 multiplied by more than 20, and a single long sequence outweighs a batch.
 """
 
@@ -33,7 +33,7 @@ distance of its reward to the median.
 
 
 def order(config: RunConfig) -> str:
-    """Return a sentence about the order of techniques of one slot. Empty if no order matters."""
+    """Return sentences on the order of techniques of one slot (kind). Empty if no order matters."""
     entries = chosen(config.techniques)
     sentences = []
     for slot, changed in CHAINS.items():
@@ -44,7 +44,7 @@ def order(config: RunConfig) -> str:
 
 
 def low_rate_with_smaller_steps(config: RunConfig) -> Finding | None:
-    """Warn of a technique that lowers a learning rate which is low already."""
+    """Warn of techniques that lower the learning rate, if it is low already."""
     usual = usual_rate(config)
     rate = config.trainer.lr
     names = [name for name in ("ess_lr", "outer_step") if name in config.technique_options]
@@ -74,7 +74,7 @@ def far_confidence_shift(config: RunConfig) -> Finding | None:
 
 
 def hard_prefix_clip(config: RunConfig) -> Finding | None:
-    """Warn of a clip that drops the gradient of tokens after one small ratio."""
+    """Warn of the technique `minpro` with a clip: one small ratio drops later tokens' gradient."""
     kind = config.objective.loss_type
     if "minpro" not in config.technique_options or not config.objective.clips_tokens:
         return None
@@ -87,7 +87,7 @@ def hard_prefix_clip(config: RunConfig) -> Finding | None:
 
 
 def strong_entropy_factor(config: RunConfig) -> Finding | None:
-    """Warn of a factor that drops the tokens of low entropy."""
+    """Warn of a `token_entropy_advantage.a` that takes the gradient from tokens of low entropy."""
     options = config.technique_options.get("token_entropy_advantage")
     a: float = getattr(options, "a", 0.0)
     if a <= MAX_ENTROPY_FACTOR:
@@ -101,7 +101,7 @@ def strong_entropy_factor(config: RunConfig) -> Finding | None:
 
 
 def baseline_of_picked(config: RunConfig) -> Finding | None:
-    """Warn of a baseline over the batch that counts only chosen episodes."""
+    """Warn of a baseline over the batch that contains only the episodes `episode_filter` chose."""
     rule = getattr(config.technique_options.get("episode_filter"), "rule", "variance")
     advantage = config.advantage
     if rule == "variance" or advantage.estimator != "reinforce_batch" or advantage.group_baseline:
@@ -115,7 +115,7 @@ def baseline_of_picked(config: RunConfig) -> Finding | None:
 
 
 def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
-    """Warn of a baseline that is biased where episodes are added because of first rewards."""
+    """Warn of a biased baseline: it contains rewards because of which `allocate` adds episodes."""
     gain = getattr(config.technique_options.get("allocate"), "gain", "v0")
     estimators = [each.name for each in chosen(config.techniques) if each.slot == "estimator"]
     baseline = config.technique_options.get("baseline")
@@ -140,7 +140,7 @@ def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
 
 
 def no_floor_of_distances(config: RunConfig) -> Finding | None:
-    """Warn of advantages that are divided by nearly 0 where most rewards of a group are equal."""
+    """Warn of a `baseline.mad_floor` near 0, which divides advantages if most rewards are equal."""
     options = config.technique_options.get("baseline")
     scale, floor = getattr(options, "scale", ""), getattr(options, "mad_floor", 0.0)
     if scale != "mad" or floor >= MIN_MAD_FLOOR:
@@ -154,7 +154,7 @@ def no_floor_of_distances(config: RunConfig) -> Finding | None:
 
 
 def even_groups_of_median(config: RunConfig) -> Finding | None:
-    """Warn of groups whose number of episodes becomes even, where the baseline is the median."""
+    """Warn of a median as baseline if the number of episodes of a group may become even."""
     options = config.technique_options
     if getattr(options.get("baseline"), "centre", "") != "median":
         return None
@@ -175,7 +175,7 @@ def even_groups_of_median(config: RunConfig) -> Finding | None:
 
 
 def unlearned_limits(config: RunConfig) -> Finding | None:
-    """Warn of limits of turns that the policy does not learn to keep."""
+    """Warn of the techniques `limits` and `truncated` if a cut episode has no penalty."""
     options = config.technique_options
     penalty: float = getattr(options.get("truncated"), "penalty", 0.0)
     if "limits" not in options or "truncated" not in options or penalty:
@@ -191,7 +191,7 @@ def unlearned_limits(config: RunConfig) -> Finding | None:
 
 
 def slots_for_all(config: RunConfig) -> Finding | None:
-    """Warn of segments where every episode in flight has a slot."""
+    """Warn if the technique `segments` lets all episodes run at once, so that none ever waits."""
     slots: int = getattr(config.technique_options.get("segments"), "max_concurrent_episodes", 0)
     schedule = config.schedule
     most = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
@@ -206,7 +206,7 @@ def slots_for_all(config: RunConfig) -> Finding | None:
 
 
 def picked_after_allocation(config: RunConfig) -> Finding | None:
-    """Warn of episodes that an allocator adds and `episode_filter` leaves out."""
+    """Warn of episodes that one technique adds and the technique `episode_filter` leaves out."""
     allocators = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
     if not allocators or "episode_filter" not in config.technique_options:
         return None
@@ -219,7 +219,7 @@ def picked_after_allocation(config: RunConfig) -> Finding | None:
 
 
 def too_old_when_tasks_return(config: RunConfig) -> Finding | None:
-    """Warn of `replay` whose groups are dropped before their tasks come again."""
+    """Warn if the technique `replay` drops stored groups before their tasks come again."""
     options = config.technique_options.get("replay")
     max_age: int = getattr(options, "max_age", 0)
     pool, groups = config.selection.pool, config.schedule.groups_per_step
@@ -264,7 +264,7 @@ def unreachable_success(config: RunConfig) -> Finding | None:
 
 
 def without(config: RunConfig, *names: str) -> Fix:
-    """Return the option by which a run has all its techniques but some."""
+    """Return a fix that removes the techniques `names` from the option `techniques`."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
     return {"techniques": " ".join(kept)}
 

@@ -39,7 +39,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
     `hidden` is `[T, H]`. `chosen` and `weights`, the numbers and weights of experts, are `[T, k]`.
     """
-    if hidden.device.type != "cpu" or module._is_expert_parallel:
+    if hidden.device.type != "cpu":
         result: Tensor = ALL_EXPERTS_FUNCTIONS[ON_GPU](module, hidden, chosen, weights)
         return result
     place, sizes = group(chosen, module.num_experts, linear.WHOLE)

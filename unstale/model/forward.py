@@ -29,9 +29,9 @@ class ForwardOptions:
 
     share_prompts: bool = True
     """Compute a prefix that several sequences have in common only once."""
-    gradient_checkpointing: bool = False
-    """Keep only the inputs of the layers in memory, and compute the layers again in the backward
-    pass.
+    gradient_checkpointing: int = 0
+    """Keep only the input of each Nth layer in memory, and compute the layer again in the backward
+    pass. 0 keeps everything.
     """
     compile: bool = False
     """Compile the model with torch.compile before its first forward pass."""
@@ -47,7 +47,7 @@ class ForwardOptions:
         options = config.trainer
         return cls(
             options.share_prompts,
-            options.gradient_checkpointing,
+            options.gradient_checkpointing and options.gradient_checkpointing_interval,
             options.compile,
             options.quantise,
             config.engine.dtype,
@@ -115,8 +115,8 @@ def _layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    """Turn on gradient checkpointing for the layers of a model, in place.
+def checkpoint_layers(model: nn.Module, interval: int) -> None:
+    """Turn on gradient checkpointing of the first layer and each `interval`th one after it.
 
     Raises ConfigError if transformers does not support it for this model.
     """
@@ -126,7 +126,7 @@ def checkpoint_layers(model: nn.Module) -> None:
             "trainer.gradient_checkpointing must be false: "
             f"{type(model).__name__} has no layers that can be run again"
         )
-    for layer in layers:
+    for layer in layers[::interval]:
         layer.forward = partial(_checkpointed, layer.forward)
 
 

@@ -4,6 +4,7 @@ It is computed from the bytes that layers keep for each token until the backward
 free memory.
 """
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -85,20 +86,20 @@ def layer_bytes(sizes: DecoderSizes, *, word: int = _WORD) -> int:
     return word * (8 * sizes.hidden + (queries + keys) * sizes.head_dim + mlp)
 
 
-def token_bytes(sizes: DecoderSizes, *, checkpointing: bool, word: int = _WORD) -> int:
+def token_bytes(sizes: DecoderSizes, *, checkpointing: int, word: int = _WORD) -> int:
     """Return the bytes that all layers keep for each token until their backward passes.
 
-    `word` is the size of an activation in bytes. With gradient checkpointing, each layer keeps only
-    its input, and one layer at a time everything that its backward pass needs.
+    `word` is the size of an activation in bytes. With gradient checkpointing of each Nth layer, one
+    of these layers at a time keeps everything that its backward pass needs, and the others keep
+    only their input. 0 is no checkpointing.
     """
     layer = layer_bytes(sizes, word=word)
-    if checkpointing:
-        return sizes.layers * word * sizes.hidden + layer
-    return sizes.layers * layer
+    again = math.ceil(sizes.layers / checkpointing) if checkpointing else 0
+    return again * word * sizes.hidden + (sizes.layers - again + bool(again)) * layer
 
 
 def largest_pass(
-    model: "nn.Module", *, free: float, word: int, checkpointing: bool, trains: bool
+    model: "nn.Module", *, free: float, word: int, checkpointing: int, trains: bool
 ) -> int:
     """Return the number of tokens of the largest pass whose activations take `free` bytes.
 
@@ -114,14 +115,18 @@ def largest_pass(
     return max(_STEP, tokens // _STEP * _STEP)
 
 
-def free_bytes(device: "torch.device") -> float:
-    """Return the number of bytes that activations on a device may take: a share of free memory."""
+def free_bytes(device: "torch.device", *, reserved: float, ranks: int) -> float:
+    """Return the bytes of memory that activations on a device may take.
+
+    `reserved` bytes will be taken by others than activations. The main memory is shared by `ranks`
+    processes, each of which reserves as many. The result may be negative.
+    """
     if device.type == "cuda":
         import torch
 
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return _FREE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)
-    return _CPU_SHARE * _free_main_memory()
+        return _FREE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused - reserved)
+    return _CPU_SHARE * (_free_main_memory() / ranks - reserved)
 
 
 def total_bytes(device: "torch.device") -> int:

@@ -40,6 +40,8 @@ class RankGroup:
     """Number of copies of the divided model. Each copy is divided among `count // replicas`
     neighbouring ranks.
     """
+    divides_experts: bool = False
+    """True if every rank of a copy has whole experts of each layer, and tokens go to their rank."""
     group: "ProcessGroup | None" = None
     """The group with which the methods communicate. None for torch's default process group."""
 

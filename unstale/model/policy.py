@@ -92,6 +92,8 @@ class Policy:
         """Weights in main memory that are copied into the model only during `score`. None if the
         model has this policy's weights.
         """
+        self._readers: list[Callable[[], None]] = []
+        """Functions that wait for other threads, which read the weights. See `lend_weights`."""
         self._version = 0
         self.weights_match_version = True
         self.version_gaps: VersionGaps = ()
@@ -197,7 +199,7 @@ class Policy:
                 f"trainer.compile must be false with several trainer ranks, got {self.peers.count}"
             )
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, passes.gradient_checkpointing)
         before = (self.passes.quantise, self.passes.published_dtype)
         if self.passes.quantise == "none":
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
@@ -210,9 +212,14 @@ class Policy:
         self._compile()
 
     @property
+    def num_experts(self) -> int:
+        """The number of experts in a layer. 0 for a dense model."""
+        return num_experts(self.model.config.to_dict())
+
+    @property
     def has_experts(self) -> bool:
         """True for an MoE model. On a CPU, packing can change rounding only in such a model."""
-        return num_experts(self.model.config.to_dict()) > 0
+        return self.num_experts > 0
 
     @property
     def replays_experts(self) -> bool:
@@ -348,6 +355,7 @@ class Policy:
         weights.
         """
         twin = copy.copy(self)
+        twin._readers = []
         if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
             return self.with_weights(
                 {
@@ -382,6 +390,7 @@ class Policy:
         """
         other = copy.copy(self)
         other._held = weights
+        other._readers = []
         return other
 
     def weights(self) -> dict[str, Tensor]:
@@ -473,7 +482,24 @@ class Policy:
         self._write(weights)
         self.weights_match_version = False
 
+    def lend_weights(self, wait: Callable[[], None]) -> None:
+        """Allow another thread to read the weights, until they change the next time.
+
+        Before that, `wait` is called. It returns when the thread does not read them any more.
+        """
+        if wait not in self._readers:
+            self._readers.append(wait)
+
+    def reclaim_weights(self) -> None:
+        """Wait until no other thread reads the weights. Call it before you change them.
+
+        Raises the error of that thread.
+        """
+        while self._readers:
+            self._readers.pop()()
+
     def _write(self, weights: Mapping[str, Tensor]) -> None:
+        self.reclaim_weights()
         self._folder = None
         live = self._live() if self._held is None else self._held
         for name, tensor in live.items():

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import MergeModulelist
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -44,16 +46,7 @@ def load_shard(
     `peers.replicas` needs a later version of transformers.
     """
     mixed = wide and passes == torch.bfloat16
-    sizes: dict[str, Any] = {"fsdp_size": peers.count // peers.replicas}
-    if peers.replicas > 1:
-        sizes["dp_replicate_size"] = peers.replicas
-    try:
-        config = DistributedConfig(**sizes, fsdp_mixed_precision=mixed)
-    except TypeError:
-        raise ConfigError(
-            f"cluster.replicas = {peers.replicas} needs a later transformers than "
-            f"{transformers.__version__}: install 5.23, or set it to 1"
-        ) from None
+    config = _distributed_config(peers, mixed=mixed)
     with _ranks_without_experts():
         model = load_model(
             folder, torch.float32 if mixed else passes, distributed_config=config, **options
@@ -63,6 +56,23 @@ def load_shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _distributed_config(peers: RankGroup, *, mixed: bool) -> DistributedConfig:
+    size = peers.count // peers.replicas
+    options: dict[str, dict[str, Any]] = {}
+    if peers.replicas > 1:
+        options[f"cluster.replicas = {peers.replicas}"] = {"dp_replicate_size": peers.replicas}
+    if peers.divides_experts:
+        options["cluster.expert_parallel"] = {"ep_size": size}
+    sizes: dict[str, Any] = {name: size for each in options.values() for name, size in each.items()}
+    for option, each in options.items():
+        if lacking := each.keys() - DistributedConfig.__dataclass_fields__.keys():
+            raise ConfigError(
+                f"{option} needs a later transformers than {transformers.__version__}, whose "
+                f"DistributedConfig lacks {', '.join(lacking)}: install 5.23, or leave it out"
+            )
+    return DistributedConfig(fsdp_size=size, fsdp_mixed_precision=mixed, **sizes)
 
 
 @contextmanager
@@ -167,6 +177,18 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def by_mesh(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of tensors that one operation of torch can take together.
+
+    They are divided among the same ranks: experts that stay on a rank are a group of their own.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(name)
+    return list(groups.values())
+
+
 def one_number(*, like: Tensor) -> Tensor:
     """Return a tensor with a single zero, of the dtype and distribution of `like`."""
     zero = torch.zeros(1, dtype=like.dtype, device=like.device)
@@ -182,22 +204,40 @@ def zero_rows(like: Tensor, *width: int) -> Tensor:
         return zeros
     shape = torch.Size([like.shape[0], *width])
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        zeros, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
+    mesh, placements = _division(like)
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor, gathered if it is divided among ranks. All ranks must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, placements = _division(tensor)
+    parts = DTensor.from_local(
+        local(tensor), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return parts.full_tensor()
+
+
+def _division(tensor: DTensor) -> tuple[DeviceMesh, Sequence[Placement]]:
+    """Return how a tensor is divided, without dimensions of the mesh that have one rank.
+
+    Experts have such a dimension, for which torch would communicate a second time.
+    """
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names
+    kept = [i for i in range(mesh.ndim) if mesh.size(i) > 1]
+    if len(kept) == mesh.ndim or not kept or names is None:
+        return mesh, tensor.placements
+    return mesh[tuple(names[i] for i in kept)], [tensor.placements[i] for i in kept]
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of a whole tensor, divided like `like`, without communication."""
     if not isinstance(like, DTensor):
         return whole
+    mesh, placements = _division(like)
     placed = distribute_tensor(
-        whole.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None
+        whole.to(like.to_local().device), mesh, placements, src_data_rank=None
     )
     return placed.to_local()
 

@@ -7,6 +7,9 @@ from typing import Annotated, ClassVar
 from unstale.config.checks import NonNegative, Range, Share
 from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
+LOOSE_ABOVE = "S from above where A < 0: the loss of a token that became likelier has no limit"
+"""What objectives that stop tokens only in the direction of their advantage do not limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedObjective(ObjectiveConfig):
@@ -68,11 +71,7 @@ class PpoClip(ClippedObjective):
     )
 
     def unlimited(self, *, capped: bool) -> str:
-        loose = (
-            "S from above where A < 0: the loss of a token that became likelier has no limit "
-            "(dual_clip sets one)"
-        )
-        return "" if capped else loose
+        return "" if capped else f"{LOOSE_ABOVE} (dual_clip sets one)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Gspo(PpoClip):
     """PPO's clipped loss on the geometric mean of the staleness ratios of a sequence."""
 
     loss_type: str = "gspo"
-    per_sequence: ClassVar[bool] = True
+    ratio: ClassVar = ("sequence", "mean")
 
     docs: ClassVar = ObjectiveDocs(
         loss="that of `ppo_clip`, with the geometric mean of S over the sequence",

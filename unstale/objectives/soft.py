@@ -1,4 +1,4 @@
-"""Objectives without a clip: `sapo`, `dro`, `kl_penalty` and `none`."""
+"""Objectives without a clip: `sapo`, `vespo`, `dro`, `kl_penalty` and `none`."""
 
 import math
 from collections.abc import Iterator
@@ -41,10 +41,62 @@ class Sapo(ObjectiveConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Vespo(ObjectiveConfig):
+    """REINFORCE with a soft weight of the ratio of the whole sequence."""
+
+    loss_type: str = "vespo"
+    vespo_k_pos: NonNegative = 2.0
+    """The power k of the weight W^k exp(lambda (1 - W)) of a sequence, for advantages of 0 or more.
+    W is the product of its staleness ratios.
+    """
+    vespo_lambda_pos: Positive = 3.0
+    """The rate lambda of this weight, for advantages of 0 or more."""
+    vespo_k_neg: NonNegative = 3.0
+    """The power k of this weight, for negative advantages."""
+    vespo_lambda_neg: Positive = 2.0
+    """The rate lambda of this weight, for negative advantages."""
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-sg(W^k exp(lambda (1 - W))) A log pi, where W is the product of S over the sequence",
+        source="arXiv 2602.10693; names and defaults of TRL",
+        choose="to weight whole sequences without a clip; the weight vanishes where W is far from "
+        "1, so for short replies, or a small log S. With `old_logps.route = rollout` it is the "
+        "method of the paper",
+    )
+    ratio: ClassVar = ("sequence", "sum")
+    wide: ClassVar = {
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+    }
+
+    def limit(self) -> str:
+        pairs = (
+            f"k {self.vespo_k_pos:g} and lambda {self.vespo_lambda_pos:g} where A >= 0, else "
+            f"{self.vespo_k_neg:g} and {self.vespo_lambda_neg:g}"
+        )
+        return f"a weight S^k exp(lambda (1 - S)) ({pairs})"
+
+    def thresholds(self) -> Iterator[float]:
+        """Yield the log S above 0 at which 7% of the weight remain."""
+        pos = self.vespo_k_pos, self.vespo_lambda_pos
+        for k, rate in (pos, (self.vespo_k_neg, self.vespo_lambda_neg)):
+            low, high = max(0.0, math.log(k / rate) if k else 0.0), 20.0
+            for _ in range(60):
+                middle = (low + high) / 2
+                weight = k * middle + rate * (1 - math.exp(middle))
+                low, high = (middle, high) if weight > math.log(0.07) else (low, middle)
+            yield low
+
+
+@dataclass(frozen=True, kw_only=True)
 class PulledBack(ObjectiveConfig):
     """Options of an objective with a penalty on (log S)^2, where S is the staleness ratio."""
 
-    trains_zero_advantage: ClassVar[bool] = True
+    @property
+    def trains_zero_advantage(self) -> bool:
+        return True
 
     @property
     def pull(self) -> float:

@@ -19,7 +19,7 @@ class RunRecorder(Protocol):
         ...
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Offer the episodes of a batch to the experiment trackers, which show one as text."""
+        """Offer the episodes of a batch to the experiment trackers, which may show one as text."""
         ...
 
     def event(self, kind: str, **fields: Any) -> None: ...
@@ -27,7 +27,10 @@ class RunRecorder(Protocol):
     def phase(
         self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
     ) -> None:
-        """Show in the live display what the run does now. `detail` is read again and again."""
+        """Show in the live display what the run does now, with progress `done` of `total`.
+
+        `detail` returns what the run waits for. It is called repeatedly.
+        """
         ...
 
     def span(self, lane: str, label: str) -> AbstractContextManager[None]:
@@ -40,9 +43,9 @@ class RunRecorder(Protocol):
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record discrepancy and staleness ratio of some tokens of a batch, and route events.
+        """Record some tokens of a batch with their discrepancy and staleness ratio (`points`).
 
-        A route is a method to compute old log-probabilities.
+        `events` are those of the route, the method that computes old log-probabilities.
         """
         ...
 

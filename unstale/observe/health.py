@@ -14,16 +14,16 @@ chance.
 """
 
 COLLAPSED, NO_ENTROPY = 0.1, 1e-3
-"""The entropy has collapsed if it is below this share of its first value, or below this many nats
-per token.
+"""The entropy has collapsed if it is below the share `COLLAPSED` of its first value, or below
+`NO_ENTROPY` nats per token.
 """
 
 FAINT = 1e-7
 """Gradient norm below which weights hardly change: Adam's epsilon is 1e-8 for every weight."""
 
 LEAST_DUE, LOST = 2e-4, 0.6
-"""Updates are lost if, of the weights that should change, less than the second share does. If fewer
-than the first share should, a sample shows too little.
+"""Updates are lost if, of the weights that should change in a step, less than the share `LOST` does
+change. The check needs at least the share `LEAST_DUE` of all weights to be due for a change.
 """
 
 Row = Mapping[str, Any]
@@ -35,18 +35,21 @@ class Check:
 
     name: str
     title: str
-    """What is right about the run if the sign is absent, as a heading."""
+    """A heading that says what is right about the run if the sign is absent."""
     holds: Callable[[Row, float], bool | None]
-    """A function that returns True if the metrics of a step show the sign, and None if they cannot.
-    Raises KeyError if one is missing. Its second argument is `first_entropy`.
+    """A function that returns True if the metrics of a step show the sign, and None if they cannot
+    show it. It raises KeyError if a metric is missing. Its second argument is `first_entropy`.
     """
     text: str
-    """What was found and what to do, as text. `_fill` inserts metrics."""
+    """A text on what was found and what to do. `_fill` inserts metrics."""
     in_a_row: int = IN_A_ROW
     least: int = 1
-    """Number of steps with all metrics without which the check cannot be called passed."""
+    """Smallest number of steps with the needed metrics after which the check can count as passed.
+    """
     from_start: bool = False
-    """True if the sign also counts, for now, while every step so far shows it."""
+    """True if the check also fails after a first step with the sign. A later step without the sign
+    withdraws this.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,9 @@ class Finding:
     name: str
     text: str
     step: int
-    """The first step of the batches because of which the check failed."""
+    """The first of the steps because of which the check failed."""
     steps: int
-    """Number of steps of the run whose metrics show what the check looks for."""
+    """Number of steps of the run whose metrics show the sign that the check looks for."""
 
 
 def _value(row: Row, name: str) -> float:
@@ -166,10 +169,13 @@ class TrainingHealth:
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
-    """Number of steps that showed whether there is the sign, by check."""
+    """Number of steps whose metrics could show the sign of a check, by the check's name."""
 
     def passed(self, check: Check) -> bool | None:
-        """Return whether a check holds. None if too few steps had the metrics that it needs."""
+        """Return True if a check passed, and False if it failed.
+
+        None if too few steps had the metrics that it needs.
+        """
         if check.name in self.findings:
             return False
         enough = self._told.get(check.name, 0) >= max(check.least, check.in_a_row)

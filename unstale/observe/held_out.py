@@ -1,4 +1,4 @@
-"""Held-out success, with the same words and intervals on every page and on the terminal."""
+"""Success on held-out tasks, in the words that every page and the terminal show."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class HeldOut:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self | None:
-        """Return the evaluation of an event. None if the event has none."""
+        """Return the evaluation in an event of the run's log. None if the event has none."""
         share, step, tasks, failed = (
             number(event.get(name)) for name in ("success", "step", "tasks", "failed")
         )
@@ -35,26 +35,26 @@ class HeldOut:
 
     @classmethod
     def of_metrics(cls, row: Mapping[str, Any]) -> Self | None:
-        """Return the evaluation of a row of metrics. None if the row has none."""
+        """Return the evaluation in a step's row of metrics. None if the row has none."""
         names = {"success": "success_rate", "tasks": "tasks", "failed": "failed_tasks"}
         event = {field: row.get(f"eval/{name}") for field, name in names.items()}
         return cls.of_event({"step": row.get("step"), **event})
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 95% interval of the success. None if it is not known."""
+        """The 95% interval of the share of successful tasks. None if it is not known."""
         if self.success is None or not self.tasks:
             return None
         return wilson(min(1.0, max(0.0, self.success)), self.tasks)
 
     @property
     def share(self) -> str:
-        """Return the success in percent, or "failed"."""
+        """The share of successful tasks in percent, or "failed"."""
         return FAILED if self.success is None else percent(self.success, 1)
 
     @property
     def about(self) -> str:
-        """Return the interval, and the number of failed tasks. Empty if neither is known."""
+        """The interval and the number of failed tasks as text. Empty if neither is known."""
         if self.success is None:
             return f"all {self.tasks} tasks failed"
         parts = []
@@ -67,7 +67,7 @@ class HeldOut:
 
     @property
     def counts(self) -> str:
-        """Return the number of tasks and the interval, for one line. Empty if not known.
+        """The number of tasks and the interval in few words. Empty if they are not known.
 
         >>> HeldOut(3, 0.5, 4).counts, HeldOut(3, None, 4).counts, HeldOut(3, 0.5, 4, 1).counts
         ('4 tasks, 15% to 85%', 'all 4 tasks', '4 tasks, 1 failed, 15% to 85%')
@@ -89,20 +89,27 @@ class HeldOut:
 
 
 def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
-    """Return the evaluations of events by step. A resumed run may repeat one; the last counts."""
+    """Return the evaluations in the events of a run's log, in the order of their steps.
+
+    A resumed run may repeat an evaluation. The last one of a step counts.
+    """
     found = {each.step: each for event in events if (each := HeldOut.of_event(event))}
     return [found[step] for step in sorted(found)]
 
 
 def improved(evaluations: Sequence[HeldOut]) -> bool:
-    """Return True if the last held-out success is above the first. False if one is not known."""
+    """Return True if the last held-out success is above the first. False if either is not known."""
     shares = [each.success for each in (*evaluations[:1], *evaluations[-1:])]
     return bool(shares) and None not in shares and shares[-1] > shares[0]  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The success before and after training: shares with intervals, and how it was measured."""
+    """The success before and after training.
+
+    `shares` has pairs of a share in percent and its interval, as text. `note` says how they were
+    measured.
+    """
 
     shares: Sequence[tuple[str, str]]
     note: str
@@ -112,9 +119,10 @@ class Outcome:
 def outcome(
     evaluations: Sequence[HeldOut], rollouts: Sequence[float], asked: Any = None
 ) -> Outcome | None:
-    """Return the outcome of a run by its evaluations, or else by the success of its rollouts.
+    """Return the outcome of a run from its evaluations, or without any from its training episodes.
 
-    `asked` is the option `eval.tasks`. None if there are too few steps.
+    `rollouts` is the share of successful training episodes in each step. `asked` is the option
+    `eval.tasks`. None if there is no evaluation and fewer than two steps.
     """
     if not evaluations:
         return _of_rollouts(rollouts)
@@ -143,7 +151,7 @@ def _of_rollouts(rollouts: Sequence[float]) -> Outcome | None:
 
 
 def remarks(evaluations: Sequence[HeldOut], changes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on failed evaluations, and on resumes with other data."""
+    """Return sentences on failed evaluations, and on resumes with another data set (`changes`)."""
     failed = [f"The evaluation {each.when} failed." for each in evaluations if each.success is None]
     changed = [
         f"After step {int(number(event.get('step')) or 0)}, {str(event.get('text'))[:1000]}. "

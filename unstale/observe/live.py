@@ -24,11 +24,11 @@ from unstale.stop_signals import cursor_while_stopped
 
 HISTORY = 400
 RECENT = 5
-"""Number of steps over which present values are averaged."""
+"""Number of last steps over which shown values are averaged."""
 WIDE = 100
-"""Width of a terminal, in characters, from which the two parts of the panel are side by side."""
+"""Smallest width of a terminal, in characters, with the two parts of the panel side by side."""
 ROOMY = 30
-"""Height of a terminal, in lines, from which empty lines separate the parts of the panel."""
+"""Smallest height of a terminal, in lines, with empty lines between the parts of the panel."""
 GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -36,7 +36,10 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def sparkline(
     values: Sequence[float], width: int, low: float | None = None, high: float | None = None
 ) -> str:
-    """Return the values as a row of bars. If there are more than `width`, neighbours are averaged.
+    """Return the values as a row of bars, one character each.
+
+    Bars range from `low` to `high`, by default the smallest and largest value. Of more than `width`
+    values, neighbours are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'
@@ -126,7 +129,7 @@ class LiveDisplay:
             self._last_step = now
 
     def note(self, text: str) -> None:
-        """Print a line of text that stays above the panel."""
+        """Print a line of text. On a terminal it stays above the panel."""
         with self._lock:
             live = self._live
             if live is None:
@@ -305,7 +308,10 @@ def _block(title: str) -> Table:
 def _learning(
     rows: Sequence[Mapping[str, Any]], evals: Sequence[HeldOut], *, is_wide: bool
 ) -> RenderableType:
-    """Return the block on success and reward. Counts have a line of their own beside a block."""
+    """Return the block on success and reward.
+
+    In a wide terminal, the number of held-out tasks has a line of its own.
+    """
     table = _block("Learning")
     if evals:
         last = evals[-1]

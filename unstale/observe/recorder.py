@@ -1,4 +1,4 @@
-"""The log of the training loop, which writes to run folder, journal, terminal and trackers."""
+"""The log of the training loop. It is written to run folder, journal, terminal and trackers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,13 +43,14 @@ class Outputs:
 
 
 MAX_SHOWN = 1000
-"""Number of shown failures that are remembered."""
+"""Largest number of failures that are remembered as shown, so that none is shown twice."""
 
 
 class Recorder:
-    """Writes the log of the training loop.
+    """The log of the training loop, which sends metrics and events to `Outputs` and the journal.
 
-    The journal gets every event except the times of activities (spans).
+    The journal does not get times of activities (spans), failures of trackers, and events about a
+    blocked event loop.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Recorder:
         journal: EventLog | None = None,
         decode: Callable[[list[int]], str] = str,
     ) -> None:
-        """Make the log. The checks of training health continue from the run folder's metrics.
+        """Make the log. The checks of training health begin with the metrics in the run folder.
 
         `decode` turns tokens into text.
         """
@@ -85,14 +86,11 @@ class Recorder:
         self._report_failed_trackers()
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Send the text of an episode of the batch to the trackers.
-
-        This is done only every few steps.
-        """
+        """Send the text of an episode of the batch to the trackers, every `TEXT_EVERY` steps."""
         self._trackers.sample(step, groups, self._decode)
 
     def close(self, outcome: RunOutcome) -> None:
-        """Close the trackers. Journal and run folder are closed by the caller who opened them."""
+        """Close the trackers. The caller closes journal and run folder, which it opened."""
         self._trackers.close(outcome)
         self._report_failed_trackers()
 
@@ -125,7 +123,10 @@ class Recorder:
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record sampled tokens of a step in the journal, and log events of the old-logit route."""
+        """Record sampled tokens of a step (`points`) in the journal, and log events of the route.
+
+        Points with `true_log_d` are tokens of the audit.
+        """
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]
         audited = [point for point in points if "true_log_d" in point]
@@ -142,9 +143,9 @@ class Recorder:
         self._note_failure(f"episode {episode}", text, final)
 
     def _note_failure(self, what: str, text: str, final: bool) -> None:
-        """Show a failure on the terminal, unless an episode of its task failed so before.
+        """Show a failure on the terminal, unless the same text was shown before.
 
-        A group often fails as a whole, and each of its episodes is tried several times.
+        All episodes of a group often fail alike, and each of them is tried several times.
         """
         key = (text, final)
         if key in self._shown:
@@ -157,17 +158,17 @@ class Recorder:
     def held_out_failure(self, episode: int, failure: "Failure", final: bool) -> None:
         """Log an evaluation's episode whose environment failed.
 
-        `episode` is left out, because it counts the episodes of one evaluation, and training
-        episodes have the same numbers.
+        The log does not get the number `episode`, because episodes of an evaluation have the same
+        numbers as training episodes.
         """
         self.event("episode_failed", held_out=True, final=final, **_describe(failure))
         text = f"of the held-out task {failure.task.key} failed in {failure.stage}: {failure.error}"
         self._note_failure("an episode", text, final)
 
     def blocked(self, name: str, seconds: float) -> None:
-        """Log user code that blocked the event loop.
+        """Log user code with this name, which blocked the event loop.
 
-        The journal does not get it, because equal deterministic runs may differ in it.
+        The journal does not get the event, because two deterministic runs may differ in it.
         """
         self._log.event("loop_blocked", by=name, duration_s=round(seconds, 3))
         self._watcher.note(
@@ -184,7 +185,7 @@ class Recorder:
 
 
 def _to_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Turn rows with equal keys into columns. Six significant digits are kept, to save space."""
+    """Turn rows with equal keys into columns of numbers with six significant digits."""
     if not rows:
         return {}
     return {name: [float(f"{row[name]:.6g}") for row in rows] for name in rows[0]}

@@ -1,4 +1,4 @@
-"""Read parts of a run's files. All data are checked, because others may have written them."""
+"""Read parts of a run's files. Invalid data are left out, because others may have written them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from unstale.observe.words import mapping, number
 
 
 def last_stop(events: Iterable[Row]) -> Row:
-    """Return the event with which a run ended.
+    """Return the event in a run's log with which the run ended.
 
-    Empty if the run has not ended, or was resumed after it.
+    Empty if the run has not ended, or was resumed after that event.
 
     >>> last_stop([{"kind": "started"}, {"kind": "stopped", "reason": "Ctrl-C"}])["reason"]
     'Ctrl-C'
@@ -50,12 +50,17 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 def histogram(row: Mapping[str, Any]) -> dict[int, float]:
-    """Return how many tokens a step trained on at each lag. Invalid entries are left out."""
+    """Return the number of tokens that a step trained on, by their lag in versions.
+
+    Invalid entries are left out.
+    """
     return by_lag(mapping(row.get("schedule/staleness_histogram")).items())
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Return numbers by lag. Pairs without a lag or a number are left out.
+    """Return numbers by lag (staleness in versions), from pairs of lag and number.
+
+    Pairs without a number, or without a lag of at most two digits, are left out.
 
     >>> by_lag([("0", 3), ("x", 1), ("2", None), (1, 4.5)])
     {0: 3.0, 1: 4.5}

@@ -11,15 +11,15 @@ POWER = 0.8
 """Probability with which a planned comparison should find a true difference, by convention."""
 
 ROUNDING = 1e-9
-"""Relative difference up to which values count as equal. Differences of shares have rounding errors
-of about 1e-16, and the smallest of them are about 1e-4.
+"""Relative difference up to which values count as equal. Shares have rounding errors of about
+1e-16, and the smallest true differences of shares are about 1e-4.
 """
 
 
 def wilson(share: float, number: int) -> tuple[float, float]:
-    """Return the 95% interval of a share of `number` trials (Wilson 1927).
+    """Return the ends of the 95% interval of a share of `number` trials (Wilson 1927).
 
-    If the share is a mean of numbers between 0 and 1, the true interval is at most as wide.
+    If `share` is a mean of numbers between 0 and 1, the true interval is at most as wide.
 
     >>> low, high = wilson(0.5, 256)
     >>> round(low, 4), round(high, 4)
@@ -46,11 +46,9 @@ def student_t975(freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean of `n` differences between pairs, with their standard deviation `sd`.
+    """The mean of `n` differences between paired values, with their standard deviation `sd`.
 
-    n is at least 2, and sd above 0.
-
-    Tests and intervals are two-sided, by Student's t.
+    `n` is at least 2, and `sd` above 0. Tests and intervals are two-sided, by Student's t.
     """
 
     n: int
@@ -66,7 +64,7 @@ class PairedDifference:
         return min(1.0, 2 * float(stdtr(self.n - 1, -t)))
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Return the interval that misses the true mean with probability `alpha`."""
+        """Return the ends of the interval that misses the true mean with probability `alpha`."""
         half = self._critical(alpha, self.n) * self.sd / math.sqrt(self.n)
         return self.mean - half, self.mean + half
 
@@ -87,7 +85,10 @@ class PairedDifference:
         return high
 
     def pairs_needed(self, true: float, alpha: float, power: float = POWER) -> int:
-        """Return the number of pairs that finds a true mean with probability `power`."""
+        """Return the number of pairs with which a test finds the true mean `true` with this power.
+
+        `alpha` is the significance level of the test.
+        """
         few, enough = 1, 2
         while self._power(true, alpha, enough) < power:
             few, enough = enough, 2 * enough
@@ -100,7 +101,7 @@ class PairedDifference:
         return enough
 
     def _power(self, true: float, alpha: float, n: int) -> float:
-        """Return the probability that a test of `n` pairs finds a true mean."""
+        """Return the probability that a test of `n` pairs finds the true mean `true`."""
         from scipy.special import nctdtr
 
         shift = true * math.sqrt(n) / self.sd
@@ -116,7 +117,7 @@ class PairedDifference:
 def has_spread(values: Sequence[float]) -> bool:
     """Return True if values differ by more than their rounding errors.
 
-    Otherwise their spread is unknown, and they have no interval. One of width 0 would be wrong.
+    Otherwise their spread is unknown, so they have no interval.
 
     >>> has_spread([0.1, 0.3 - 0.2]), has_spread([0.1, 0.11]), has_spread([0.1])
     (False, True, False)
@@ -127,10 +128,10 @@ def has_spread(values: Sequence[float]) -> bool:
 
 
 def paired_difference(values: Sequence[float]) -> PairedDifference | None:
-    """Return the mean of differences between pairs.
+    """Return the mean and the spread of `values`, the differences between pairs.
 
-    None if there are fewer than two different ones: equal ones do not show the spread, which a test
-    would take to be 0.
+    None if there are fewer than two different values. The spread is then unknown, and a test would
+    take it to be 0.
     """
     n = len(values)
     if not has_spread(values):
@@ -140,7 +141,7 @@ def paired_difference(values: Sequence[float]) -> PairedDifference | None:
 
 
 def pool(parts: Sequence[PairedDifference]) -> PairedDifference:
-    """Return the mean of the pairs of several samples, as if they were one sample.
+    """Return the mean and spread of the pairs of several samples, as if they were one sample.
 
     The spread is that of all pairs around the common mean. Raises ValueError without samples.
 
@@ -159,8 +160,8 @@ def holm(p_values: Sequence[float], number: int) -> list[float]:
     """Return p-values adjusted for a family of `number` tests (Holm 1979).
 
     A test is significant at 5% if its adjusted p-value is below 0.05. The chance of any false
-    result in the family is then at most 5%, also if the tests depend on each other. Planned tests
-    without a p-value yet count with p = 1.
+    result in the family is then at most 5%, also if the tests depend on each other. Tests that have
+    no p-value yet, `number` minus `len(p_values)`, count with p = 1.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03, 0.005], 4)]
     [0.03, 0.06, 0.06, 0.02]

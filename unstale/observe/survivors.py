@@ -1,4 +1,4 @@
-"""Compare the episodes that were generated with those trained on, for page and terminal.
+"""Compare the generated episodes with those trained on, for a page and a terminal.
 
 An attempt is one try at an episode. A lost attempt ended without being trained on: it failed, or a
 resume started it again. If long attempts are lost more often, training prefers short episodes.
@@ -27,15 +27,16 @@ FATES = {
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
-"""A difference in length is reported only from this many lost attempts and this many standard
-errors on.
+"""A difference in length is reported only with at least `LOST_LEAST` lost attempts, and if it is
+above `LOST_ERRORS` standard errors.
 """
 
 
 def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
-    """Compare the lengths of lost and kept attempts of an environment.
+    """Compare the lengths of lost and kept attempts at episodes of an environment.
 
-    Return a sentence, and True if long attempts are lost more often, which biases training.
+    `place` is the environment's row in survivors.json. Return a sentence, and True if long attempts
+    are lost more often, which biases training.
 
     >>> means = {"lost": 30, "kept": 970, "lost_mean": 412.0, "kept_mean": 196.0, "se": 20.0}
     >>> survivorship({"contrast": means})[0].split(" (")[0]
@@ -63,7 +64,10 @@ def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def censored(place: Mapping[str, Any]) -> str:
-    """Return a note on attempts that have not ended yet. Empty if all have ended."""
+    """Return a note on attempts at episodes that have not ended yet. Empty if all have ended.
+
+    `place` is an environment's row in survivors.json.
+    """
     count = number(mapping(mapping(place.get("kinds")).get("open")).get("count"))
     if not count:
         return ""
@@ -88,7 +92,10 @@ HEAD = ("", "attempts", "mean tokens", QUANTILES, "mean turns", QUANTILES, "succ
 
 
 def shown_places(survivors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attempts by environment as a page shows them, or why they are `missing`."""
+    """Return the attempts at episodes by environment, as a page shows them.
+
+    `survivors` is the content of survivors.json, `missing` a text for the case without any.
+    """
     places = [_place(place) for place in records(survivors.get("places"), MAX_PLACES)]
     return {"places": places, "head": HEAD, "missing": _missing(survivors)}
 
@@ -102,7 +109,10 @@ def _missing(survivors: Mapping[str, Any]) -> str:
 
 
 def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
-    """Return the attempts of all environments as a table for a terminal."""
+    """Return the attempts at episodes of all environments as a table for a terminal.
+
+    `survivors` is the content of survivors.json.
+    """
     shown = Table(title=TITLE, title_justify="left", title_style="bold", box=SIMPLE)
     for column in TERMINAL:
         shown.add_column(HEAD[column], justify="right" if column else "left", no_wrap=True)
@@ -122,7 +132,10 @@ def _name(place: Mapping[str, Any]) -> str:
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
-    """Return the table of an environment: a row for all attempts, then one for each kind of end."""
+    """Return an environment's table: a row for all attempts at episodes, then one per end.
+
+    `place` is the environment's row in survivors.json.
+    """
     attempts = mapping(place.get("kinds"))
     names = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
     return [
@@ -133,7 +146,7 @@ def rows(place: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _figures(kind: Mapping[str, Any]) -> list[str]:
-    """Return number, lengths, success and reward of attempts that ended in one way, as text."""
+    """Return number, lengths, success and reward, as text, of attempts that ended in one way."""
     figures = [amount(number(kind.get("count")))]
     for name in ("tokens", "turns"):
         spread = mapping(kind.get(name))
@@ -167,10 +180,10 @@ def _groups(place: Mapping[str, Any]) -> str:
 
 
 def _by_length(place: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield a row for each quarter of the attempts that ended, by length.
+    """Yield a row for each quarter of the attempts that ended, by their length in tokens.
 
-    It has the lengths, the numbers of attempts that ended, were trained on, wait and were lost, and
-    the shares that were trained on and kept.
+    A row has the range of lengths, the numbers of attempts that ended, were trained on, wait for
+    training and were lost, and the shares that were trained on and kept.
     """
     for bucket in records(place.get("buckets"), MAX_ROWS):
         low, high, ended, trained, waiting = (

@@ -1,4 +1,4 @@
-"""Texts for numbers, and what a run waits for: in words for terminal, report and dashboard."""
+"""Numbers as texts, and the bottleneck of a run in words, for terminal, report and dashboard."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,13 +31,13 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def records(value: Any, limit: int) -> list[dict[str, Any]]:
-    """Return the dicts among the first `limit` items of a list. Anything else gives none."""
+    """Return the dicts among the first `limit` items of a list. Empty if `value` is no list."""
     items = value[:limit] if isinstance(value, list | tuple) else ()
     return [item for item in items if isinstance(item, dict)]
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """Return a share as text in percent.
+    """Return a share as text in percent. `NONE` if the share is None.
 
     >>> percent(0.4336), percent(0.9964), percent(0.9964, 1), percent(None)
     ('43%', '99.6%', '99.6%', '—')
@@ -52,7 +52,7 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in seconds as text.
+    """Return a duration in seconds as text. `NONE` if it is None.
 
     >>> duration(4.26), duration(372), duration(7384), duration(None)
     ('4.3 s', '6:12', '2:03:04', '—')
@@ -84,9 +84,10 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
-"""Thresholds that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time
-is ignored, and idle time of the engine below `KEEPS_BUSY`. From `HELD_BACK` on, tools or finished
-groups that wait for older ones are the cause. Another activity is named above `OTHER`.
+"""Shares that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time is
+ignored, and idle time of the engine below `KEEPS_BUSY`. Tools, or finished groups that wait for
+older ones, are the cause from a share of `HELD_BACK`. A second activity of the trainer is named
+above `OTHER`.
 """
 
 BOTTLENECKS = {
@@ -119,17 +120,18 @@ _WORK = {
     "checkpoint/duration_s": "Checkpointing",
     "publish/duration_s": "Publishing",
 }
-"""Activities of the trainer, by metric. The last three can overlap with the first two. They count
-only for the time of a step that these and the waiting leave.
+"""Activities of the trainer, by the metric with their seconds. The last three can overlap with the
+first two. So each is counted at most for the time of a step that waiting and the activities before
+it leave.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The shares of the wall time in which trainer and engine wait.
+    """The shares of the wall time in which trainer and engine wait. None if not recorded.
 
-    `trainer` is the share in which it waits for finished groups, `engine` the share without
-    requests.
+    `trainer` is the share in which the trainer waits for finished groups, `engine` the share in
+    which the engine has no requests.
     """
 
     trainer: float | None
@@ -139,14 +141,14 @@ class Waiting:
     tools: float | None = None
     """Share of the episodes' time that is spent waiting for tools and rewards."""
     eval_tools: float | None = None
-    """The same share, of held-out episodes."""
+    """The share `tools` of held-out episodes."""
     finished: float | None = None
     """Share of the groups in flight that are finished but wait until older ones are trained on."""
     synchronous: bool = False
 
     @property
     def bottleneck(self) -> str:
-        """Return the bottleneck, a key of `BOTTLENECKS`. Empty if there is none.
+        """The bottleneck of the run, a key of `BOTTLENECKS`. Empty if there is none.
 
         If the trainer waits and the engine is busy, generation is the bottleneck. If the engine is
         idle too, the cause is tools, the limit on staleness or synchronous training.
@@ -171,13 +173,13 @@ class Waiting:
         return "The staleness budget" if held_back else "Tools and rewards"
 
     def _named(self, activity: str) -> str:
-        """Return the part of an activity that takes most of its time."""
+        """Return the activity, or `Grading held-out tasks` if that takes most of an evaluation."""
         is_grading = activity == "Evaluation" and (self.eval_tools or 0.0) >= HELD_BACK
         return "Grading held-out tasks" if is_grading else activity
 
     @property
     def sentence(self) -> str:
-        """Return a sentence with the bottleneck and the figures that show it."""
+        """A sentence with the bottleneck and the figures that show it."""
         if self.trainer is None and self.engine is None:
             return "Too little was recorded to find the bottleneck."
         facts = f"the trainer waited for episodes {percent(self.trainer)} of the time"
@@ -205,7 +207,10 @@ class Waiting:
         return f"{self.bottleneck} is the bottleneck: {facts}."
 
     def _other(self, name: str) -> str:
-        """Return the largest other share of the trainer's time. Empty if it is not large."""
+        """Return the activity but `name` that takes most of the trainer's time, with its share.
+
+        Empty if the share is not above `OTHER`.
+        """
         unknown = 1 - (self.trainer or 0.0) - sum(self.work.values())
         others = {**self.work, name: 0.0, "what was not measured": unknown}
         share, largest = max((share, each) for each, share in others.items())
@@ -213,13 +218,13 @@ class Waiting:
 
     @property
     def advice(self) -> str:
-        """Return a sentence on what would help. Empty if there is no bottleneck."""
+        """A sentence on options that would help. Empty if there is no bottleneck."""
         remedy = BOTTLENECKS.get(self.bottleneck, "")
         return f"What would help: {remedy}." if remedy and self.trainer is not None else ""
 
 
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
-    """Return the shares of waiting over consecutive rows of metrics.
+    """Return the shares of waiting over consecutive rows of metrics, one row per step.
 
     The first row only gives the start time.
 

@@ -36,10 +36,10 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 class OldLogps:
     """The base class of routes, which are methods to compute old log-probabilities (`old_logp`).
 
-    `on_piece` and `on_end` may be called at any time, on the event loop. All other methods are
-    called one at a time: `costs`, `events` and `close` on the event loop while the trainer's thread
-    is idle, the others in that thread. Except for `logps`, the methods of this class do nothing. A
-    route overrides those that it needs.
+    `on_piece`, `on_end` and `on_wait` may be called at any time, on the event loop. All other
+    methods are called one at a time: `costs`, `events` and `close` on the event loop while the
+    trainer's thread is idle, the others in that thread. Except for `logps`, the methods of this
+    class do nothing. A route overrides those that it needs.
     """
 
     needs = Needs()
@@ -69,6 +69,14 @@ class OldLogps:
         Called on the event loop, so it must not block.
         """
 
+    def on_wait(self, past: Sequence[PendingPiece]) -> None:
+        """Receive the notice that the trainer begins to wait for episodes.
+
+        `past` are the pieces of versions before the current one that no batch has contained yet.
+        No further piece of these versions will arrive. Called on the event loop, so it must not
+        block, and only if the route declares `needs.idle` and `needs.snapshots`.
+        """
+
     def score_while_idle(self) -> bool:
         """Score tokens in about one forward pass, while the trainer waits for episodes.
 
@@ -79,8 +87,8 @@ class OldLogps:
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         """Score pieces (runs of tokens) of the current version, before a step changes its weights.
 
-        Called only if the route declares `needs.closing` or `needs.idle`. `unscored` has all pieces
-        that this version sampled and that no batch has contained yet.
+        Called only if `needs.scores_before_update`. `unscored` has all pieces that this version
+        sampled and that no batch has contained yet.
         """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:

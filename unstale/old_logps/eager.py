@@ -1,4 +1,4 @@
-"""`eager`: score tokens while the trainer still has the weights that sampled them."""
+"""`eager`: score tokens while the trainer waits for episodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class Eager(OldLogps):
-    """A route that scores each token once with the trainer's weights, before they change.
+    """A route that scores each token once, while the trainer waits for episodes.
 
-    An episode is scored when it has ended, while the trainer waits. Other episodes are scored
-    before the optimizer step, so that no context is computed again for every turn. These values are
-    exact. The route `fallback` scores the tokens that the same version sampled later, until engines
-    loaded the next one. The metric `old_logps/scored_in_time_share` is the share of tokens scored
-    in time.
+    The pieces of the current version are scored with the trainer's weights when their episode has
+    ended. If the route `fallback` keeps versions, the pieces of unfinished episodes are scored with
+    its weights when no further token of their version can arrive, so that no context is computed
+    again for every turn. Otherwise they are scored before the optimizer step. The route `fallback`
+    scores the remaining tokens with their batch. The metric `old_logps/scored_in_time_share` is the
+    share of exact values that were known before.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -39,11 +40,12 @@ class Eager(OldLogps):
         self.needs = replace(fallback.needs, idle=True, forwards="versions")
         self._scorer = scorer
         self._cache = LogpCache(scorer)
-        self._ended: deque[Sequence[PendingPiece]] = deque()
-        """The pieces of episodes that have ended, until they are sorted."""
-        self._waiting = ScoreQueue()
-        """Pieces (runs of tokens) of ended episodes, which `_version` sampled, without scores."""
-        self._version = -1
+        self._arrived: deque[tuple[Sequence[PendingPiece], bool]] = deque()
+        """Pieces that are not in a queue yet, and whether their episodes have ended."""
+        self._ended: dict[int, ScoreQueue] = {}
+        """By version, pieces (runs of tokens) of ended episodes that have no score."""
+        self._open: dict[int, ScoreQueue] = {}
+        """By version, those of unfinished episodes, to which the version adds no token any more."""
         self._num_tokens = 0
         self._num_covered = 0
 
@@ -51,28 +53,41 @@ class Eager(OldLogps):
         self.fallback.before_publish()
 
     def on_published(self, live: Collection[int]) -> None:
-        self._cache.keep({*live, self._scorer.version})
+        current = self._scorer.version
+        self._cache.keep({*live, current})
         self._sort()
+        kept = {*live, current} if self.needs.snapshots else {current}
+        for queues in (self._ended, self._open):
+            for version in queues.keys() - kept:
+                del queues[version]
         self.fallback.on_published(live)
 
     def on_piece(self, piece: PendingPiece) -> None:
         self.fallback.on_piece(piece)
 
     def on_end(self, pieces: Sequence[PendingPiece]) -> None:
-        self._ended.append(pieces)
+        self._arrived.append((pieces, True))
         self.fallback.on_end(pieces)
+
+    def on_wait(self, past: Sequence[PendingPiece]) -> None:
+        self._arrived.append((past, False))
+        self.fallback.on_wait(past)
 
     def score_while_idle(self) -> bool:
         self._sort()
-        if not self._scorer.weights_match_version or not self._waiting:
+        version = self._version_to_score()
+        if version is None:
             return self.fallback.score_while_idle()
-        self._cache.score(self._waiting.take(self._scorer.max_tokens))
+        queue = self._ended.get(version) or self._open[version]
+        is_current = version == self._scorer.version
+        self._cache.score(queue.take(self._scorer.max_tokens), None if is_current else version)
         return True
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
         self._sort()
-        if not self.needs.closing:  # else the fallback scores them
-            self._cache.score(self._waiting.take_all() | by_key(self._cache.missing(unscored)))
+        if self.needs.scores_before_update and not self.needs.closing:
+            waiting = self._ended.pop(self._scorer.version, ScoreQueue()).take_all()
+            self._cache.score(waiting | by_key(self._cache.missing(unscored)))
         self.fallback.before_update(self._cache.missing(unscored))
 
     def trained(self, kept: float) -> None:
@@ -80,7 +95,8 @@ class Eager(OldLogps):
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         self._sort()
-        self._waiting.discard(batch.episodes)
+        for queue in (*self._ended.values(), *self._open.values()):
+            queue.discard(batch.episodes)
         values, covered = self._cache.lookup(batch)
         exact = covered & has_clean_behavior(batch)
         missing = batch.sampled & ~covered
@@ -127,28 +143,49 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put the pieces of ended episodes that the current version sampled into the queue."""
-        if self._version != self._scorer.version:
-            self._version, self._waiting = self._scorer.version, ScoreQueue()
-        while self._ended:
-            for piece in self._cache.missing(self._ended.popleft()):
-                if piece.piece.version == self._version:
-                    self._waiting.put(key_of(piece), text_of(piece))
+        """Put pieces that have no score into the queue of their version, if it can be scored."""
+        while self._arrived:
+            pieces, has_ended = self._arrived.popleft()
+            for piece in self._cache.missing(pieces):
+                version = piece.piece.version
+                if version != self._scorer.version and not self.needs.snapshots:
+                    continue
+                ended, still_open = (
+                    queues.setdefault(version, ScoreQueue()) for queues in (self._ended, self._open)
+                )
+                if has_ended:
+                    still_open.discard([piece.episode])
+                if has_ended or piece.episode in ended:
+                    ended.put(key_of(piece), text_of(piece))
+                else:
+                    still_open.put(key_of(piece), text_of(piece))
+
+    def _version_to_score(self) -> int | None:
+        """Return the version whose pieces are scored next. None if there is nothing to score.
+
+        Ended episodes are first, because the next batch may contain them. Of these, the newest
+        version is first: the fallback's model is nearest to it.
+        """
+        for queues in (self._ended, self._open):
+            for version in sorted(queues, reverse=True):
+                is_current = version == self._scorer.version
+                if queues[version] and (self._scorer.weights_match_version or not is_current):
+                    return version
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
-    """Options of the route `eager`, which scores tokens before the trainer's weights change.
+    """Options of the route `eager`, which scores tokens while the trainer waits for episodes.
 
-    Ended episodes are scored while the trainer waits, and others before the optimizer step. A
-    second route scores the tokens that are sampled after that.
+    A second route scores the tokens for which there was no time.
     """
 
     route: str = "eager"
     makes: ClassVar[type[OldLogps]] = Eager
     fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
-    """Only for `eager`: the route that scores the tokens that their version sampled after the
-    optimizer step.
+    """Only for `eager`: the route that scores the remaining tokens with their batch. With
+    `snapshot_old`, unfinished episodes are also scored while the trainer waits.
     """
 
     exactness: ClassVar = "where scored in time (old_logps/exact_share)"
@@ -158,7 +195,7 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     }
     recipe: ClassVar = {}
     docs: ClassVar = RouteDocs(
-        policy="the trainer before each step; a fallback route for later tokens",
+        policy="the trainer, or the kept weights of the version that sampled the token",
         exact="for its own share; otherwise as its fallback",
         holds="as its fallback",
         costs="one forward pass of each trajectory per version in it, mostly in idle time",

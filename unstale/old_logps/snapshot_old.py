@@ -30,7 +30,8 @@ class SnapshotOld(OldLogps):
     The route keeps one further copy of the model and the differences between consecutive versions,
     with which this copy is set to each version in turn. For each version, the copy runs the
     sequences that contain tokens of the version, up to the last such token. Tokens of the current
-    version are scored by the trainer's model until an optimizer step changes it.
+    version are scored by the trainer's model until an optimizer step changes it. A thread compares
+    a new version with the one before, while the trainer goes on.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
@@ -47,10 +48,7 @@ class SnapshotOld(OldLogps):
         self.scorer = scorer
 
     def on_published(self, live: Collection[int]) -> None:
-        # before `put` as well, because dropped versions must not count against the memory limit
-        self.scorer.keep(live)
-        self.scorer.put()
-        self.scorer.keep(live)
+        self.scorer.begin_put(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Score the batch with kept weights.

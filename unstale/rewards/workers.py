@@ -22,8 +22,8 @@ from unstale.envs import EnvError
 CPU_S = 3.0
 """CPU seconds for one reply. An ordinary one takes 0.01."""
 WALL_S = 60.0
-"""Seconds without an answer after which a worker is treated as frozen. Even with many other
-processes it has `CPU_S` of a core by then.
+"""Seconds without an answer after which a worker is treated as frozen. Even on a busy machine, a
+working one has used its `CPU_S` seconds of processor time by then and was ended for that.
 """
 MEMORY_MB = 1024
 """Address space of a worker. It uses 150 MB of it after its start."""

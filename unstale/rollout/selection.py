@@ -42,19 +42,19 @@ MAX_COMPARED = 100_000
 async def training_requests(
     taskset: Taskset,
     seed: int,
-    life: ResumeState,
+    start: ResumeState,
     *,
     identify: Identities,
     skipped: Collection[str],
 ) -> AsyncIterator[GroupRequest]:
     """Yield one request for a group of episodes for each training task.
 
-    `life` is the state from which the run continues. A resumed run continues after its last task.
+    `start` is the state from which the run continues. A resumed run continues after its last task.
     Tasks whose identity is in `skipped` get no request. The requests end after `MAX_SKIPPED`
     skipped tasks in a row. If a task comes again, its request has another seed. With the same seed,
     it would repeat the episodes of its first group.
     """
-    number = life.admitted
+    number = start.admitted
     num_skipped = 0
     visits: Counter[Task] = Counter()
     place = -1
@@ -62,7 +62,7 @@ async def training_requests(
         place += 1
         visit = visits[task]
         visits[task] += 1
-        if place < life.place:
+        if place < start.place:
             continue
         num_skipped += 1
         if await identify.find(task) not in skipped:
@@ -137,19 +137,19 @@ class Selection:
         self,
         config: RunConfig,
         taskset: Taskset,
-        life: ResumeState,
+        start: ResumeState,
         techniques: Techniques,
         *,
         skipped: Collection[str],
     ) -> None:
-        """Create the choice for a run. `life` is the state from which the run continues.
+        """Create the choice for a run. `start` is the state from which the run continues.
 
         `skipped` are the identities of the tasks that are not tried again. Callers may add to this
         set.
         """
         self._config = config
         self._taskset = taskset
-        self._life = life
+        self._start = start
         self._techniques = techniques
         self._skipped = skipped
         self.identify = Identities(taskset)
@@ -157,12 +157,12 @@ class Selection:
         self._visits: Counter[str] = Counter()
         if config.selection.pool:
             self._pool = make_pool(taskset, config.seed, config.selection.pool, self.identify)
-            for task, count in life.visits.items():
+            for task, count in start.visits.items():
                 self._visits[self.identify(task)] += count
             if isinstance(techniques.sampler, TextReader):
                 techniques.sampler.read(read_texts(taskset, self._pool))
         self._names = list(self._pool)
-        self._live = {each.number: self.identify(each.task) for each in life.requests}
+        self._live = {each.number: self.identify(each.task) for each in start.requests}
         """The identities of the tasks whose groups are in flight, by the number of the group."""
 
     async def requests(self) -> AsyncIterator[GroupRequest]:
@@ -172,14 +172,14 @@ class Selection:
             requests = training_requests(
                 self._taskset,
                 config.seed,
-                self._life,
+                self._start,
                 identify=self.identify,
                 skipped=self._skipped,
             )
             async for request in requests:
                 yield self._sized(request)
             return
-        number = self._life.admitted
+        number = self._start.admitted
         while usable := self._candidates(number):
             draw = self._draw(usable, number)
             place, task = self._pool[draw.task]

@@ -342,15 +342,17 @@ class PendingPieces:
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
-        self.ended = asyncio.Event()
-        """An event that `end` sets. Clear it before you wait for the next end of an episode."""
+        self.changed = asyncio.Event()
+        """Set by `end`, and when the pieces of a version are complete. Whoever waits clears it
+        before.
+        """
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def end(self, episode: int) -> list[PendingPiece]:
-        """Return all pieces of an episode that has ended, and set the event `ended`."""
-        self.ended.set()
+        """Return all pieces of an episode that has ended, and set the event `changed`."""
+        self.changed.set()
         return [
             piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
         ]
@@ -368,6 +370,11 @@ class PendingPieces:
     def versions(self) -> frozenset[int]:
         """The versions of the weights that sampled at least one of these pieces."""
         return frozenset(self._pieces)
+
+    def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
+        """Return the pieces of earlier versions, without those of the excluded episodes."""
+        earlier = sorted(each for each in self._pieces if each < version)
+        return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
         """Return the pieces that one version sampled, without those of the excluded episodes."""

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unstale.config import RunConfig
 from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
-from unstale.model.sharding import gather_whole, is_sharded
+from unstale.model.sharding import is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
 from unstale.techniques.hooks import (
@@ -310,8 +310,7 @@ class LocalTrainer:
             self._keep_whole()
             self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
-        total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
-        norm = float(gather_whole(total))
+        norm = self._weights.clip(self.config.grad_clip)
         overflows = self._loss_scale.absorbs(math.isfinite(norm))
         if not overflows and not math.isfinite(norm):
             raise FloatingPointError(
@@ -339,6 +338,7 @@ class LocalTrainer:
             self._metrics.skipped_steps += 1
             self._weights.drop_gradients()
             return
+        self.policy.reclaim_weights()
         moved = self._weights.apply(self.steps + 1)
         if self._masters.is_narrow:
             self._metrics.add_moved(self._peers.sum(moved))
@@ -374,6 +374,7 @@ class LocalTrainer:
         """Return the metrics of the last batch, and the CPU seconds since the last call."""
         costs = self._total_costs()
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
+        costs["forward_per_token"] = costs["forward_tokens"] / max(1, self._metrics.fresh_tokens)
         cpu_s = time.process_time()
         metrics = {
             **self._metrics.metrics(),
@@ -421,6 +422,7 @@ class LocalTrainer:
         ValueError if the checkpoint is of another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
+        self.policy.reclaim_weights()
         self._weights.restore(state)
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])

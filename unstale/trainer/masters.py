@@ -168,9 +168,12 @@ class Masters:
     def restore(
         self, weights: Mapping[str, Tensor], rounded_at: int, names: Collection[str]
     ) -> None:
-        """Load the weights `names`, and round them as they were rounded after step `rounded_at`."""
+        """Load the weights `names`, and round them as they were rounded after step `rounded_at`.
+
+        No other thread may read the weights of the policy.
+        """
         for name in names:
-            self.tensors[name].copy_(weights[name])
+            local(self.tensors[name].detach()).copy_(local(weights[name]))
         self.round(rounded_at, names)
 
 

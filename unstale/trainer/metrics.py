@@ -61,6 +61,8 @@ class StepMetrics:
         """The number of tokens with a gradient that the whole batch will have, if only a part of it
         is known yet.
         """
+        self.fresh_tokens = 0
+        """Tokens of trajectories, with their contexts, that no earlier step was trained on."""
         self.score_tokens = 0
         """Tokens in forward passes of the current weights that a route needed."""
         self.sequence_tokens = 0
@@ -158,8 +160,9 @@ class StepMetrics:
         self._values["reference_log_ratio"].append(log_ratio)
 
     def count(self, batch: Batch) -> None:
-        """Count the sampled tokens of some sequences of the batch."""
+        """Count the tokens of some sequences of the batch."""
         self.action_tokens += int(batch.sampled.sum())
+        self.fresh_tokens += len((batch.select_fresh()[0] if batch.stored else batch).tokens)
 
     def count_gradient(self, trained: Batch) -> None:
         """Count the sampled tokens of the sequences of the batch that have a gradient."""

@@ -17,7 +17,7 @@ class MainMemory:
 
     def __init__(self) -> None:
         self._placed: dict[int, tuple[Tensor, Tensor]] = {}
-        """By a tensor's storage: the tensor, and one in main memory with its numbers."""
+        """Maps the address of a tensor's storage to the tensor and its copy in main memory."""
 
     @torch.no_grad()
     def put(self, tensor: Tensor) -> None:

@@ -2,14 +2,14 @@
 
 from unstale.config import RunConfig
 from unstale.engines.vllm_server import ACTIVATIONS_SHARE
+from unstale.model.forward import ForwardOptions
 from unstale.model.pass_size import free_bytes, largest_pass, total_bytes
 from unstale.model.policy import Policy
 from unstale.model.sharding import local
 
-_PENDING_BYTES = 12
-"""Bytes per trained weight that the first optimizer step allocates: a float32 gradient and two
-moments.
-"""
+_GRADIENT_BYTES = 4
+_MOMENTS_BYTES = {"AdamW8bit": 2}
+"""Bytes of moments per trained weight, which the first optimizer step allocates. Otherwise 8."""
 _COPIES = 3
 """Copies of the weights in the precision of passes that a run may still allocate: the gradient of a
 pass, the second model of the route `old_logit_model` and the weights to publish.
@@ -25,21 +25,25 @@ def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
     `ACTIVATIONS_SHARE` of the GPU's memory to activations.
     """
     options = config.trainer
-    scoring = options.scoring_tokens(on_gpu=policy.device.type == "cuda")
+    on_gpu = policy.device.type == "cuda"
+    scoring = options.scoring_tokens(on_gpu=on_gpu)
     if chosen := options.max_tokens_per_microbatch if trains else scoring:
         return chosen
     word = policy.dtype.itemsize
     trained = sum(local(each).numel() for each in policy.model.parameters() if each.requires_grad)
-    free = free_bytes(policy.device) - trained * (_PENDING_BYTES + _COPIES * word)
-    if policy.device.type == "cuda" and _shares_gpu(config):
+    moments = _MOMENTS_BYTES.get(options.optimizer, 8)
+    if options.offload_optimizer and on_gpu:
+        moments = 0
+    reserved = trained * (_GRADIENT_BYTES + moments + _COPIES * word)
+    # The ranks may all be on this machine.
+    free = free_bytes(policy.device, reserved=reserved, ranks=policy.peers.count)
+    if on_gpu and _shares_gpu(config):
         free = min(free, ACTIVATIONS_SHARE * total_bytes(policy.device))
-    elif policy.device.type == "cpu":
-        free /= policy.peers.count  # which may all be on this machine
     own = largest_pass(
         policy.model,
         free=free,
         word=word,
-        checkpointing=options.gradient_checkpointing,
+        checkpointing=ForwardOptions.of(config).gradient_checkpointing,
         trains=trains,
     )
     context = policy.peers.context

@@ -5,6 +5,7 @@ other options, so this module needs no model.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from unstale.algorithms import corrections, objectives
 from unstale.algorithms.corrections import CorrectionWeights
 from unstale.algorithms.objectives import Surrogate
 from unstale.config import CorrectionConfig, ObjectiveConfig, Unit
+from unstale.config.declared import choices
 from unstale.records import Batch
 from unstale.techniques.hooks import NO_TECHNIQUES, Techniques
 
@@ -37,11 +39,20 @@ class LossSpec:
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         correction = self._veto(log_d, batch)
-        unit_log_d = corrections.aggregate(
-            log_d, _unit_ids(config.unit, batch), sampled=batch.sampled, how=config.aggregate
+        over_unit = partial(
+            corrections.aggregate,
+            unit=_unit_ids(config.unit, batch),
+            sampled=batch.sampled,
+            how=config.aggregate,
         )
+        divergences = {
+            name: over_unit(divergence(log_d, batch.behavior_logp))
+            for name, divergence in corrections.DIVERGENCES.items()
+            if name in choices("corrections", "mode")[config.mode]
+        }
         apply_mode = corrections.MODES[config.mode]
-        return apply_mode(unit_log_d, correction, **config.selected_options())
+        options = config.selected_options()
+        return apply_mode(over_unit(log_d), correction, **divergences, **options)
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
         """Return True for the sampled tokens that the token veto drops, `[T]`."""
@@ -73,7 +84,9 @@ class LossSpec:
             )
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
-        return config.surrogate(log_s, batch.advantage)
+        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.sampled}
+        inputs = {name: known[name] for name in config.inputs}
+        return config.surrogate(log_s, batch.advantage, **inputs)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
         """Return the weights `factor` of the tokens' losses, reduced where pi / mu is above

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unstale.config import RunConfig
 from unstale.model.policy import Policy
+from unstale.model.sharding import by_mesh, gather_whole, local
 from unstale.trainer.masters import Masters
 from unstale.trainer.offload import MainMemory
 from unstale.trainer.optimizer import make_optimizer
@@ -29,15 +30,35 @@ class WeightUpdate:
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self.masters = Masters(policy, config)
+        self._peers = policy.peers
         self._name = config.trainer.optimizer
         self._weights = self.masters.tensors
         self.optimizer = make_optimizer(config.trainer, list(self._weights.values()))
         self._memory = MainMemory()
-        self._parts: list[list[str]] = [list(self._weights)]
+        self._groups = by_mesh(self._weights)
+        self._parts = self._groups
+        """The names of the weights that are changed together."""
         self._offloads = config.trainer.offload_optimizer
         if self._offloads:
-            self._parts = parts_of(self._weights, PART)
+            self._parts = [
+                part
+                for names in self._groups
+                for part in parts_of({name: self._weights[name] for name in names}, PART)
+            ]
             self._put_away(self._weights)
+
+    def clip(self, limit: float) -> float:
+        """Return the norm of the gradients. If it is above `limit`, scale them down to that."""
+        groups = [[self._weights[name] for name in names] for names in self._groups]
+        if len(groups) == 1:
+            return float(gather_whole(nn.utils.clip_grad_norm_(groups[0], limit)))
+        gradients = [
+            local(each.grad) for group in groups for each in group if each.grad is not None
+        ]
+        norm = nn.utils.get_total_norm(gradients).double().cpu()
+        total = (self._peers.sum(norm.square()) / self._peers.replicas).sqrt()
+        torch._foreach_mul_(gradients, min(1.0, limit / (float(total) + 1e-6)))
+        return float(total)
 
     def apply(self, step: int) -> Tensor:
         """Take optimizer step `step`, and round the weights into the policy. Free the gradients.

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -59,16 +60,41 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
 
     `sizes` has the bytes of each item. With `MIN_SHARED_BYTES` or more in all, the calls run on as
     many threads as torch has, or on half of the processor's cores if these are more: processes that
-    compute little give torch one thread. The threads have torch's default stream and modes, not
-    those of the caller.
+    compute little give torch one thread. The threads have the
+    caller's GPU stream, and torch's default modes.
     """
     threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
         return [call(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: -sizes[i])  # so that all threads end together
-    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+    use_stream = (
+        partial(torch.cuda.set_stream, torch.cuda.current_stream())
+        if torch.cuda.is_initialized()
+        else None
+    )
+    with ThreadPoolExecutor(min(threads, len(items)), initializer=use_stream) as pool:
         made = dict(zip(order, pool.map(call, [items[i] for i in order]), strict=True))
     return [made[i] for i in range(len(items))]
+
+
+def on_side_stream(call: Callable[[], R], device: torch.device) -> Callable[[], R]:
+    """Return a function that makes the call on a GPU stream of its own, for another thread.
+
+    It begins when the work of the caller's stream is done, and returns when its own is. On another
+    device than a GPU it is the call itself.
+    """
+    if device.type != "cuda":
+        return call
+    begins, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+    def on_stream() -> R:
+        stream.wait_stream(begins)
+        with torch.cuda.stream(stream):
+            result = call()
+        stream.synchronize()
+        return result
+
+    return on_stream
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

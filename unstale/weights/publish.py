@@ -41,27 +41,31 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaInParts(Delta):
-    """A delta that consists of several others, such as one from each trainer rank.
+    """A delta that consists of several parts, such as one from each trainer rank.
 
-    `tensors` is empty: call `read` for the other deltas.
+    `tensors` is empty: `read` returns the parts.
     """
 
     read: Callable[[], Iterable[Delta]]
-    """A function that fetches and returns the other deltas, one at a time."""
+    """A function that fetches the parts and returns them one at a time, each as a delta."""
 
 
 class Publisher(Protocol):
-    """A sender of the newest version of the weights to every engine, in three steps."""
+    """A sender of the newest version of the weights to every engine, in four steps."""
 
     bytes: int
     """Size in bytes of the last update that was prepared."""
 
-    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update in the trainer's thread, while engines still generate.
+    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        """Begin to prepare the update in the trainer's thread, while engines still generate.
 
         `live` are the older versions that must be kept, because they sampled tokens that are not
-        trained on yet.
+        trained on yet. The weights must not change before the version is published.
         """
+        ...
+
+    def finish(self) -> None:
+        """Finish the preparation, in another thread than the trainer's, which may score."""
         ...
 
     async def stage(self) -> None:
@@ -128,25 +132,45 @@ class DirectPublisher:
         """The version that was packed last, and its packed weights."""
         self._loaded = -1
         """The version of the engine's weights. -1 before the first."""
+        self._begun: tuple[int, Mapping[str, Tensor]] | None = None
+        """The version that is prepared, and its weights."""
         self._prepared: tuple[Update, int] | None = None
 
-    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        weights = source.weights()
-        delta = self._delta(source.version, weights, live)
+    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        self._begun = version, weights = source.version, source.weights()
+        if self._store is not None:
+            # versions that are no longer needed must not count against the memory limit
+            self._store.begin_keep(live)
+            self._store.begin_put(version, weights)
+
+    def finish(self) -> None:
+        """Finish the preparation.
+
+        Raises the errors of `VersionStore.put`.
+        """
+        if self._begun is None:
+            return
+        (version, weights), self._begun = self._begun, None
+        delta = self._delta(version, weights)
         if self._put is not None:
-            self._put(source.version, weights, delta)
+            self._put(version, weights, delta)
         if self._post is not None:
-            posted = self._post(source.version, weights, delta)
+            posted = self._post(version, weights, delta)
             update: Update = posted
             self.bytes = posted.nbytes
         else:
             if self._packed != "none":
-                update = self._pack(source.version, weights)
+                update = self._pack(version, weights)
             else:
                 sent = delta if self._engine.takes_deltas else None
                 update = sent or cast(weights, self._dtype, device=self._device)
             self.bytes = update.nbytes if isinstance(update, Delta) else num_bytes(update)
-        self._prepared = update, source.version
+        self._prepared = update, version
+
+    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        """Begin and finish the preparation in one thread."""
+        self.begin(source, live)
+        self.finish()
 
     async def stage(self) -> None:
         """Stage the update in the engine. An error ends the run, but the engine still generates."""
@@ -182,14 +206,9 @@ class DirectPublisher:
         delta = Delta(base, version, checksum(packed), tensors)
         return delta if delta.nbytes < num_bytes(packed) else packed
 
-    def _delta(
-        self, version: int, weights: Mapping[str, Tensor], live: Collection[int]
-    ) -> Delta | None:
+    def _delta(self, version: int, weights: Mapping[str, Tensor]) -> Delta | None:
         if self._store is None:
             return None
-        # versions that are no longer needed must not count against the memory limit
-        self._store.keep(live)
-        self._store.put(version, weights)
         if self._loaded not in self._store.versions[: self._store.versions.index(version)]:
             return None
         delta = self._store.delta(version)

@@ -96,10 +96,10 @@ class Recording:
 
 
 class Recorded:
-    """A reader of the files that a `Recording` wrote.
+    """A reader of a `Recording`: the batches of a run, and the weights of each version.
 
-    A batch is skipped if it needs a version without a file. This happens if the run was killed
-    before it recorded a version, or if recording began with a resume.
+    A batch is skipped if the weights of one of its versions were not recorded. This happens if the
+    run was killed before it recorded a version, or if recording began with a resume.
     """
 
     def __init__(self, folder: Path) -> None:

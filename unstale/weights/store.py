@@ -5,15 +5,25 @@ tensor is handled separately, so each device of a sharded trainer can store its 
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from unstale.weights.bits import Checksum, checksum, has_checksum, in_threads, words
+from unstale.weights.bits import (
+    Checksum,
+    checksum,
+    has_checksum,
+    in_threads,
+    on_side_stream,
+    words,
+)
 from unstale.weights.codec import (
     Delta,
     apply_all,
@@ -46,6 +56,10 @@ class VersionStore:
     stored whole. Versions are stored in memory, up to `memory_gb` (0 is no limit), or in files
     under `folder`.
 
+    `begin_put` and `begin_keep` leave their work to a thread of the store. Every other method waits
+    for this thread first, and raises its error. Any thread may call `wait` and `delta`; the other
+    methods must be called one at a time.
+
     >>> store = VersionStore()
     >>> for version in range(4):
     ...     store.put(version, {"w": torch.full((1000,), float(version))})
@@ -77,6 +91,11 @@ class VersionStore:
         """
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
+        self._jobs: list[Future[None]] = []
+        """The work of the store's thread, until something has waited for it."""
+        self._thread: ThreadPoolExecutor | None = None
+        """The thread. None if it has no work."""
+        self._changing_jobs = Lock()
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Add the weights of a new version, or compare them with those stored for that version.
@@ -85,12 +104,57 @@ class VersionStore:
         or dtypes differ from the store's, if the version is older than the newest, or if it is
         stored with other weights.
         """
+        self.begin_put(version, tensors)
+        self.wait()
+
+    def begin_put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Begin what `put` does, in the store's thread.
+
+        The tensors are not copied, so they must not change until `wait` has returned.
+        """
+        self._begin(partial(self._put, version, tensors), tensors)
+
+    def begin_keep(self, live: Collection[int]) -> None:
+        """Begin what `keep` does, in the store's thread."""
+        self._begin(partial(self._keep, frozenset(live)), self._movable)
+
+    def wait(self) -> None:
+        """Wait for the store's thread. It then does not read any given tensors any more.
+
+        Raises the error of its work. The store is then as it was before this work.
+        """
+        with self._changing_jobs:
+            jobs = self._jobs
+        try:
+            if jobs:
+                jobs[-1].result()  # or the error of a job before it
+        finally:
+            self._forget(jobs)
+
+    def _begin(self, work: Callable[[], None], tensors: Mapping[str, Tensor]) -> None:
+        """Give the thread some work, which is not begun if the work before it fails."""
+        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        work = on_side_stream(work, device)
+        with self._changing_jobs:
+            before = self._jobs[-1] if self._jobs else None
+            self._thread = self._thread or ThreadPoolExecutor(1, "versions")
+            self._jobs = [*self._jobs, self._thread.submit(_after, before, work)]
+
+    def _forget(self, jobs: "Sequence[Future[None]]") -> None:
+        """Forget jobs, except those that a signal did not let end. End the thread without a job."""
+        with self._changing_jobs:
+            self._jobs = [job for job in self._jobs if job not in jobs or not job.done()]
+            if not self._jobs and self._thread:
+                self._thread.shutdown(wait=False)
+                self._thread = None
+
+    def _put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         if not self._movable:
             self._adopt(tensors)
             self._movable = {name: tensor.cpu().clone() for name, tensor in self._movable.items()}
         wrong = self._misfits(tensors)
         if version in self._versions:
-            self.move_to(version)
+            self._move_to(version)
             if wrong := wrong or self._changed(tensors):
                 raise ValueError(
                     f"version {version} is stored already, with other weights: {wrong[:4]} differ"
@@ -106,6 +170,10 @@ class VersionStore:
 
     def move_to(self, version: int) -> None:
         """Turn the full copy into `version`. Raises LookupError if the version is not stored."""
+        self.wait()
+        self._move_to(version)
+
+    def _move_to(self, version: int) -> None:
         if version not in self._versions:
             raise LookupError(f"version {version} is not stored, only {self._versions}")
         if version == self._at:
@@ -137,6 +205,10 @@ class VersionStore:
         Deltas (differences between adjacent versions) are joined where a version between them is
         dropped.
         """
+        self.begin_keep(live)
+        self.wait()
+
+    def _keep(self, live: Collection[int]) -> None:
         kept = [
             version
             for version in self._versions
@@ -145,7 +217,7 @@ class VersionStore:
         if kept == self._versions:
             return
         if self._at not in kept:
-            self.move_to(min(kept, key=lambda version: abs(version - self._at)))
+            self._move_to(min(kept, key=lambda version: abs(version - self._at)))
         if not self._full:
             for before, after in pairwise(kept):
                 links = [version for version in self._versions if before < version <= after]
@@ -162,27 +234,32 @@ class VersionStore:
         Raises LookupError for the first version, for one that is not stored, and with
         `storage="full"`.
         """
+        self.wait()
         if self._full or version not in self._versions[1:]:
             raise LookupError(f"no delta leads to version {version}: kept {self._versions}")
         return self._shelf.get(version)
 
     @property
     def versions(self) -> tuple[int, ...]:
+        self.wait()
         return tuple(self._versions)
 
     @property
     def at(self) -> int:
         """The version whose weights the full copy has now, or -1 before the first."""
+        self.wait()
         return self._at
 
     @property
     def bytes(self) -> int:
         """The size in bytes of the stored versions, without the full copy. 0 if in files."""
+        self.wait()
         return 0 if self._shelf.in_files else self._shelf.bytes
 
     @property
     def encoded_bytes(self) -> int:
         """The size in bytes of the stored versions, in memory or files, without the full copy."""
+        self.wait()
         return self._shelf.bytes
 
     @property
@@ -195,6 +272,7 @@ class VersionStore:
         Each delta is a uint8 tensor: the bytes of a safetensors file. Nothing is copied, so the
         returned full copy changes at the next `move_to` or `put`. Files are mapped into memory.
         """
+        self.wait()
         return {
             "full": self._full,
             "at": self._at,
@@ -213,6 +291,7 @@ class VersionStore:
 
         Raises ValueError if they are damaged, or do not fit the full copy or `storage`.
         """
+        self.wait()
         if state["full"] != self._full:
             raise ValueError(
                 "the saved version store has another old_logps.storage: keep it as it was"
@@ -238,10 +317,16 @@ class VersionStore:
         self._check_copy(state["checksum"])
 
     def close(self) -> None:
-        """Drop every version and remove the files."""
-        self._shelf.close()
-        self._versions = []
-        self._at = -1
+        """Drop every version and remove the files.
+
+        Raises the error of the store's thread, if nothing has waited for its work.
+        """
+        try:
+            self.wait()
+        finally:
+            self._shelf.close()
+            self._versions = []
+            self._at = -1
 
     def _add(self, version: int, weights: Mapping[str, Tensor]) -> None:
         if self._full:
@@ -249,7 +334,7 @@ class VersionStore:
             self._shelve(Delta(-1, version, checksum(weights), encoded))
         elif self._versions:
             newest = self._versions[-1]
-            self.move_to(newest)
+            self._move_to(newest)
             encoded = encode_all(self._movable, weights, weights)
             self._shelve(Delta(newest, version, checksum(weights), encoded))
         for name, tensor in weights.items():
@@ -359,3 +444,10 @@ class VersionStore:
             for name, current in self._movable.items()
             if not torch.equal(words(current), words(tensors[name]).to(current.device))
         ]
+
+
+def _after(before: "Future[None] | None", work: Callable[[], None]) -> None:
+    """Do some work, or raise the error of the work before it."""
+    if before is not None:
+        before.result()
+    work()

@@ -1,4 +1,4 @@
-"""Advice on the old-logit route, from a run's figures: gather evidence, draw conclusions.
+"""Advice on a run's route, the method that computes old log-probabilities, from measured figures.
 
     gather_evidence(folder) -> Evidence -> conclude(evidence) -> [Conclusion, ...] -> page(...)
 

@@ -1,9 +1,9 @@
-"""The table of comparisons behind the advice: the success of routes compared with exact ones.
+"""The table of comparisons behind the advice: the success of inexact routes and of exact ones.
 
-A setting is one comparison: a task environment, an engine, a staleness bound. It is named by its
-study and its folder. Its arms are routes with thresholds, trained with several seeds, and compared
-with an exact route. `python -m tools.advice_table FOLDER` writes the table from the folders of
-comparisons.
+A route is a method to obtain old log-probabilities. A setting is one comparison, with one task
+environment, engine and staleness bound. Its arms are routes with thresholds, trained with several
+seeds, and compared with an exact route. `python -m tools.advice_table FOLDER` writes the table from
+folders of comparisons.
 """
 
 import json
@@ -29,15 +29,15 @@ DESCRIBED = (
     "correction.unit", "objective.loss_type", "objective.unit", "objective.clip_low",
     "objective.clip_high",
 )  # fmt: skip
-"""Options by which the table describes a setting: those of its reference."""
+"""Options that describe a setting in the table. Their values are those of the exact reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingKind:
-    """The properties that a run and a setting must share to be compared.
+    """The properties in which a run and a setting of the table must agree to be compared.
 
-    With one minibatch per batch `current_recompute` has S = 1, so a clip on S never acts; with
-    several it does. Limits on sequences are far narrower than those on tokens.
+    With one minibatch per batch, the route `current_recompute` has S = 1, so a clip on S never
+    acts. With several it does. Limits on ratios of sequences are far narrower than on tokens.
     """
 
     one_minibatch: bool
@@ -46,12 +46,15 @@ class SettingKind:
 
     @classmethod
     def of(cls, config: RunConfig) -> "SettingKind | None":
-        """Return the kind of a run. None if its objective stops no tokens by a clip."""
+        """Return the kind of a run. None if its objective has no clip that stops tokens."""
         return cls.of_options(described(config))
 
     @classmethod
     def of_options(cls, values: Row) -> "SettingKind | None":
-        """Return the kind of a setting from the options of its reference."""
+        """Return the kind of a setting from the options of its reference, by full name.
+
+        None if the objective has no clip that stops tokens.
+        """
         unit = values.get("objective.unit", "token")
         objective = ObjectiveConfig(loss_type=values["objective.loss_type"], unit=unit)
         if not objective.stops or not objective.bounds():
@@ -68,15 +71,17 @@ class SettingKind:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An arm with an inexact route in one setting, compared with the exact reference."""
+    """A configuration (arm) with approximate `old_logp`, compared with the exact reference."""
 
     setting: str
     """Name of the study and of the setting in it."""
     kind: SettingKind | None
     arm: str
-    """Name of the arm: its route, with a word if its limits are others than the reference's."""
+    """Name of the arm: its route, with a word if its limits differ from the reference's, and the
+    route's options.
+    """
     difference: PairedDifference
-    """Held-out success of the arm less that of the reference, over pairs of runs."""
+    """Held-out success of this configuration minus that of the reference, over pairs of runs."""
 
     @property
     def study(self) -> str:
@@ -84,25 +89,25 @@ class Case:
 
     @property
     def is_worse(self) -> bool:
-        """True if the whole interval of the difference is below 0."""
+        """True if the whole confidence interval of the difference is below 0."""
         return self.difference.interval(ALPHA)[1] < 0
 
 
 @dataclass(frozen=True, slots=True)
 class ArmRecord:
-    """The results of an arm in the settings of one kind."""
+    """The results of an arm (a way to get `old_logp`, and thresholds) in settings of one kind."""
 
     arm: str
     settings: int
     worse: int
-    """The number of settings in which the arm had less success than the exact route."""
+    """The number of settings in which the arm had significantly less success than the reference."""
     difference: PairedDifference
-    """Over all pairs of these settings, each taken as independent."""
+    """The same difference as in `Case`, over all pairs of these settings, taken as independent."""
 
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """The settings of the table."""
+    """The table of comparisons: one row per setting."""
 
     settings: Sequence[Row]
     about: str = ""
@@ -115,9 +120,9 @@ class ComparisonTable:
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Return the arms whose difference in success is known, with its spread.
+        """The arms whose difference in success has a known spread.
 
-        An arm with a single pair, or with equal ones, does not show a spread.
+        Arms with a single pair, or with equal differences in all pairs, are left out.
         """
         return [
             Case(
@@ -163,12 +168,12 @@ class ComparisonTable:
 
 
 def label_of(config: RunConfig) -> str:
-    """Return the name under which the table has the route of a run."""
+    """Return the name in the table of an arm (configuration) with the route of this run."""
     return _label(config.old_logps.route, _route_options(config))
 
 
 def _label(arm: str, values: Row) -> str:
-    """Return an arm's name with the options of its route, if it has any.
+    """Return the name of a configuration (arm) with the options in `values`, if any.
 
     >>> _label("ewma_prox", {"old_logps.beta": 0.75})
     'ewma_prox, beta 0.75'
@@ -179,9 +184,9 @@ def _label(arm: str, values: Row) -> str:
 def measure(folders: Sequence[Path]) -> tuple[list[Row], list[Path]]:
     """Return a row of the table for each setting in the folders of comparisons and studies.
 
-    A study is a folder with one comparison for each setting. A setting without a finished run of
-    its reference, or whose reference is not exact, has no row. The second list has the folders of
-    these. Raises `ConfigError` for a folder without a comparison, or a setting that occurs twice.
+    A study is a folder with one comparison for each setting. Settings without a finished run of an
+    exact reference have no row. The second list has their folders. Raises `ConfigError` for a
+    folder without a comparison, or a setting that occurs twice.
     """
     rows: list[tuple[Path, Row | None]] = []
     for folder in folders:
@@ -225,7 +230,7 @@ def _setting(folder: Path) -> Row | None:
 
 
 def _config(folder: Path, arm: ArmResult) -> RunConfig | None:
-    """Return the configuration of an arm. None if no run of it has finished."""
+    """Return the configuration of an arm, a group of runs. None if none of them has finished."""
     if not arm.finished:
         return None
     run = folder / arm.finished[0].folder
@@ -233,7 +238,7 @@ def _config(folder: Path, arm: ArmResult) -> RunConfig | None:
 
 
 def _row(comparison: Comparison, arm: ArmResult, config: RunConfig) -> Row:
-    """Return an arm's difference in held-out success from the reference."""
+    """Return the table's row of an arm: its difference in held-out success from the reference."""
     pairs = comparison.pairs(arm)
     paired = paired_difference(pairs)
     return {
@@ -249,14 +254,14 @@ def _row(comparison: Comparison, arm: ArmResult, config: RunConfig) -> Row:
 
 
 def _route_options(config: RunConfig) -> Row:
-    """Return the options of an average's age and resets that the configuration sets."""
+    """Return the configuration's options, if set, for age and resets of the moving average."""
     names = ("old_logps.beta", "old_logps.reset_below")
     values = {name: options()[name].of(config) for name in names if options()[name].is_in(config)}
     return {name: value for name, value in values.items() if value}
 
 
 def described(config: RunConfig) -> Row:
-    """Return the options by which a setting is described."""
+    """Return the options in `DESCRIBED` that a configuration has, by full name."""
     return {
         name: options()[name].of(config)
         for name in DESCRIBED

@@ -15,11 +15,11 @@ class Conclusion:
     text: str
     reason: str
     figures: tuple[str, ...] = ()
-    """Names of figures of the evidence."""
+    """Names of the figures in `Evidence` that show the conclusion."""
     options: Fix = field(default_factory=dict)
-    """Options to set. Empty if there is nothing to change."""
+    """Options to set, by full name. Empty if there is nothing to change."""
     command: str = ""
-    """A command that measures what this run did not."""
+    """A command that measures what this run did not measure. Empty if none is needed."""
 
 
 Rule = Callable[[Evidence], Conclusion | None]

@@ -1,6 +1,7 @@
-"""Collect from a run folder the figures on which advice about the old-logit route is based.
+"""Collect from a run folder the figures on which advice about its route is based.
 
-Nothing is written. Figures that the run does not determine are absent.
+A route is a method to obtain old log-probabilities. Nothing is written. Figures that the run does
+not determine are absent.
 """
 
 import math
@@ -42,8 +43,9 @@ from unstale.observe.words import mapping, number
 from unstale.records import nearest_rank
 
 Source = Literal["exact", "audited", "replayed", "lag 0", "moments", "none"]
-"""The source of the true D and S: the route is exact; the audit during training; `unstale audit`;
-pi / mu of tokens of lag 0, which is D; estimates of the variances from the metrics; not at all.
+"""The source of the true D and S. `exact`: the run's route. `audited`: the audit during training.
+`replayed`: `unstale audit`. `lag 0`: pi / mu of tokens of lag 0, which is D. `moments`: variances
+estimated from the metrics. `none`: they are not known.
 """
 SOURCES: Mapping[Source, str] = {
     "exact": "the route's exact values, in the journal",
@@ -106,28 +108,29 @@ FIGURES = {
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
 """Unit and meaning of each figure. A figure `changed/NAME` is `changed_by_route` for the route
-NAME, if its ratios can be computed from the exact ones.
+NAME, if its ratios can be computed from exact ratios.
 """
 
 Row4 = tuple[float, float, float, float]
-"""log D, log S, lag and step of a token."""
+"""log D, log S, lag (staleness in versions) and optimizer step of a token."""
 
 MAX_TOKENS = 200_000
-"""Number of tokens in the sample of a long run, from which more would only take more time."""
+"""Approximate largest number of tokens in a sample. More would only take more time."""
 MIN_LAG_0 = 100
-"""Smallest number of tokens of lag 0 from which the spread of D is estimated."""
+"""Smallest number of tokens of lag 0 (no staleness) from which the spread of D is estimated."""
 MIN_OF_BLOCK = 100
-"""Number of tokens in a block of an audited recording, from which sequences are drawn."""
+"""Smallest number of tokens in a block of the sample in audit.json. Blocks take the place of steps.
+"""
 MIN_OF_LAG = 50
-"""Smallest number of tokens of one lag from which the reach of a clip is computed."""
+"""Smallest number of equally stale tokens from which the reach of a clip is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The figures of a run about its ratios, by name, and their sources."""
+    """The figures of a run about its ratios, by name (see `FIGURES`), and their source."""
 
     folder: str
-    """The run folder as the caller wrote it."""
+    """The path of the run folder as the caller gave it."""
     state: str
     """`finished`, `failed` or `unfinished`."""
     config: RunConfig
@@ -156,9 +159,8 @@ class Evidence:
 def gather_evidence(path: Path) -> Evidence:
     """Read what `unstale advise` needs from a run folder: configuration and measured numbers.
 
-    The run may be in progress, killed or failed.
-
-    Raises `ConfigError` if the folder has no run, or no readable configuration.
+    The run may be in progress, killed or failed. Raises `ConfigError` if the folder has no run, or
+    no readable configuration.
     """
     folder = RunFolder(path)
     stored = folder.config()
@@ -199,18 +201,20 @@ def gather_evidence(path: Path) -> Evidence:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """The tokens sampled from the journal, with the ratios of the route and with exact ones."""
+    """Tokens that the journal sampled from a run's batches, with their log ratios."""
 
     tokens: Factors
+    """Tokens with the ratios computed from the `old_logp` of the run."""
     audited: Factors
-    """The tokens of the audit, with the exact ratios."""
+    """Tokens that the audit scored, with the exact ratios."""
     audited_by_route: Factors
-    """The same tokens, with the ratios of the route."""
+    """The tokens in `audited`, with the ratios computed from the `old_logp` of the run."""
     versions_per_episode: float | None = None
+    """Mean number of versions that sampled an episode. None if there is no journal."""
 
 
 def read_sample(folder: RunFolder) -> TokenSample:
-    """Read the sample of trained tokens from a run's journal. Empty if there is none."""
+    """Read the sample of trained tokens from a run's journal. Problems become gaps of `folder`."""
     from unstale.durability.journal import JOURNAL, Journal, JournalError  # this imports torch
 
     tokens: list[Row4] = []
@@ -251,7 +255,7 @@ def _thinned(rows: list[Row4]) -> list[Row4]:
 
 
 def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
-    """Return four numbers of a row. None unless it has all of them."""
+    """Return the four numbers `names` of a row. None unless the row has all of them."""
     values = [value for name in names if (value := number(row.get(name))) is not None]
     return (values[0], values[1], values[2], values[3]) if len(values) == 4 else None
 
@@ -259,7 +263,10 @@ def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
 def _truth(
     config: RunConfig, sample: TokenSample, replayed: Row
 ) -> tuple[Source, Factors, Factors | None]:
-    """Return how the exact ratios are known, the tokens with them, and those of the route."""
+    """Return the source of the exact ratios, tokens with these, and tokens with the route's ratios.
+
+    The third is None if the ratios of the route are not known.
+    """
     if config.old_logps.exact and len(sample.tokens):
         return "exact", sample.tokens, sample.tokens
     if len(sample.audited):
@@ -291,10 +298,10 @@ def of_sample(
     lengths: Lengths,
     source: Source = "exact",
 ) -> dict[str, float]:
-    """Return the figures of a sample of tokens with the ratios `true`.
+    """Return the figures of a sample of tokens with the exact ratios `true`.
 
-    `present` has the ratios of the run's route. If only tokens of lag 0 are known, they have D,
-    and `present` has pi / mu of all tokens.
+    `present` has the ratios of the run's route. With the source `lag 0`, `true` has log D of tokens
+    of lag 0, and `present` has pi / mu of all tokens.
     """
     if not len(true):
         return {}
@@ -321,7 +328,9 @@ def of_sample(
 def _of_decisions(
     config: RunConfig, true: Factors, present: Factors | None, lengths: Lengths
 ) -> dict[str, float]:
-    """Return how many tokens are stopped by exact ratios, and differently by those of routes."""
+    """Return the shares of tokens that thresholds stop with exact ratios, and for each route the
+    share of tokens that its ratios treat differently.
+    """
     limits = Thresholds.of(config, lengths)
     # `rollout` has no correction; with any other route the run's own is kept.
     exact = config if config.old_logps.exact else with_route(config, "snapshot_old")
@@ -363,9 +372,9 @@ def _of_decisions(
 
 
 def with_route(config: RunConfig, name: str) -> RunConfig:
-    """Return a configuration with another route, with its defaults and what it requires.
+    """Return `config` with another way to get `old_logp`, its defaults and what it requires.
 
-    A correction of D that the present route does not allow is replaced by the default one.
+    A mode of correction that only the present route requires is replaced by the default.
     """
     if name == config.old_logps.route:
         return config
@@ -387,7 +396,7 @@ def _changes(name: str, changed: Difference) -> dict[str, float]:
 
 
 def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
-    """Return the 99th and the 99.9th percentile (nearest rank) of the size of a log-ratio."""
+    """Return the 99th and the 99.9th percentile (nearest rank) of the absolute log ratio."""
     ordered = numpy.sort(numpy.abs(log_ratio))
     return {
         f"{name}_p99": ordered[nearest_rank(len(ordered), 0.99)].item(),
@@ -396,10 +405,9 @@ def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
 
 
 def _of_reach(config: RunConfig, present: Factors, lengths: Lengths) -> dict[str, float]:
-    """Return at which pi / mu the clip of an inexact route acts, for the most frequent lag.
+    """Return the pi / mu at which the clip acts with the run's route, for the most frequent lag.
 
-    Only for a route whose S follows from pi / mu. The S of any other route varies less than
-    pi / mu does, also if it is exact.
+    Empty for a route whose S does not follow from pi / mu, such as an exact route.
     """
     clip = Thresholds.of(config, lengths).clip
     stale = present.where(present.lag > 0)

@@ -1,4 +1,4 @@
-"""Figures of a run from its metrics and the audit: sizes, errors and times."""
+"""Compute figures for the advice from a run's metrics and audit: sizes, errors and times."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from unstale.observe.words import number, records
 
 
 def read_lengths(rows: Sequence[Row]) -> Lengths:
-    """Return the mean lengths of sequences and turns of the batches in rows of metrics."""
+    """Return the mean lengths, in tokens, of sequences and turns. `rows` are metrics of steps."""
     tokens = _mean(rows, "completion/tokens_mean", weight="rollout/episodes")
     turns = _mean(rows, "rollout/turns_mean", weight="rollout/episodes")
     return Lengths(tokens or 1.0, (tokens or 1.0) / max(1.0, turns or 1.0))
@@ -37,7 +37,11 @@ def of_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_moments(rows: Sequence[Row]) -> dict[str, float]:
-    """Estimate the variances of an exact route's ratios from k3, about E[r^2] / 2 for small r."""
+    """Return standard deviations of an exact route's log ratios, estimated from KL metrics.
+
+    The estimator k3 of the KL divergence is about E[r^2] / 2 for small log ratios r. Empty if a
+    metric is missing.
+    """
     names = ("correction/kl_k3", "objective/kl_k3", "policy/kl_behavior_k3")
     means = [_mean(rows, name) for name in names]
     if None in means:
@@ -51,7 +55,11 @@ def of_moments(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[str, float]:
-    """Return the errors that the audit measured, during training or afterwards."""
+    """Return the errors of the route `old` that an audit measured. Empty without an audit.
+
+    The audit is that during training, in the metrics `rows`, or else that of `unstale audit`, in
+    the content `replayed` of `audit.json`.
+    """
     by_figure = {
         "staleness_leak": "staleness_leak",
         "discrepancy_leak": "discrepancy_leak",
@@ -84,10 +92,10 @@ def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[st
 def of_costs(
     config: RunConfig, rows: Sequence[Row], versions_per_episode: float | None
 ) -> dict[str, float]:
-    """Return the times of a step, as medians over steps, and the predicted time of exact scores.
+    """Return the times of a step, as medians over steps, and the predicted time of an exact route.
 
-    A forward pass is taken to be a third of forward and backward pass. An episode that `n` versions
-    sampled needs about (n + 1) / 2 passes over it.
+    A forward pass is assumed to take a third of a forward and backward pass. An exact route needs
+    about (n + 1) / 2 forward passes over an episode that `n` versions sampled.
     """
     steps = [
         later - earlier for earlier, later in pairwise(_values(rows, "time_s")) if later > earlier
@@ -130,7 +138,7 @@ def _values(rows: "Sequence[Row] | Iterator[Row]", name: str) -> Iterator[float]
 def _mean(
     rows: Sequence[Row], name: str, weight: str = "trainer/tokens_with_gradient"
 ) -> float | None:
-    """Return the mean of a metric over steps, weighted by their numbers of tokens."""
+    """Return the mean of a metric over steps, weighted by the metric `weight`, or None."""
     pairs = [
         (value, number(row.get(weight)) or 0.0)
         for row in rows

@@ -1,4 +1,4 @@
-"""Write advice for a terminal, and as JSON."""
+"""Format the advice on a run for a terminal, and as JSON."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -40,7 +40,7 @@ def page(
 def as_json(
     evidence: Evidence, conclusions: Iterable[Conclusion], comparisons: ComparisonTable
 ) -> dict[str, Any]:
-    """Return the advice on a run as plain values."""
+    """Return the advice on a run as a JSON object."""
     return {
         "run": evidence.run,
         "state": evidence.state,
@@ -68,7 +68,7 @@ def as_json(
 
 
 def meaning(name: str) -> tuple[str, str]:
-    """Return the unit of a figure, and what it is."""
+    """Return the unit of a figure of the evidence, and its meaning in words."""
     if not name.startswith("changed/"):
         return FIGURES[name]
     route = name.removeprefix("changed/").removesuffix("_low").removesuffix("_high")
@@ -78,7 +78,7 @@ def meaning(name: str) -> tuple[str, str]:
 
 
 def written(name: str, value: float) -> str:
-    """Return a figure as text with its unit.
+    """Return the value of a figure of the evidence as text with its unit.
 
     >>> written("route_share", 0.0812), written("route_s", 0.1595), written("tokens", 24310.0)
     ('8.1%', '0.16 s', '24,310')
@@ -102,7 +102,7 @@ def _title(evidence: Evidence) -> str:
 
 
 def _rows(evidence: Evidence, conclusion: Conclusion) -> Table:
-    """Return reason, figures and options of a conclusion under each other."""
+    """Return reason, figures, options and command of a conclusion, one under the other."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column()
@@ -122,7 +122,7 @@ def _rows(evidence: Evidence, conclusion: Conclusion) -> Table:
 
 
 def _compared(evidence: Evidence, comparisons: ComparisonTable) -> list[RenderableType]:
-    """Return what the table has on each route, in settings of the run's kind."""
+    """Return the results that the table of comparisons has for each route, in similar settings."""
     kind = SettingKind.of(evidence.config)
     if kind is None:
         return [Text("The table has only comparisons of objectives that stop tokens by a clip.")]

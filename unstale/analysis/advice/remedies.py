@@ -1,4 +1,4 @@
-"""Options and commands that conclusions suggest. The linter accepts a run with the options."""
+"""Options and commands that conclusions suggest. The linter accepts the run with these options."""
 
 import math
 import shlex
@@ -16,21 +16,21 @@ OTHERS = {
     "old_logit_model": "needs a second process and no trainer time",
     "interrupt_sync": "needs no memory, but pauses generation",
 }
-"""Exact routes whose cost does not show in a run of another route, with what they cost."""
+"""Exact ways to get `old_logp` -> their cost in words, which a run with another does not show."""
 
 
 MOST_TIMES = 10.0
-"""Largest number of times that a run is repeated for: it makes an interval a third as wide."""
+"""Largest factor by which a suggested run is longer. Ten makes an interval a third as wide."""
 
 
 def band_options(low: float, high: float) -> Fix:
-    """Return the options of a band on D, rounded by `outwards`."""
+    """Return the options of the correction's limits `low` and `high`, rounded by `outwards`."""
     low, high = outwards(low, high)
     return {"correction.low": low, "correction.high": high}
 
 
 def outwards(low: float, high: float) -> tuple[float, float]:
-    """Round a range around 1 outwards.
+    """Return a range around 1, rounded so that it becomes wider.
 
     Two significant digits are kept: of a limit's distance from 1, or of the limit itself if that
     is smaller. So a very narrow range stays narrow.
@@ -50,7 +50,7 @@ def outwards(low: float, high: float) -> tuple[float, float]:
 
 
 def select_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route with the correction that suits it."""
+    """Return the options that select a route, and the mode of correction that this route needs."""
     changed = with_route(config, route).correction
     fix = use_route(config, route)
     if changed.mode != config.correction.mode:
@@ -59,7 +59,7 @@ def select_route(config: RunConfig, route: str) -> Fix:
 
 
 def accepted(config: RunConfig, fix: Fix) -> Fix:
-    """Return options if the linter accepts the run with them. Otherwise none."""
+    """Return `fix` if the linter accepts the run with these options. Otherwise return {}."""
     try:
         refused = check(override(config, fix)).refusals
     except ConfigError:
@@ -68,7 +68,7 @@ def accepted(config: RunConfig, fix: Fix) -> Fix:
 
 
 def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
-    """Return options if the linter accepts the run with them, without a new warning. Or none."""
+    """Return `fix` if the linter accepts the run with it without a new warning, otherwise {}."""
     if not accepted(config, fix):
         return {}
     old, new = (check(each).warnings for each in (config, override(config, fix)))
@@ -76,10 +76,11 @@ def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
 
 
 def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
-    """Return the options of the exact route that costs this run least, and a sentence about it.
+    """Return the options of the exact `old_logp` that costs this run least, and a sentence on it.
 
-    `eager` scores while the trainer waits for episodes, so it needs waiting time. Without that,
-    `snapshot_old` is the default, because it needs no process and does not pause generation.
+    `eager` scores while the trainer waits for episodes, so it needs waiting time. Otherwise
+    `snapshot_old` is chosen, which needs no process and does not pause generation. No options are
+    returned if the run's route is exact and no other costs less.
     """
     config = evidence.config
     scoring, wait = evidence.get("scoring_s"), evidence.get("wait_s")
@@ -106,10 +107,10 @@ def repeat_with_audit(evidence: Evidence) -> str:
 
 
 def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
-    """Return a command that repeats the run with more steps, to move a limit out of an interval.
+    """Return a command that repeats the run with more steps, so that an interval excludes `limit`.
 
-    The half-width of the interval of the figure `name` falls with the square root of the number of
-    steps. A share near the limit would need too many, so the number has a bound.
+    The half-width of the confidence interval of the figure `name` falls with the square root of the
+    number of steps. There are at most `MOST_TIMES` as many steps.
     """
     share, low, high = (evidence.get(f"{name}{end}") or 0.0 for end in ("", "_low", "_high"))
     gap = max(abs(share - limit), 1e-9)

@@ -1,7 +1,8 @@
-"""Conclusions from the figures of a run: which route pays, what it confounds, what thresholds fit.
+"""Draw conclusions from the figures of a run about its route and its thresholds.
 
-A rule is a function that returns a conclusion, or None if the figures do not support one. Rules
-read nothing but `Evidence`, so equal evidence gives equal advice.
+A route is a method to obtain old log-probabilities. A rule is a function that returns a conclusion,
+or None if the figures do not support one. Rules read only `Evidence`, so equal evidence gives equal
+advice.
 """
 
 from collections.abc import Sequence
@@ -23,25 +24,27 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 SAME = 0.001
-"""Two routes are called equal if fewer than this share of tokens are treated differently. A clip of
-PPO typically stops 1% to 5% of the tokens, so this is a small part of its decisions.
+"""Two routes (ways to get `old_logp`) count as equal if they treat less than this share of the
+tokens differently. A clip of PPO typically stops 1% to 5%, so this is a small part of its effect.
 """
 SAME_OF_STOPPED = 0.05
-"""The same as a part of the stopped tokens, if that is more: a clip on sequences may stop half."""
+"""The limit `SAME` is raised to this part of the share of stopped tokens. A clip on sequences may
+stop half of the tokens.
+"""
 PART = 0.05
-"""Smallest share of the variance of log(pi / mu) for which D is worth removing."""
+"""Smallest share of D in the variances of log D and log S for which D is worth removing."""
 LARGE_ERROR = 0.1
-"""Size of D or of an error, as a part of the nearest threshold, that changes what it does."""
+"""Size of log D, or of an error, relative to the nearest threshold from which it matters."""
 CORRELATED = 0.2
 """Size of a correlation of log D and log S that is worth naming."""
 BUSY = 0.03
-"""Share of a step below which the cost of a route is not worth a change."""
+"""Share of a step's time below which the time to compute `old_logp` is not worth a change."""
 SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
-"""The end of a reason that counts decisions. `advise` shows the table below its conclusions."""
+"""The end of a reason that counts stopped tokens. `advise` prints the table of comparisons last."""
 
 
 def conclude(evidence: Evidence) -> list[Conclusion]:
-    """Return the conclusions that the evidence supports, the route first."""
+    """Return the conclusions that the evidence supports, those about `old_logp` first."""
     found = [rule(evidence) for rule in RULES]
     return [conclusion for conclusion in found if conclusion]
 
@@ -160,7 +163,7 @@ def _parts(evidence: Evidence) -> Conclusion | None:
 
 
 def _removable_discrepancy(evidence: Evidence) -> Conclusion | None:
-    """Name the option that removes a known cause of the discrepancy D."""
+    """Name an option that removes a known cause of the discrepancy D, if D is large enough."""
     share = evidence.get("d_variance_share")
     size = _d_by_threshold(evidence)
     if share is None or (share < PART and (size or 0.0) < 1):
@@ -207,7 +210,7 @@ def _removable_discrepancy(evidence: Evidence) -> Conclusion | None:
 
 
 def _confounds(evidence: Evidence) -> Conclusion | None:
-    """Name the ratios that an inexact route mixes, where exact values are known."""
+    """Report the share of tokens treated differently than with exact `old_logp`, if known."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     if low is None or share is None or low < _same(evidence) or evidence.route == "rollout":
         return None  # `split_decides` is about `rollout`
@@ -226,7 +229,7 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Name a route without cost that decides more like exact values than the present one."""
+    """Name a way to get `old_logp` without forward passes that stops more of the right tokens."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
         name: figure
@@ -276,7 +279,7 @@ def _large_error(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_exact(evidence: Evidence) -> Conclusion | None:
-    """Alarm if the audit contradicts a route that claims to be exact."""
+    """Alarm if the `old_logp` of a route that claims to be exact has errors in the audit."""
     error, noise = evidence.get("audit_error"), evidence.get("audit_noise")
     if not evidence.config.old_logps.exact or error is None or noise is None:
         return None
@@ -293,7 +296,7 @@ def _not_exact(evidence: Evidence) -> Conclusion | None:
 
 
 def _cost(evidence: Evidence) -> Conclusion | None:
-    """Report the time of the route in a step, and name an exact route that costs less."""
+    """Report the time a step spends on `old_logp`, and name an exact way that costs less."""
     share, seconds = evidence.get("route_share"), evidence.get("route_s")
     step_s = evidence.get("step_s")
     if share is None or seconds is None or step_s is None:
@@ -368,7 +371,7 @@ RULES: Sequence[Rule] = (
 
 
 def _changed(evidence: Evidence) -> list[str]:
-    """Return the names of the figures on each route whose ratios can be computed."""
+    """Return the names of the figures `changed/ROUTE`, without those of their intervals."""
     return [
         name
         for name in sorted(evidence.figures)
@@ -377,7 +380,7 @@ def _changed(evidence: Evidence) -> list[str]:
 
 
 def _same(evidence: Evidence) -> float:
-    """Return the share of tokens below which two routes are called equal."""
+    """Return the share of differently treated tokens below which two `old_logp` count as equal."""
     return max(SAME, SAME_OF_STOPPED * (evidence.get("stopped_share") or 0.0))
 
 
@@ -397,7 +400,7 @@ def _noise(evidence: Evidence) -> str:
 
 
 def _d_by_threshold(evidence: Evidence) -> float | None:
-    """Return the size of D, as a multiple of the nearest threshold. None if it is not known."""
+    """Return the size of log D as a multiple of the nearest threshold. None if it is not known."""
     near, of_unit = evidence.limits.nearest, evidence.get("log_d_unit_sd")
     size = evidence.get("log_d_abs_p99") if of_unit is None else 2 * of_unit
     return None if near is None or size is None else size / near.narrowest

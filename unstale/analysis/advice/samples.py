@@ -1,4 +1,4 @@
-"""Arithmetic on a sample of trained tokens: the spread of D and S, and what thresholds do to them.
+"""Compute on a sample of trained tokens: the spread of D and S, and which tokens thresholds stop.
 
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
@@ -19,14 +19,14 @@ from unstale.observe.statistics import wilson
 
 Column = ndarray[Any, numpy.dtype[Any]]
 MAX_DRAWN = 400_000
-"""Number of tokens in all sequences that are drawn from a sample."""
+"""Approximate number of tokens in all sequences that are drawn from a sample."""
 BLOCKS = 20
-"""Number of parts, each of successive steps, from which a standard error is computed."""
+"""Largest number of blocks of successive steps from which a standard error is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """log D and log S of a sample of tokens, with the lag of each token and the step."""
+    """Columns of a sample of tokens: log D, log S, lag (staleness in versions), optimizer step."""
 
     log_d: Column
     log_s: Column
@@ -41,7 +41,7 @@ class Factors:
 
     @classmethod
     def join(cls, parts: "Sequence[Factors]") -> "Factors":
-        """Join the tokens of several runs. Their steps stay apart: they get other numbers."""
+        """Join the tokens of several runs. Steps are renumbered, so that those of runs differ."""
         last = max((part.step.max().item() for part in parts if len(part)), default=0.0)
         apart = [replace(part, step=part.step + i * (last + 1)) for i, part in enumerate(parts)]
         names = ("log_d", "log_s", "lag", "step")
@@ -52,7 +52,7 @@ class Factors:
 
     @property
     def log_ratio(self) -> Column:
-        """log(pi / mu) of each token, which every route knows."""
+        """log(pi / mu) of each token, log D + log S. It does not depend on `old_logp`."""
         return self.log_d + self.log_s
 
     def where(self, chosen: Column) -> "Factors":
@@ -62,7 +62,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The standard deviations of log D, log S and their sum, and how the variance is shared."""
+    """The standard deviations of log D, log S and their sum, and the share of D in the variance."""
 
     log_d: float
     log_s: float
@@ -72,15 +72,16 @@ class Spread:
     d_share: float | None
     """var log D / (var log D + var log S). None if both are constant."""
     d_share_se: float | None
+    """Standard error of `d_share`. None if the sample has fewer than three steps."""
 
 
 def spread(factors: Factors) -> Spread:
-    """Return how much log D and log S vary, and the share of D.
+    """Return the standard deviations of log D and log S, and the share of D in the variance.
 
         var log(pi / mu)  =  var log D + var log S + 2 cov
 
-    The share leaves out the covariance, because it belongs to neither. The standard error is a
-    jackknife over blocks of steps, because the tokens of a step are not independent.
+    The share leaves out the covariance, which belongs to neither. The standard error of the share
+    is a jackknife over blocks of steps, because the tokens of a step are not independent.
 
     >>> rows = [(0.3, 0.0, 1, 1), (-0.3, 0.0, 1, 1), (0.0, 0.1, 1, 2), (0.0, -0.1, 1, 2)]
     >>> round(spread(Factors.of(rows)).d_share, 3)
@@ -105,7 +106,10 @@ def _d_share(factors: Factors) -> float | None:
 
 
 def _jackknife(factors: Factors, figure: Callable[[Factors], float | None]) -> float | None:
-    """Return the standard error of a figure: it is computed again without each block of steps."""
+    """Return the jackknife standard error of a figure, leaving out one block of steps at a time.
+
+    None with fewer than three steps, or if the figure is once None.
+    """
     steps = numpy.unique(factors.step)
     count = min(BLOCKS, len(steps))
     if count < 3:
@@ -128,14 +132,14 @@ class Lengths:
     turn: float = 1.0
 
     def of(self, unit: Unit) -> int:
-        """Return the number of tokens of a unit. A segment is taken to be a turn."""
+        """Return the number of tokens of a unit, at least 1. A segment counts as a turn."""
         tokens = {"token": 1.0, "sequence": self.sequence}.get(unit, self.turn)
         return max(1, round(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of a log-ratio in nats, and the number of tokens over which it is aggregated."""
+    """A range of a log ratio in nats, and the number of tokens over which it is aggregated."""
 
     low: float
     high: float
@@ -145,18 +149,18 @@ class Limit:
 
     @property
     def narrowest(self) -> float:
-        """The distance from 0 to the nearer end."""
+        """The distance from 0 to the nearer end of the range, in nats."""
         return min(abs(self.low), abs(self.high))
 
     def outside(self, log_ratio: Column) -> Column:
-        """Return True where the ratio of a token's unit is outside. Rows `[U, n]` are sequences."""
+        """Return True where a token's unit is outside the range. Rows `[U, n]` are sequences."""
         log_ratio = self.of_units(log_ratio)
         return (log_ratio < self.low) | (log_ratio > self.high)
 
     def of_units(self, log_ratio: Column) -> Column:
-        """Return the log-ratio of each token's unit. Rows `[U, n]` are sequences.
+        """Return the log ratio of each token's unit. Rows of `log_ratio` `[U, n]` are sequences.
 
-        A sequence is divided into units of `tokens` tokens; the last may be shorter.
+        A sequence is divided into units of `tokens` tokens. The last unit may be shorter.
         """
         if self.tokens == 1:
             return log_ratio
@@ -180,15 +184,14 @@ def is_of_tokens(limit: Limit | None) -> TypeGuard[Limit]:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The ranges of log D and log S outside which a configuration stops a token.
-
-    None where nothing does.
-    """
+    """The ranges of log D and log S outside which a configuration stops a token."""
 
     band: Limit | None
-    """Outside it the correction drops the token."""
+    """The range of log D outside which the correction drops a token. None if it drops none."""
     clip: Limit | None
-    """Outside it the clip acts, in one of the two directions of the advantage."""
+    """The range of log S outside which the clip stops a token, if its advantage has a certain sign.
+    None without such a clip.
+    """
 
     @classmethod
     def of(cls, config: RunConfig, lengths: Lengths) -> "Thresholds":
@@ -210,7 +213,7 @@ class Thresholds:
 
     @property
     def nearest(self) -> Limit | None:
-        """The limit with the end nearest to 0. None without a limit."""
+        """The limit, on D or on S, with the end nearest to 0. None without a limit."""
         limits = (each for each in self.limits if each.narrowest > 0)
         return min(limits, key=lambda limit: limit.narrowest, default=None)
 
@@ -220,26 +223,30 @@ class Thresholds:
         return max((limit.tokens for limit in self.limits), default=1)
 
     def dropped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log D is outside the band. `rows` `[U, n]` are indices."""
+        """Return True for tokens whose log D is outside the correction's limits (the band).
+
+        `rows` has indices in `factors`, `[U, n]`, and so has the result.
+        """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
 
     def clipped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log S is outside the clip. `rows` `[U, n]` are indices."""
+        """Return True for tokens whose log S is outside the clip. `rows` is as in `dropped`."""
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.clip is None else self.clip.outside(factors.log_s[rows])
 
     def stopped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens that the band or the clip stops. `rows` `[U, n]` are indices."""
+        """Return True for tokens that limits on D or the clip stop. `rows` is as in `dropped`."""
         return self.dropped(factors, rows) | self.clipped(factors, rows)
 
 
 def draw_sequences(factors: Factors, tokens: int) -> Column:
-    """Return indices `[U, tokens]` of sequences that are drawn from the sample, or `[N, 1]`.
+    """Return token indices `[U, tokens]` of sequences that are drawn from the sample.
 
-    The journal has single tokens. Where a threshold is on the ratio of several, sequences are
-    drawn: each has tokens of one step, with replacement. The tokens of a sequence are then
-    independent, which real ones are only in part. Equal samples give equal draws.
+    The journal has single tokens. So for a threshold on the ratio of several tokens, sequences are
+    made of tokens of one step, drawn with replacement. Their tokens are independent, which real
+    ones are only in part. Equal samples give equal draws. With `tokens` = 1, each token is returned
+    once, `[N, 1]`.
     """
     if tokens == 1:
         return numpy.arange(len(factors))[:, None]
@@ -257,11 +264,11 @@ def _log(bound: float) -> float:
 
 
 def is_computable(config: RunConfig) -> bool:
-    """Return True if a route's log S follows from pi / mu and the lag of a token alone.
+    """Return True if the route's log S follows from only pi / mu and a token's lag (staleness).
 
-    That is so for routes that mix the policies pi and mu. Exact routes need older weights, and
-    averages need their own. Where a batch has several minibatches, the journal's pi has the
-    batch's updates, so a mixture must be of the same pi or have none of it.
+    That is so for routes that mix the policies pi and mu. With several minibatches, the pi in the
+    journal is that after some of the batch's updates. Then the route must mix this pi, or use only
+    mu.
     """
     old = config.old_logps
     needs = old.needs
@@ -272,10 +279,10 @@ def is_computable(config: RunConfig) -> bool:
 
 
 def factors_of_route(config: RunConfig, true: Factors) -> Factors:
-    """Return the log D and log S that the route of `config` has for tokens with these true ones.
+    """Return the log D and log S that the route of `config` gives tokens with exact ratios `true`.
 
-    Only for a route with `is_computable`. Values are those before the first optimizer step on the
-    batch.
+    The route must satisfy `is_computable`. The ratios are those before the first optimizer step on
+    the batch.
     """
     ratio = true.log_ratio
     log_s = numpy.zeros(len(true))
@@ -294,22 +301,25 @@ def factors_of_route(config: RunConfig, true: Factors) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The share of tokens about which two ways to compute the ratios decide differently."""
+    """The share of tokens that are stopped with one kind of ratios and passed with another."""
 
     share: float
     passed: float
     """Share of tokens that the reference stops and the other passes."""
     effective: int
-    """Number of independent decisions."""
+    """Number of independent decisions, from which the interval follows."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% interval of the share."""
+        """The ends of the 95% interval of `share`."""
         return wilson(self.share, self.effective) if self.effective else (0.0, 1.0)
 
 
 def difference(reference: Column, other: Column, *, effective: int) -> Difference:
-    """Compare the tokens, bool of any shape, that the reference and the other stop."""
+    """Compare the tokens that two kinds of ratios stop.
+
+    `reference` and `other` are bool arrays of any one shape, True for a stopped token.
+    """
     return Difference(
         share=(reference != other).mean().item(),
         passed=(reference & ~other).mean().item(),
@@ -318,10 +328,10 @@ def difference(reference: Column, other: Column, *, effective: int) -> Differenc
 
 
 def share_in_s(present: Factors) -> float | None:
-    """Return the slope of log S on log(pi / mu): the part of the ratio that a clip on S can see.
+    """Return the slope of log S on log(pi / mu): the part of the ratio on which a clip on S acts.
 
-    1 for `rollout`, 0 where S is always 1, and 1 - alpha for log-linear interpolation. None if
-    pi / mu is constant.
+    It is 1 for the route `rollout`, 0 if S is always 1, and 1 - alpha for log-linear interpolation.
+    None if pi / mu is constant.
     """
     ratio = present.log_ratio
     variance = ratio.var().item() if len(present) > 1 else 0.0

@@ -1,4 +1,7 @@
-"""Rules about the thresholds: bands on D and clips on S that act at random, never, or elsewhere."""
+"""Rules of the advice about limits on D (the band) and clips on S.
+
+They find limits that act at random, never, or at another pi / mu than expected.
+"""
 
 import math
 
@@ -10,21 +13,28 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 RANDOM = 0.01
-"""Share of tokens that a band may drop for numerical differences alone."""
+"""Largest share of tokens that limits on D may drop for only numerical differences."""
 MANY = 0.2
-"""Share of tokens outside the clip from which the data is too stale for it."""
+"""Smallest share of tokens outside the clip with which the data is too stale for the clip."""
 NEVER_ACTS = 5.0
-"""A threshold never acts if it is this many times as wide as the 99.9th percentile."""
+"""A threshold never acts if it is this many times as far from 1 as the 99.9th percentile of the
+ratio, both as logarithms.
+"""
 FAR = 1.25
-"""Smallest ratio of the part of log(pi / mu) in S to 1, or of 1 to it, that is worth naming."""
+"""The pi / mu at which a clip acts is reported if the part of log(pi / mu) in S is above this
+value, or below 1 divided by it.
+"""
 NOISE = 3.0
-"""Half-width of a band, as a multiple of the numerical noise, below which the noise decides."""
+"""Noise decides which tokens are dropped if a limit on log D is below this multiple of it."""
 FEW = 4000
-"""Number of tokens from which the 95% interval of a share that is 0 is below `SAME`."""
+"""Smallest number of tokens with which the 95% interval of a share of 0 is below `rules.SAME`."""
 
 
 def other_reach(evidence: Evidence) -> Conclusion | None:
-    """Compute at which pi / mu the clip of an inexact route acts, and the clip of equal reach."""
+    """Report the pi / mu at which the clip acts with an inexact route, if that is not its limit.
+
+    The suggested options make the clip act at the limit.
+    """
     clip, part = evidence.limits.clip, evidence.get("s_part")
     if clip is None or part is None or 1 / FAR < part < FAR:
         return None
@@ -55,7 +65,7 @@ def other_reach(evidence: Evidence) -> Conclusion | None:
 
 
 def band_is_random(evidence: Evidence) -> Conclusion | None:
-    """Find a band on D that drops tokens for numerical differences alone."""
+    """Report limits on D that drop many tokens for only numerical differences."""
     rule, dropped = evidence.config.correction, evidence.get("band_share")
     if dropped is None and evidence.config.old_logps.exact and rule.unit != "token":
         kept = evidence.get("kept_share")
@@ -133,7 +143,7 @@ def clip_never_acts(evidence: Evidence) -> Conclusion | None:
 
 
 def fitting_thresholds(evidence: Evidence) -> Conclusion | None:
-    """Return the ranges outside which a given share of the ratios is."""
+    """Report the ranges of D and S outside which 0.1% or 1% of the exact ratios are."""
     band, clip = evidence.limits.band, evidence.limits.clip
     names = (
         "log_d_abs_p999" if band is None or band.tokens == 1 else "log_d_unit_abs_p99",

@@ -1,1 +1,1 @@
-"""Commands of the annex: each module has a function `add`, as `unstale.cli.verbs.command` makes."""
+"""Commands of `unstale.analysis`. Each module has a function `add`, which adds a command."""

@@ -1,4 +1,7 @@
-"""The command `advise`: compute from a run's figures which old-logit route is worth its cost."""
+"""The command `advise`: show from a run's figures which route is worth its cost.
+
+A route is a method to obtain old log-probabilities.
+"""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The command `audit`: measure every route to old log-probabilities on a recorded run."""
+"""The command `audit`: measure each method to obtain old log-probabilities on a recorded run."""
 
 import argparse
 from pathlib import Path

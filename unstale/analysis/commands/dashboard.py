@@ -1,4 +1,4 @@
-"""The command `dashboard`: show run folders in the browser, live."""
+"""The command `dashboard`: show runs in the browser, also while they train."""
 
 import argparse
 from pathlib import Path

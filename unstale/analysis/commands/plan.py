@@ -1,4 +1,7 @@
-"""The command `plan`. It imports torch only for the simulations."""
+"""The command `plan`: suggest a configuration for a number of devices.
+
+It imports torch only for the simulations.
+"""
 
 import argparse
 import json
@@ -32,7 +35,7 @@ _WORKLOAD = {
     "--answer": ("tool_tokens", "150", "TOKENS", "tokens of the environment's answer to a reply"),
     "--tool-s": ("tool_s", "1~0.8<60", "SECONDS", "seconds of a tool call"),
 }
-"""Option: field of the workload, default, placeholder in the help, help text."""
+"""Option of the command -> field of `Workload`, default, placeholder in the help, help text."""
 
 
 def add(verbs: Any) -> None:
@@ -149,7 +152,7 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
 
 
 def workload_of(chosen: argparse.Namespace) -> Workload:
-    """Return the workload that the options describe."""
+    """Return the workload (lengths and times of episodes) that the command's options describe."""
     words = [f"{option}={getattr(chosen, option[2:].replace('-', '_'))}" for option in _WORKLOAD]
     values = parse_assignments("plan", words, dict.fromkeys(_WORKLOAD, Distribution))
     fields = {}
@@ -161,7 +164,10 @@ def workload_of(chosen: argparse.Namespace) -> Workload:
 
 
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
-    """Return the device and the shares of its speed, by its data sheet or measured in a run."""
+    """Return the device, and the shares of its speed that programs reach.
+
+    Both are measured in the run of `--like`, or follow from `--device` and `--shares`.
+    """
     if chosen.like:
         if chosen.shares:
             raise ConfigError("--shares cannot be given with --like: they are measured in the run")

@@ -1,4 +1,7 @@
-"""The command `simulate`. It imports torch only for the simulation."""
+"""The command `simulate`: simulate a schedule on a virtual clock.
+
+It imports torch only for the simulation.
+"""
 
 import argparse
 import json
@@ -178,19 +181,22 @@ def _print(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The runs of --like with their fit, or the defaults if there are none."""
+    """The runs of --like with the costs that were fitted to them. Without --like, all is empty."""
 
     runs: "Sequence[RecordedRun]" = ()
     fitted: "FittedCosts | None" = None
     setup: "SimulationSetup | None" = None
-    """The setup of the first run."""
+    """The setup of a simulation of the first run."""
     result: "SimulationResult | None" = None
-    """The result of simulating the first run."""
+    """The result of the simulation of the first run."""
     own: "Sequence[OwnRun]" = ()
 
     @classmethod
     def of(cls, like: Sequence[Path] | None, names: str | None, seed: int) -> "_Source":
-        """Read and fit the runs, and simulate each with its own settings."""
+        """Read the runs of --like, fit costs to them, and simulate each with its own settings.
+
+        `names` are those of --techniques, or None.
+        """
         from unstale.analysis.planner.measured import fit_costs, setup_of
         from unstale.analysis.planner.own_run import require_alike, simulate_own
         from unstale.analysis.planner.recorded import RecordedRun
@@ -210,7 +216,7 @@ class _Source:
     def open_questions(
         self, setup: "SimulationSetup", result: "SimulationResult", assignments: Sequence[str]
     ) -> list[str]:
-        """Return what the runs do not show about a simulation with these values of --set."""
+        """Return sentences on what cannot be predicted from the runs with these values of --set."""
         from unstale.analysis.planner.own_run import open_questions
 
         if self.fitted is None:
@@ -226,9 +232,9 @@ def _json_row(result: "SimulationResult") -> dict[str, Any]:
 
 
 def _own_techniques(run: "RecordedRun", names: str | None) -> SimulatedTechniques | None:
-    """Return the techniques of the comparison with a run. None stands for those of the run.
+    """Return the techniques with which a run's own simulation is made. None means the run's own.
 
-    With --techniques, a run whose own cannot be simulated is compared without techniques.
+    With --techniques, a run whose techniques cannot be simulated is simulated without any.
     """
     try:
         of_run(run.config, None)
@@ -240,9 +246,9 @@ def _own_techniques(run: "RecordedRun", names: str | None) -> SimulatedTechnique
 
 
 def _setup(source: _Source, assignments: Sequence[str], names: str | None) -> "SimulationSetup":
-    """Return the setup of --like or the defaults, changed by the values of --set.
+    """Return the setup of a simulation: that of --like or the defaults, changed by --set.
 
-    `names` are those of --techniques, None if it is not given.
+    `names` are those of --techniques, or None. Raises `ConfigError` if costs are missing.
     """
     from unstale.analysis.planner.measured import SimulationSetup
 
@@ -278,7 +284,7 @@ def _setup(source: _Source, assignments: Sequence[str], names: str | None) -> "S
 
 
 def own_table(own: "OwnRun") -> Table:
-    """Return the figures of a run beside those of its own simulation."""
+    """Return a table with measured figures of a run and those of its simulation."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(justify="right")
@@ -298,7 +304,7 @@ def own_table(own: "OwnRun") -> Table:
 
 
 def own_words(own: "OwnRun") -> str:
-    """Return the deviation of a run's own simulation, and both bottlenecks, in sentences."""
+    """Return sentences on the deviation of a run's simulation, and on the bottlenecks of both."""
     left_out = f" ({own.left_out} left out because of evaluations)" if own.left_out else ""
     return (
         f"Deviation {own.error:+.1%} over {own.steps} steps{left_out}.\n"
@@ -312,9 +318,9 @@ def _own_row(own: "OwnRun") -> dict[str, Any]:
 
 
 def table(results: "Mapping[str, SimulationResult]") -> Table:
-    """Return the results of simulations by title as the columns of a table.
+    """Return a table with a column for the result of each simulation. Keys of `results` are titles.
 
-    A single result with the title "" has no head.
+    The table has no head if the only title is "".
     """
     columns = [_cells(result) for result in results.values()]
     grid = Table.grid(padding=(0, 2))

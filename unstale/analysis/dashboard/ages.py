@@ -1,4 +1,4 @@
-"""Count the trained tokens by their place in the episode and their lag, for the staleness plot."""
+"""Count trained tokens by place in the episode and lag (staleness in versions), for a plot."""
 
 import sqlite3
 from collections import Counter
@@ -7,17 +7,19 @@ from collections.abc import Iterable, Sequence
 from unstale.durability.journal import JournalReader
 
 TENTHS = 10
-"""Parts of equal length into which an episode is divided, whatever its length."""
+"""Number of parts of equal length into which every episode is divided."""
 
 Run = tuple[int, int | None]
-"""Number of tokens of a piece, and the version that sampled it. None if none did."""
+"""A piece (a run of tokens): its number of tokens, and the version that sampled it. The version is
+None for context.
+"""
 
 
 def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
-    """Return the number of sampled tokens of an episode by tenth and lag.
+    """Return the number of sampled tokens of an episode by tenth of the episode and lag.
 
-    `version` is the one that was trained on them. Pieces of no version are context, which takes
-    place and is not counted. The lag of a token is `version` minus its own version.
+    `version` is the version of the policy that was trained on the episode. The lag of a token is
+    `version` minus the version that sampled it. Context counts for the length of the episode only.
 
     >>> sorted(count_ages([(10, None), (5, 3), (5, 4)], 4).items())
     [((5, 1), 2), ((6, 1), 2), ((7, 0), 1), ((7, 1), 1), ((8, 0), 2), ((9, 0), 2)]
@@ -40,7 +42,7 @@ def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
 
 
 def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None:
-    """Add numbers of tokens by tenth and lag."""
+    """Add numbers of tokens by tenth and lag to the table `ages`."""
     writer.executemany(
         "INSERT INTO ages VALUES (?, ?, ?) "
         "ON CONFLICT (tenth, lag) DO UPDATE SET tokens = tokens + excluded.tokens",
@@ -51,7 +53,7 @@ def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None
 def add_ages_of(
     journal: JournalReader, writer: sqlite3.Connection, episodes: Iterable[int], version: int
 ) -> None:
-    """Add the tokens of several episodes, which are read from the journal."""
+    """Add the tokens of several episodes to the table `ages`. They are read from the journal."""
     found: Counter[tuple[int, int]] = Counter()
     for episode in episodes:
         pieces = journal.rows(

@@ -1,12 +1,11 @@
-"""Answer what another route or other limits would have kept and clipped on the same tokens.
+"""Compute which tokens another route or other limits would have kept and clipped in the same run.
 
-The correction and the objective are the trainer's own (`trainer.rules.LossSpec`), on tensors of the
-values that the journal keeps. Sequences are whole, because limits may act on a whole sequence. The
-tokens and their `logp` are those of the run. With other options the run would have learnt something
-else, and later steps would have had other tokens.
+The trainer's own correction and objective (`trainer.rules.LossSpec`) are applied to whole sequences
+of values in the journal. The tokens and their `logp` are those of the run. With other options the
+run would have learnt something else, and later steps would have had other tokens.
 
 Log D and log S are stored as float16, so a token next to a limit may come out on its other side.
-`rounding` counts the tokens whose flags differ with the run's own options.
+`rounding` counts the tokens to which even the run's own options give other flags than stored.
 """
 
 from collections import Counter
@@ -39,16 +38,16 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 MAX_TOKENS = 100_000
-"""Tokens that are computed for one answer. Of a run with more, groups are taken that are evenly
+"""Largest number of tokens that are computed for one answer. In a longer run, groups are evenly
 spaced over its steps. 100,000 tokens took 1.7 s of CPU time.
 """
 
 MAX_LISTED = 100
-"""Tokens with another outcome that are listed: those with the largest |log S|."""
+"""Largest number of listed tokens with another outcome: those with the largest |log S|."""
 
 USED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED | TokenFlag.CLIPPED_LOW
 USED |= TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
-"""Flags that the correction and the objective set, and a technique's."""
+"""Flags that the correction, the objective or a technique sets on a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class RecordedGroup:
 
     batch: "Batch"
     old_logp: "torch.Tensor"
-    """`[T]` float64, as `logp`. 0 for tokens that were not sampled."""
+    """`[T]` float64, 0 for tokens that were not sampled. `logp` has the same form."""
     logp: "torch.Tensor"
     values: Sequence[TrainedTokens]
 
@@ -66,25 +65,26 @@ class RecordedGroup:
         return self.values[0].version
 
     def column(self, name: str) -> Any:
-        """Return a value of the sampled tokens, in the order of the batch."""
+        """Return the value `name` of the sampled tokens, `[n]`, in the order of the batch."""
         return np.concatenate([getattr(each, name) for each in self.values])
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What some settings do to the sampled tokens of a group, `[n]`."""
+    """The result of some settings for the sampled tokens of a group, arrays `[n]`."""
 
     flags: Any
     """Sums of the flags in `USED`."""
     weight: Any
-    """Factor of the gradient of the token's `logp`, divided by its advantage. NaN where that is 0.
+    """Size of the loss's derivative by the token's `logp`, divided by the advantage. NaN where the
+    advantage is 0.
     """
 
 
 def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -> Row:
-    """Return the outcomes of the chosen tokens in the run and with other settings.
+    """Return how many of the chosen tokens have each outcome in the run and with other settings.
 
-    Raises `JournalError`, and OSError without a journal.
+    `own` are the run's settings. Raises `JournalError`, and OSError without a journal.
     """
     tally = _Tally()
     with open_journal(folder) as journal:
@@ -107,7 +107,7 @@ def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -
 
 
 def _group(journal: JournalReader, values: Sequence[TrainedTokens]) -> RecordedGroup | None:
-    """Return the episodes of a step that were run. None if there are none."""
+    """Return the episodes of `values` as a batch. None if `values` is empty."""
     import torch
 
     from unstale.records import ScoredTrajectory, collate
@@ -139,7 +139,7 @@ def _group(journal: JournalReader, values: Sequence[TrainedTokens]) -> RecordedG
 
 
 def _advantages(trajectory: Trajectory, values: TrainedTokens) -> tuple[float, ...]:
-    """Return the advantage of each token of a trajectory, 0 for context."""
+    """Return the stored advantage of each token of a trajectory, 0 for context."""
     from unstale.records import Sampled, walk
 
     given = iter(values.advantage.tolist())
@@ -151,10 +151,11 @@ def _advantages(trajectory: Trajectory, values: TrainedTokens) -> tuple[float, .
 
 
 def _known(group: RecordedGroup, settings: Settings) -> Any:
-    """Return the sampled tokens whose `old_logp` the settings' route gives, `[n]` bool.
+    """Return True for sampled tokens whose `old_logp` the route of the settings determines, `[n]`.
 
-    A route that scores with the weights at the start of the batch needs the `logp` of then. Only
-    the first optimizer step has it. A replayed episode would have the values of its first training.
+    A route that scores with the weights at the start of the batch needs the `logp` at that time,
+    which is stored only for the first optimizer step. Episodes that were trained on again are not
+    known either.
     """
 
     def is_known(values: TrainedTokens) -> bool:
@@ -166,9 +167,9 @@ def _known(group: RecordedGroup, settings: Settings) -> Any:
 
 
 def apply_settings(group: RecordedGroup, settings: Settings) -> Applied:
-    """Return the flags and weights that the trainer's rules give with some settings.
+    """Return the flags and weights that the trainer's rules give a group with some settings.
 
-    Tokens that a technique dropped stay dropped, and advantages are those of the run.
+    Tokens that a technique dropped in the run stay dropped, and advantages are those of the run.
     """
     import torch
 
@@ -207,7 +208,7 @@ def apply_settings(group: RecordedGroup, settings: Settings) -> Applied:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The outcomes of a group's sampled tokens, in the run and with other settings, `[n]`."""
+    """The outcomes of a group's sampled tokens, `[n]`, in the run and with other settings."""
 
     group: RecordedGroup
     step: int
@@ -215,18 +216,18 @@ class Outcomes:
     chosen: Any
     """True for the tokens that were chosen and whose values are known."""
     unknown: int
-    """Number of the chosen tokens whose values the other settings' route does not have."""
+    """Number of chosen tokens whose values cannot be computed for the route of other settings."""
     run: Any
-    """Codes of the outcomes in the run: places in `OUTCOME_NAMES`."""
+    """Outcomes in the run, as positions in `OUTCOME_NAMES`."""
     other: Any
-    """Codes of the outcomes with the other settings."""
+    """Outcomes with the other settings, as positions in `OUTCOME_NAMES`."""
     rounded: Any
-    """True for tokens that have other flags with the run's own settings, by rounding."""
+    """True for tokens to which the run's own settings give other flags than stored, by rounding."""
     changed: Any
-    """True for the chosen tokens with another outcome that rounding does not explain."""
+    """True for chosen tokens whose outcome differs with the other settings, not by rounding."""
 
     def rows(self, where: Any) -> Iterator[Row]:
-        """Yield the tokens at some places."""
+        """Yield the tokens at the positions `where`, each with its values and both outcomes."""
         batch = self.group.batch
         starts = np.array(batch.offsets)
         sequence = batch.sequence[batch.sampled].numpy()
@@ -252,7 +253,10 @@ def _outcomes(
     applied: tuple[Applied, Applied],
     known: Any,
 ) -> Outcomes:
-    """Return the outcomes of a group. `applied` are the run's own and the other settings."""
+    """Return the outcomes of a group.
+
+    `applied` has the results of the run's own settings and of the other settings.
+    """
     own, other = applied
     stored = group.column("flags")
     batch = group.batch
@@ -280,7 +284,7 @@ def changed_tokens(
 ) -> Iterator[Row]:
     """Yield all chosen tokens that other settings treat differently, in the order of the steps.
 
-    The journal is read a group at a time. Raises `JournalError`, and OSError without a journal.
+    The journal is read one group at a time. Raises `JournalError`, and OSError without a journal.
     """
     with open_journal(folder) as journal:
         found = find_rows(journal, choice, limit=2**62).rows
@@ -297,7 +301,7 @@ def changed_tokens(
 
 
 class _Tally:
-    """The running totals of an answer over its groups."""
+    """The totals of `compare` over groups."""
 
     def __init__(self) -> None:
         self._counts = {
@@ -313,7 +317,10 @@ class _Tally:
         self._not_run_dropped = 0
 
     def add_not_run(self, values: Sequence[TrainedTokens]) -> None:
-        """Count the tokens of episodes without a `logp`. Of some all tokens had been dropped."""
+        """Count the tokens of episodes on which no training pass was run.
+
+        Of episodes with an advantage, all tokens had been dropped. They are also counted apart.
+        """
         for each in values:
             self._not_run += len(each.flags)
             if each.advantage.any():
@@ -374,9 +381,9 @@ class _Tally:
 
 
 def _share(parts: Sequence[Any]) -> float | None:
-    """Return the effective sample size of weights as a share of their number. None without any.
+    """Return the effective sample size of weights as a share of their number.
 
-    Tokens of weight 0 count in the number.
+    Weights of 0 count in the number. None without weights.
     """
     import torch
 

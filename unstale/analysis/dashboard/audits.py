@@ -1,4 +1,4 @@
-"""Answer the audit of a run: how far the old_logp of a route is from the true one, with verdicts.
+"""Return the audit of a run for its page: the errors of old log-probabilities, with verdicts.
 
 A route is a method to compute old_logp. `unstale audit` writes `audit.json`, which compares routes
 on recorded batches. With `audit.share`, a run measures its own route while it trains.
@@ -21,30 +21,30 @@ from unstale.observe.run_rows import by_lag, flatten
 from unstale.observe.words import amount, mapping, number, percent, records
 
 MAX_BYTES = 8 << 20
-"""Size of an `audit.json` that is read. Parsed, it takes several times as much memory."""
+"""Largest size of an `audit.json` that is read. Parsed, it takes several times as much memory."""
 
 MAX_STEPS = 32
-"""Newest steps whose audited tokens are shown. A step has at most 64 of them."""
+"""Number of newest steps whose audited tokens are shown. A step has at most 64 such tokens."""
 
 MAX_ROUTES = 40
 MAX_POINTS = 400
 
 NOISE_TIMES = 3.0
-"""An error up to this multiple of the numerical noise counts as exact."""
+"""`old_logp` counts as exact if its mean error is at most this multiple of the numerical noise."""
 
 LEAK = 0.1
-"""A leak above this share is named in the verdict."""
+"""The verdict names a leak (a part of log S counted as D, or of log D as S) above this share."""
 
 AGREEMENT = 0.95
-"""An F1 below this is named in the verdict."""
+"""The verdict names an F1 (agreement on dropped or clipped tokens) below this."""
 
 
 def audit(index: RunIndex) -> Row:
     """Return the audit of a run: `during` training, and `after` it by `unstale audit`.
 
-    `after` is None if there is no `audit.json`. `during` has the last values of the metrics
-    `audit/...`, and is empty if the run did not measure them. `tokens` has of some audited tokens
-    log D and log S by the route, and the true log D and log S.
+    `during` has the last values of the metrics `audit/...`, and is empty if the run did not measure
+    them. `after` is None if there is no `audit.json`. `tokens` has, for some audited tokens, log D
+    and log S with the run's route, and the true log D and log S.
     """
     after, problems = _stored(index)
     tokens, problem = _audited_tokens(index.folder)
@@ -67,7 +67,7 @@ def audit(index: RunIndex) -> Row:
 
 
 def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
-    """Return what the page shows of `audit.json`, and what could not be read."""
+    """Return the page's part of `audit.json`, or None, and sentences on what could not be read."""
     try:
         status = os.lstat(index.folder / AUDIT)
     except OSError:
@@ -79,14 +79,17 @@ def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
 def _read(
     path: Path, _inode: int, _size: int, _time: int, max_bytes: int
 ) -> tuple[Row | None, list[str]]:
-    """Read `audit.json`. The answer is kept until the file's size or time changes."""
+    """Read `audit.json`. The result is cached until the file's inode, size or time changes."""
     folder = RunFolder(path)
     found = folder.read_object(AUDIT, max_bytes=max_bytes)
     return _after(found) if found else None, folder.gaps
 
 
 def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
-    """Return the values of the audited tokens of the newest steps, and why they are not known."""
+    """Return log D, log S, true log D and true log S of audited tokens of the newest steps.
+
+    The second result is a sentence on why they cannot be read, or "".
+    """
     names = ("log_d", "log_s", "true_log_d", "true_log_s")
     if not is_own_file(folder / JOURNAL):
         return [], ""
@@ -102,7 +105,7 @@ def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
 
 
 def _of_metrics(metrics: Mapping[str, float], route: str) -> Row:
-    """Return the metrics `audit/...` like a row of `audit.json`."""
+    """Return the metrics `audit/...` in the form of a row of `audit.json`."""
     own = {name.removeprefix("audit/"): value for name, value in metrics.items()}
     return {**own, "route": route, "noise": own.get("logp_noise_rms")}
 
@@ -142,7 +145,7 @@ def _after(found: Row) -> Row:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """Return what an audit of a route says, in one to three sentences.
+    """Return sentences on what an audit found about a route (a method to compute `old_logp`).
 
     `row` has the figures of the route, as in `audit.json`, and the numerical `noise` in nats.
 

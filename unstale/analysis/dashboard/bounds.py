@@ -15,11 +15,11 @@ from unstale.durability.run_folder import Row
 NAMES = {"d": "D", "s": "S", "ds": "D S"}
 
 NO_GRADIENT = ("vetoed", "masked", "dropped", "skipped")
-"""Outcomes of tokens that are not in the loss."""
+"""Outcomes of tokens that have no part in the loss."""
 
 
 def bounds(correction: CorrectionConfig, objective: ObjectiveConfig) -> list[Bounds]:
-    """Return the bounds of a correction and an objective."""
+    """Return the bounds that a correction and an objective set on D, S and D S."""
     found = [*_of_correction(correction), *objective.bounds()]
     if objective.ratio_cap:
         cap = Bounds(
@@ -65,7 +65,7 @@ def _of_correction(config: CorrectionConfig) -> Iterator[Bounds]:
 
 
 class TrainedToken(NamedTuple):
-    """The values of a trained token. None if one was not computed."""
+    """The values of a trained token. A value that was not computed is None."""
 
     log_d: float | None
     log_s: float | None
@@ -77,9 +77,9 @@ class TrainedToken(NamedTuple):
 def gradient(config: ObjectiveConfig, token: TrainedToken) -> tuple[float, str] | None:
     """Return the factor by which the update multiplies the gradient of a token's logp.
 
-    The second value is the formula of this factor. Above 0, the token becomes more probable. 0
-    means masked or clipped. The result is None if the objective's gradient is not a weight times
-    the advantage, if its ratio is over several tokens, or if a value is missing.
+    The second result is the formula of this factor in words. A factor above 0 makes the token more
+    probable; 0 means that the token is masked or clipped. None is returned if the gradient is not a
+    weight times the advantage, if S is over several tokens, or if a value is missing.
     """
     if token.outcome in NO_GRADIENT:
         return 0.0, f"the token is {token.outcome}"
@@ -109,12 +109,12 @@ def explain(
     *,
     is_replaced: bool,
 ) -> Row:
-    """Add the bounds and the gradients to the values of an episode's training.
+    """Return `training`, the values of an episode's training, with bounds and gradients added.
 
-    `limits` has a row for each of the bounds, and `formulas` the explanations of gradients. The
-    `tokens` get `outside`, which is for each row True, False or None, `gradient`, and `formula`, a
-    place in `formulas`. Gradients are None if `is_replaced`: a technique replaces the ratio or the
-    loss of a token.
+    `limits` has a row for each bound, and `formulas` the explanations of gradients. In `tokens`,
+    `outside` has True, False or None (not known) for each bound, `gradient` the factor of the
+    gradient, and `formula` a position in `formulas`. Gradients are None if a technique replaces the
+    ratio or the loss of a token (`is_replaced`).
     """
     tokens = training["tokens"]
     found = bounds(correction, objective)

@@ -1,4 +1,4 @@
-"""The plots of the page of a run, in groups. docs/metrics.md defines each metric."""
+"""The plots on the page of a run, in groups. docs/metrics.md defines each metric."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,14 @@ from typing import Literal
 from unstale.durability.run_folder import Row
 
 Scale = Literal["share", "count", "value"]
-"""`share` goes from 0 to 1 and is shown in percent, `count` begins at 0, `value` fits the data."""
+"""The y axis: `share` is 0% to 100%, `count` begins at 0, `value` has the range of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot of metrics over the steps. `lines` has the metric of each line by the line's name.
+    """A plot of metrics over the steps. `lines` maps the name of each line to its metric.
 
-    `reading` is a sentence on what a good and a bad curve look like.
+    `reading` describes a good and a bad curve.
     """
 
     title: str
@@ -421,7 +421,7 @@ SECTIONS = (
         ),
     ),
 )
-"""The plots with their own words. Metrics that are in none of them are shown after them."""
+"""The plots with descriptions. Metrics that are in none of them are shown after them."""
 
 _UNITS = {
     "_s": "s",
@@ -436,7 +436,7 @@ _OF_ROW = ("step", "time_s", "version", "eval/version")
 _BY_LAG = "/lag_"
 
 MAX_LINES = 8
-"""Lines in one plot of rewards, lags or engines."""
+"""Largest number of lines in one plot of rewards, lags or engines."""
 
 _DIAGNOSTICS = (
     Chart(
@@ -484,7 +484,7 @@ _DIAGNOSTICS = (
         reading="Good: near 0. Bad: a rise.",
     ),
 )
-"""Plots of techniques that only measure, as on the report."""
+"""Plots of techniques that only measure."""
 
 _BY_ENGINE = (
     ("busy_share", "Busy, by engine", "Share of the time with a request in progress.", "share"),
@@ -502,7 +502,7 @@ _BY_ENGINE = (
     ),
     ("running", "Load, by engine", "Requests in progress at the end of a step.", "requests"),
 )
-"""Metrics `engine_<n>/...`: name, title, explanation and unit. A plot has a line for each engine.
+"""Plots of metrics `engine_<n>/NAME`, with a line for each engine: NAME, title, explanation, unit.
 """
 
 _ENGINE = re.compile(r"engine_([0-9]{1,4})/(.+)")
@@ -510,20 +510,20 @@ _REWARD = re.compile(r"reward/(.+)_mean")
 
 
 def sections(names: Iterable[str]) -> list[Row]:
-    """Return the groups of plots for the metrics that a run has, as JSON.
+    """Return the groups of plots for the metrics `names` of a run, as JSON.
 
-    The answer is kept for the next time, so it must not be changed.
+    The result is cached, so the caller must not change it.
     """
     return _sections(tuple(names))
 
 
 @lru_cache(maxsize=64)
 def _sections(names: tuple[str, ...]) -> list[Row]:
-    """Make the groups of plots.
+    """Return the groups of plots for the metrics `names`.
 
-    Metrics by lag become one plot each, and those by engine one plot for all engines. Rewards and
-    figures of the environment have their own groups. All other metrics come last, one group for
-    each component.
+    A metric that is recorded by lag becomes one plot, and so does a metric that each engine has.
+    Rewards and figures of the environment have their own groups. All other metrics come last, in
+    one group for each component.
     """
     left = dict.fromkeys(sorted(set(names) - set(_OF_ROW)))
     found = {
@@ -575,7 +575,7 @@ def _sections(names: tuple[str, ...]) -> list[Row]:
 
 
 def _recorded(charts: Sequence[Chart], names: Mapping[str, None]) -> list[Row]:
-    """Return the plots that have a recorded metric, with the lines that have one."""
+    """Return the plots that have recorded metrics, as JSON, with the lines of these metrics."""
     found = []
     for chart in charts:
         lines = {line: name for line, name in chart.lines.items() if name in names}
@@ -585,7 +585,7 @@ def _recorded(charts: Sequence[Chart], names: Mapping[str, None]) -> list[Row]:
 
 
 def _drop_shown(charts: Sequence[Row], left: dict[str, None]) -> None:
-    """Remove the metrics that some plots show."""
+    """Remove from `left` the metrics that these plots show."""
     for chart in charts:
         for line in chart["lines"]:
             left.pop(line["metric"], None)
@@ -645,9 +645,10 @@ def _by_reward(left: dict[str, None]) -> list[Row]:
 
 
 def _by_engine(left: dict[str, None]) -> list[Row]:
-    """Return plots with a line for each of the first engines. Remove all their names from `left`.
+    """Return plots with a line for each of the first `MAX_LINES` engines.
 
-    The table of engines shows the metrics that have no plot.
+    All metrics of engines are removed from `left`. Those without a plot are in the table of
+    engines.
     """
     engines: dict[str, dict[int, str]] = {}
     for name in list(left):
@@ -668,7 +669,7 @@ def _by_engine(left: dict[str, None]) -> list[Row]:
 
 
 def _single(names: Sequence[str], left: dict[str, None]) -> list[Row]:
-    """Return a plot for each name, and remove the names from `left`."""
+    """Return a plot for each metric in `names`, and remove the names from `left`."""
     charts = []
     for name in names:
         left.pop(name, None)
@@ -680,7 +681,7 @@ def _single(names: Sequence[str], left: dict[str, None]) -> list[Row]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that the end of a metric's name says, or an empty string.
+    """Return the unit of a metric, from the end of its name. Empty if that names no unit.
 
     >>> unit_of("engine/busy_share"), unit_of("reward/mean")
     ('share', '')

@@ -1,7 +1,7 @@
-"""The tables of a run's index: a database in a temporary folder, from which pages are answered.
+"""The tables of a run's index: an SQLite database in a temporary folder, from which pages are made.
 
-The journal belongs to the run, has no index for sorting and is only read. The index repeats what
-tables and plots need. It can be deleted at any time, because it is filled again.
+The run's journal has no index for sorting, and is only read. The run's index has copies of the data
+for tables and plots. It can be deleted at any time, because it can be filled again.
 """
 
 import sqlite3
@@ -17,7 +17,7 @@ Kind = Literal["number", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table of episodes that can be sorted and filtered."""
+    """A column of the table of episodes, by which it can be sorted and filtered."""
 
     name: str
     kind: Kind
@@ -50,15 +50,15 @@ COLUMNS = (
     Column("behavior_logp_mean", "number", "mean behavior_logp of the sampled tokens", "nats"),
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
-"""Columns of the table of episodes. A column by which many episodes are sorted gets an index, so
-that the next page is read without sorting. Others have none: to keep 21 indexes takes as long as to
-read the episodes of a live run.
+"""Columns of the table of episodes. A column by which many episodes are sorted gets a database
+index, so that the next page is read without sorting. Others have none, because keeping 21 indexes
+would take as long as reading the episodes of a live run.
 """
 
 COLUMN = {column.name: column for column in COLUMNS}
 
 _WHOLE = ("group_number", "sibling")
-"""Columns that are declared as integers, because the journal declares them so."""
+"""Columns that are declared as integers, as in the journal."""
 
 
 def _declare(column: Column) -> str:
@@ -79,12 +79,14 @@ CREATE TABLE spans (id INTEGER PRIMARY KEY, lane TEXT NOT NULL, start REAL NOT N
 CREATE INDEX spans_by_end ON spans ("end");
 CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT NOT NULL, fields TEXT NOT NULL);
 CREATE INDEX events_by_kind ON events (kind, id)"""
-"""Tables of what `metrics.jsonl` and `events.jsonl` have. `lags` counts trained tokens by lag."""
+"""SQL of the tables with data of `metrics.jsonl` and `events.jsonl`. `lags` has the number of
+trained tokens by step and lag.
+"""
 
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
 
 SORTED = tuple(column.name for column in COLUMNS if column.name not in ("episode", "group_number"))
-"""Columns whose index is made when it is wanted. The other two have theirs from the beginning."""
+"""Columns whose database index is made on demand. The other two have one from the beginning."""
 
 EPISODES = f"""
 CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,
@@ -97,25 +99,25 @@ CREATE INDEX figures_by_value ON figures (name, value, episode);
 CREATE TABLE ages (tenth INTEGER NOT NULL, lag INTEGER NOT NULL, tokens INTEGER NOT NULL,
     PRIMARY KEY (tenth, lag)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize='unicode61')"""
-"""Tables of what the journal has. `ages` counts trained tokens by tenth of the episode and lag.
-`figures` has the rewards (`reward:NAME`) and facts
-(`fact:NAME`) of an episode. `words` is the full-text index of the conversations, without the text.
+"""SQL of the tables with data of the journal. `ages` has the number of trained tokens by tenth of
+the episode and lag. `figures` has the rewards (`reward:NAME`) and facts (`fact:NAME`) of an
+episode. `words` is the full-text index of the conversations, without the text.
 """
 
 
 MAX_IDLE = 8
-"""Connections for reading that are kept for the next answer, of all indexes together."""
+"""Largest number of idle reading connections that are kept open, of all indexes together."""
 
 
 class _IdleReaders:
-    """Connections for reading that nobody uses. To open one takes as long as a short answer."""
+    """Idle reading connections, kept because opening one takes as long as a short answer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[tuple[Path, sqlite3.Connection]] = []
 
     def take(self, path: Path) -> sqlite3.Connection:
-        """Return a connection to an index, which is opened if none is idle."""
+        """Return an idle connection to the database at `path`, or a new one if none is idle."""
         with self._lock:
             for place, (own, reader) in enumerate(self._idle):
                 if own == path:
@@ -126,7 +128,7 @@ class _IdleReaders:
         return reader
 
     def give(self, path: Path, reader: sqlite3.Connection) -> None:
-        """Keep a connection, and close the one that was kept longest if there are too many."""
+        """Keep a connection for later. If there are too many, close the one kept longest."""
         with self._lock:
             self._idle.append((path, reader))
             spare = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE else None
@@ -134,7 +136,7 @@ class _IdleReaders:
             spare.close()
 
     def drop(self, path: Path) -> None:
-        """Close all idle connections to an index."""
+        """Close all idle connections to the database at `path`."""
         with self._lock:
             closed = [reader for own, reader in self._idle if own == path]
             self._idle = [each for each in self._idle if each[0] != path]
@@ -146,19 +148,22 @@ _READERS = _IdleReaders()
 
 
 class Database:
-    """The index of one run. One thread writes; any thread reads, each with its own connection."""
+    """The database of one run's index.
+
+    One thread writes. Any thread may read, each with its own connection.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._writer: sqlite3.Connection | None = None
-        """The connection that writes. None if there is none at present."""
+        """The connection that writes. None while it is closed."""
         self._reading = threading.local()
-        """Has the connection `reader` of the thread that is reading, if it is."""
+        """Its attribute `reader` is the connection of a thread that is reading at present."""
         self._open().executescript(f"PRAGMA journal_mode=WAL;{FILES};{EPISODES};")
         self.close_writer()
         self._made: set[str] = set()
         self._wanted: set[str] = set()
-        """Columns that have an index, and those that should get one."""
+        """Columns that should get a database index. `_made` has the columns that have one."""
 
     def _open(self) -> sqlite3.Connection:
         if self._writer is None:
@@ -169,7 +174,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction. It is undone if the body fails."""
+        """Return a context with a writing transaction. It is undone if the body raises an error."""
         writer = self._open()
         writer.execute("BEGIN")
         try:
@@ -181,9 +186,9 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Open the database for reading, as it is at one moment.
+        """Return a context with a reading connection, for which the content does not change.
 
-        A read inside of another one, in the same thread, has its connection and its moment.
+        Within another `read` in the same thread, it is the same connection.
         """
         reader: sqlite3.Connection | None = getattr(self._reading, "reader", None)
         if reader is not None:
@@ -203,22 +208,22 @@ class Database:
         _READERS.give(self.path, reader)
 
     def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Return the result of one statement."""
+        """Return the rows that one SQL statement gives."""
         with self.read() as reader:
             return reader.execute(statement, parameters).fetchall()
 
     def want_index(self, column: str) -> None:
-        """Ask for the index of a column. `make_index` makes it."""
+        """Request the database index of a column. `make_index` makes it later."""
         if column in SORTED and column not in self._made:
             self._wanted.add(column)
 
     @property
     def wants_index(self) -> bool:
-        """Return True if the index of a column was asked for and is not made yet."""
+        """True if a database index of a column was requested and is not made yet."""
         return bool(self._wanted)
 
     def make_index(self) -> bool:
-        """Make one index that is wanted. Return False if there is none to make."""
+        """Make one requested database index. Return False if there is none to make."""
         for name in sorted(self._wanted):
             self._wanted.discard(name)
             with self.write() as writer:
@@ -230,7 +235,7 @@ class Database:
         return False
 
     def clear_episodes(self) -> None:
-        """Remove all that came from the journal."""
+        """Remove all data that came from the journal."""
         with self.write() as writer:
             for name in ("episodes", "figures", "ages", "words"):
                 writer.execute(f"DROP TABLE {name}")
@@ -240,19 +245,19 @@ class Database:
         self._made = set()
 
     def clear_metrics(self) -> None:
-        """Remove all that came from `metrics.jsonl`."""
+        """Remove all data that came from `metrics.jsonl`."""
         with self.write() as writer:
             for name in ("metrics", "lags", "names"):
                 writer.execute(f"DELETE FROM {name}")
 
     def clear_events(self) -> None:
-        """Remove all that came from `events.jsonl`."""
+        """Remove all data that came from `events.jsonl`."""
         with self.write() as writer:
             for name in ("spans", "events"):
                 writer.execute(f"DELETE FROM {name}")
 
     def close_writer(self) -> None:
-        """Close the connection that writes, so that many runs need few descriptors.
+        """Close the writing connection, so that many runs need few file descriptors.
 
         `write` opens it again.
         """
@@ -261,6 +266,6 @@ class Database:
             self._writer = None
 
     def close(self) -> None:
-        """Close the file. It can be used again."""
+        """Close all connections to the database. It can still be used, which opens new ones."""
         self.close_writer()
         _READERS.drop(self.path)

@@ -1,6 +1,6 @@
-"""Answer what the page of a run shows beside plots over the steps: engines, lengths, forks.
+"""Return what the page of a run shows besides plots over the steps, such as engines and lengths.
 
-All comes from the index, so it is live. The number of rows of an answer is bounded.
+All data come from the index, so they are live. The number of rows of an answer is bounded.
 """
 
 import re
@@ -16,13 +16,13 @@ MAX_ENGINES = 64
 MAX_REASONS = 20
 MAX_LAGS = 12
 MAX_EPISODES = 100_000
-"""Newest episodes from which lengths are computed."""
+"""Number of newest episodes from which lengths are computed."""
 
 _GAUGE = re.compile(r"engine_([0-9]{1,4})/([a-z_]+)")
 
 
 def details(database: Database) -> Row:
-    """Return the tables of a run's page, by name."""
+    """Return the tables on the page of a run, by name."""
     return {
         "shares": shares(database),
         "engines": engines(database),
@@ -35,9 +35,9 @@ def details(database: Database) -> Row:
 
 
 def engines(database: Database) -> list[Row]:
-    """Return the last state of each engine, and how often it was lost and restarted.
+    """Return the last metrics of each engine, and how often it was lost and restarted.
 
-    Runs from before engines had metrics of their own give an empty list.
+    Empty for old runs, in which engines had no metrics of their own.
     """
     found: dict[int, Row] = {}
     rows = database.rows(
@@ -62,9 +62,10 @@ def engines(database: Database) -> list[Row]:
 
 
 def ages(database: Database) -> list[Row]:
-    """Return the staleness of the trained tokens by their place in the episode, in tenths.
+    """Return the staleness of trained tokens in each tenth of their episodes.
 
-    Each has `mean` and `max` in versions, and its number of `tokens`.
+    A row has the `tenth` from 0, the `mean` and `max` staleness in versions, and the number of
+    `tokens`.
     """
     rows = database.rows(
         "SELECT tenth, sum(lag * tokens), max(lag), sum(tokens) FROM ages "
@@ -78,10 +79,10 @@ def ages(database: Database) -> list[Row]:
 
 
 def size_by_lag(database: Database, ratio: str) -> list[list[float]]:
-    """Return the mean |log D| or |log S| at each lag, as `[lag, mean]`.
+    """Return the mean |log D| or |log S| in nats at each lag, as `[lag, mean]`.
 
-    Steps are weighted by the tokens in their means. Runs from before these were recorded are
-    weighted by all action tokens of that lag, also those without a gradient.
+    `ratio` is "D" or "S". Steps are weighted by the number of tokens in their means. In old runs,
+    which did not record this number, they are weighted by all action tokens of that lag.
     """
     component = {"D": "correction", "S": "objective"}[ratio]
     prefix = f"{component}/log_{ratio.lower()}_abs_mean/lag_"
@@ -106,15 +107,18 @@ _ATTEMPTS = """SELECT sampled_tokens, turns, success, reward,
         AND episode = max(episode) OVER (PARTITION BY group_number, sibling)
     THEN 'given_up' ELSE outcome END AS outcome
     FROM (SELECT * FROM episodes WHERE is_branch = 0 ORDER BY episode DESC LIMIT ?)"""
-"""The newest attempts, without branches. A failed one is `given_up` if no other one followed."""
+"""SQL for the newest attempts at episodes, without branches. The outcome of a failed attempt is
+`given_up` if no other attempt followed.
+"""
 
 
 def attempts(database: Database) -> Row:
-    """Return the attempts at episodes by how they ended, and the lengths of those trained on.
+    """Return statistics of attempts at episodes by how they ended, and a curve of their lengths.
 
-    Branches of an episode are left out, because they have its outcome and reward. `curve` has
-    sampled tokens, the share of all ended attempts with at most so many, and the share of those
-    trained on. If long attempts are lost more often, training prefers short ones.
+    Branches of an episode are left out, because they have its outcome and reward. A point of
+    `curve` has a number of sampled tokens, the share of all ended attempts with at most so many,
+    and the same share of those trained on. If long attempts are lost more often, training prefers
+    short episodes.
     """
     rows = database.rows(
         f"""SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)
@@ -154,7 +158,7 @@ def attempts(database: Database) -> Row:
 
 
 def examples(database: Database) -> list[Row]:
-    """Return a success and a failure from the first and the last quarter of the trained steps.
+    """Return a successful and a failed episode from the first and the last quarter of the steps.
 
     Episodes that several versions sampled are preferred.
     """
@@ -188,7 +192,10 @@ def examples(database: Database) -> list[Row]:
 
 
 def forks(database: Database) -> list[Row]:
-    """Return the reasons why agents changed their history, most frequent first."""
+    """Return the reasons why agents changed the history of a conversation, most frequent first.
+
+    Each has the number of such forks. `episode` and token `at` are those of the first fork.
+    """
     rows: list[tuple[Any, ...]] = database.rows(
         """SELECT json_extract(fields, '$.reason'), count(*), json_extract(fields, '$.episode'),
             json_extract(fields, '$.at'), min(id)

@@ -1,4 +1,4 @@
-"""Turn the journal's rows of an episode into its columns, its figures and its text."""
+"""Turn the journal's rows of an episode into data of the index: columns, figures and text."""
 
 import json
 import sqlite3
@@ -14,7 +14,9 @@ from unstale.durability.run_folder import Row
 from unstale.observe.words import number
 
 Piece = tuple[int, int, int, int | None, bytes, bytes | None]
-"""A row of the journal: episode, position, number of tokens, version, tokens, behavior_logp."""
+"""A run of tokens in the journal: episode, position, number of tokens, version (None for context),
+tokens as packed integers, behavior_logp as packed float32.
+"""
 
 PIECES = (
     "SELECT episode, position, num_tokens, version, tokens, behavior_logp "
@@ -22,11 +24,14 @@ PIECES = (
 )
 
 MAX_FIGURES = 64
-"""Rewards and facts of an episode that are kept."""
+"""Largest number of rewards, and of facts, of an episode that are kept."""
 
 
 def measure_pieces(pieces: Sequence[Piece]) -> Row:
-    """Return the columns of an episode that its pieces give."""
+    """Return the values in the table of episodes that follow from an episode's tokens.
+
+    Raises ValueError if packed tokens have the wrong size.
+    """
     versions: set[int] = set()
     turns = tokens = sampled = 0
     logps: list[bytes] = []
@@ -59,7 +64,10 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
 
 
 def add_outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
-    """Return the columns of how an episode ended, and add its rewards and facts."""
+    """Return the columns on an episode's end, and write its rewards and facts to `figures`.
+
+    `end` is the journal's row on the end.
+    """
     episode, stop, rewards, facts, stage, error, reason, step, *_ = end
     if stop is None:
         failed = stage is not None

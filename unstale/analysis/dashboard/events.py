@@ -1,4 +1,4 @@
-"""Copy an event of `events.jsonl` into the index: an activity, or another event as JSON."""
+"""Copy events of `events.jsonl` into the index. Activities (spans) have a table of their own."""
 
 import sqlite3
 
@@ -6,14 +6,14 @@ from unstale.durability.run_folder import Row, dumps
 from unstale.observe.words import number
 
 MAX_EVENT = 100_000
-"""Characters of an event that are kept, as JSON. A line may have 4 MiB."""
+"""Largest number of characters of an event that are kept, as JSON. A line may have 4 MiB."""
 
 MAX_EVENT_TEXT = 4000
-"""Characters of a text in a longer event that are kept. Pages show at most 2,000 of them."""
+"""Largest number of characters of a text in a longer event. Pages show at most 2,000 of them."""
 
 
 def add_event(writer: sqlite3.Connection, row: Row) -> None:
-    """Add an event to the index. A damaged activity is left out."""
+    """Add an event to a run's database. An activity (span) with invalid times is left out."""
     kind = str(row.get("kind"))
     if kind == "span":
         start, end = number(row.get("start")), number(row.get("end"))
@@ -33,7 +33,7 @@ def add_event(writer: sqlite3.Connection, row: Row) -> None:
 def _event_json(row: Row) -> str:
     """Return an event as JSON of at most `MAX_EVENT` characters.
 
-    Of a longer event, texts are cut, and other fields are left out if that is not enough.
+    In a longer event, texts are cut. Fields that still do not fit are left out.
     """
     text = dumps(row)
     if len(text) <= MAX_EVENT:

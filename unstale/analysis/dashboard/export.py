@@ -1,8 +1,8 @@
-"""Send a selection of episodes or tokens as a file, JSON lines or Parquet, a part at a time.
+"""Send a selection of episodes or tokens as a file, JSON lines or Parquet, in parts.
 
-Nothing is sampled or left out for its number. Memory is bounded by a part of the file, and the
-journal is read in short transactions. If a part cannot be read, the download breaks off, so that an
-incomplete file is not taken for a complete one.
+All selected rows are sent. The memory needed is that of one part, and the journal is read in short
+transactions. If a part cannot be read, the download breaks off, so that an incomplete file is not
+taken for a complete one.
 """
 
 import re
@@ -36,9 +36,9 @@ from unstale.records import Piece, Sampled, walk
 from unstale.token_values import TokenFlag
 
 Content = Literal["table", "tokens", "brushed", "changed"]
-"""What a row is. `table`: an episode with the columns of its table. `tokens`: a finished episode
-with lists over its tokens, as `unstale export-trajectories` writes it. `brushed`: a trained token.
-`changed`: a trained token that other options treat differently.
+"""The meaning of a row of the file. `table`: an episode with the columns of the table of episodes.
+`tokens`: a finished episode with lists over its tokens, as `unstale export-trajectories` writes it.
+`brushed`: a trained token. `changed`: a trained token that other options treat differently.
 """
 
 Format = Literal["jsonl", "parquet"]
@@ -46,16 +46,18 @@ Format = Literal["jsonl", "parquet"]
 KINDS = {"jsonl": "application/x-ndjson", "parquet": "application/vnd.apache.parquet"}
 
 PART_ROWS = 256
-"""Rows of a part of a file, and of a row group of Parquet."""
+"""Largest number of rows in a part of a file, which is a row group of Parquet."""
 
 PART_TOKENS = 100_000
-"""Tokens of a part with lists over tokens. An episode with more is a part of its own."""
+"""Largest number of tokens in a part whose rows have lists over tokens. An episode with more tokens
+is a part by itself.
+"""
 
 PAGE = 500
-"""Episodes that are read from the index at a time."""
+"""Number of episodes that are read at a time from the run's index, a database."""
 
 EPISODES = 8
-"""Episodes that are read from the journal in one transaction."""
+"""Number of episodes that are read from the journal in one transaction."""
 
 _FLOATS = frozenset(
     {
@@ -67,7 +69,7 @@ _FLOATS = frozenset(
         "behavior_logp_min",
     }
 )
-"""Columns of the table that are not whole numbers."""
+"""Columns of the table of episodes whose values are not whole numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ class ExportRequest:
 
 
 def file_name(run: str, selection: ExportRequest) -> str:
-    """Return a file name of letters, digits, dots, hyphens and underscores.
+    """Return the name of a download of the run `run`: letters, digits, dots, hyphens, underscores.
 
     >>> file_name("a/../b\\r\\n.", ExportRequest(content="table", format="jsonl"))
     'a-..-b-table.jsonl'
@@ -107,7 +109,7 @@ def file_name(run: str, selection: ExportRequest) -> str:
 
 
 def parquet_problem() -> str:
-    """Return why Parquet cannot be written, as a sentence. Empty if it can be."""
+    """Return a sentence on why Parquet cannot be written. Empty if it can be written."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
@@ -116,10 +118,10 @@ def parquet_problem() -> str:
 
 
 def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
-    """Yield a file in parts. The first part is computed before returning, so errors come early.
+    """Return the parts of a file. The first row is computed before returning, so errors come early.
 
-    Raises `BadQuestion`, `JournalError`, `NotYet` while the index lacks episodes that are chosen
-    from it, and OSError without a journal or if its index has failed.
+    Raises `BadQuestion`, `JournalError`, `NotYet` if the index does not have all episodes yet, and
+    OSError without a journal or if the index has failed.
     """
     if selection.format == "parquet" and (problem := parquet_problem()):
         raise BadQuestion(problem)
@@ -172,7 +174,7 @@ def _grouped(rows: Iterable[Row], size: Callable[[Row], int]) -> Iterator[list[R
 
 
 class _Pipe:
-    """A file to write to. `take` returns what was written since the last time."""
+    """A file object in memory. `take` returns what was written since the last call."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -212,7 +214,7 @@ class _Pipe:
 def _parquet(
     grouped: Iterator[list[Row]], selection: ExportRequest, *, with_values: bool
 ) -> Iterator[bytes]:
-    """Yield a Parquet file, one row group at a time, and its footer at the end."""
+    """Yield the bytes of a Parquet file: one row group per part, and the footer at the end."""
     import pyarrow
     import pyarrow.parquet
 
@@ -256,7 +258,7 @@ def _schema(pyarrow: Any, content: str) -> Any:
 
 
 def _table(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
-    """Yield the chosen rows of the table of episodes, in the order of their numbers."""
+    """Yield the selected rows of the table of episodes, in the order of the episodes' numbers."""
     names = [column.name for column in COLUMNS]
     for rows in _pages(index, selection, f"{', '.join(names)}, is_branch, note"):
         found = [as_row(row, names) for row in rows]
@@ -279,7 +281,11 @@ def _table(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
 def _pages(
     index: RunIndex, selection: ExportRequest, names: str, *more: Condition
 ) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield columns of the chosen episodes, a page at a time. The first one is the episode."""
+    """Yield the columns `names` of the selected episodes, as lists of at most `PAGE` rows.
+
+    The first column must be the episode's number. Raises `NotYet` if the index does not have all
+    episodes or texts yet, and OSError if the journal was replaced.
+    """
     _require_complete(index)
     conditions = [*parse_filter(selection.filter), *more]
     if selection.search and index.search_problem:
@@ -308,7 +314,7 @@ def _pages(
 
 
 def _require_complete(index: RunIndex) -> None:
-    """Raise an error if the index lacks episodes that the journal had when it was last read."""
+    """Raise `NotYet` if the run's database lacks episodes of the journal, OSError if it failed."""
     if problem := index.failure or index.problem:
         raise OSError(problem)
     if not index.is_complete:
@@ -316,7 +322,7 @@ def _require_complete(index: RunIndex) -> None:
 
 
 def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -> Iterator[Row]:
-    """Yield the chosen episodes that finished, with their tokens."""
+    """Yield the selected episodes that finished, with their tokens."""
     finished = Condition("outcome IN ('trained', 'waiting')")
     for rows in _pages(index, selection, "episode", finished):
         for start in range(0, len(rows), EPISODES):
@@ -329,7 +335,7 @@ def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -
 
 
 def _episode(journal: JournalReader, number: int, *, with_values: bool) -> Row:
-    """Return a finished episode with the values of its first training."""
+    """Return a finished episode. `with_values` adds the tokens' values in its first training."""
     episode = journal.episode(number)
     row = token_row(episode)
     if not with_values:
@@ -339,9 +345,9 @@ def _episode(journal: JournalReader, number: int, *, with_values: bool) -> Row:
 
 
 def _brushed(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
-    """Yield the trained tokens inside the brush, in the order of steps, groups and episodes.
+    """Yield the chosen tokens inside the selection's brush, in order of steps, groups and episodes.
 
-    Without a brush they are all chosen tokens, also those without a log D or log S.
+    Without a brush, all chosen tokens are yielded, also those without a log D or log S.
     """
     with open_journal(index.folder) as journal:
         rows = find_rows(journal, selection.choice, limit=2**62).rows
@@ -370,7 +376,7 @@ _VALUES = (
 def _tokens_of(
     values: TrainedTokens, pieces: Sequence[Piece], selection: ExportRequest
 ) -> Iterator[Row]:
-    """Yield the chosen trained tokens of an episode."""
+    """Yield a row for each selected trained token of an episode."""
     sampled = [
         (start, piece, turn) for start, piece, turn in walk(pieces) if isinstance(piece, Sampled)
     ]
@@ -400,7 +406,7 @@ def _tokens_of(
 
 
 def _inside(values: TrainedTokens, versions: Sequence[int], selection: ExportRequest) -> list[int]:
-    """Return the places of the chosen tokens among the sampled ones."""
+    """Return the positions of the selected tokens among an episode's sampled tokens."""
     lag = values.version - np.array(versions, np.int64)
     where = selection.choice.contains(lag, values.flags)
     if selection.brush.is_set:

@@ -1,8 +1,8 @@
-"""Answer with the trained tokens of a run in the plane of log D and log S.
+"""Return the trained tokens of a run in the plane of log D and log S, for its page.
 
-Both are those that the run trained with: log D is `old_logp - behavior_logp` and log S is
-`logp - old_logp`, with the `old_logp` of its route. Counts are of all tokens that were read, points
-are a sample of them. Values come from the journal's table of trained tokens.
+They are the values that the run trained with: log D is `old_logp - behavior_logp` and log S is
+`logp - old_logp`, with the `old_logp` of its route. They come from the journal's table of trained
+tokens. Counts are of all tokens that were read, and points are a sample of these.
 """
 
 import math
@@ -24,28 +24,30 @@ from unstale.durability.run_folder import Row
 from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag, TokenValues
 
 MAX_READ = 3_000_000
-"""Tokens that are read for one answer. Of a run with more, rows are read that are evenly spaced
-over its steps. A million tokens took 0.4 s of CPU time to read, and 0.6 s to count.
+"""Largest number of tokens that are read for one answer. In a longer run, only rows that are evenly
+spaced over its steps are read. A million tokens took 0.4 s of CPU time to read, and 0.6 s to count.
 """
 
 MAX_CACHED = 4_000_000
-"""Tokens that are kept in memory for the next answer, of all runs together: about 100 MB."""
+"""Largest number of tokens that are kept in memory, of all runs together: about 100 MB."""
 
 MAX_POINTS = 3000
 MAX_EPISODES = 100
-"""Episodes of a selection that are listed."""
+"""Largest number of listed episodes with tokens in the brush, the selected rectangle."""
 
 CELLS = 73
-"""Cells of the grid of counts along each axis. An odd number has 0 in the middle of a cell."""
+"""Number of cells of the grid of counts along each axis. It is odd, so that 0 is in the middle of a
+cell.
+"""
 
 UNIT = 1e-3
-"""Log-ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
+"""Log ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
 
 MAX_LAG = 5
-"""The lag of the last colour, which stands for all larger ones too."""
+"""Lag of the last colour, which also stands for all larger lags."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
-"""Outcomes of a token. An answer has their positions in this list."""
+"""Names of the outcomes of a token. Arrays have the positions of outcomes in this list."""
 
 EXACTNESS = ("all", "exact", "approximated")
 
@@ -56,31 +58,34 @@ class TokenColumns:
 
     step: int
     log_d: Any
-    """NaN if no `old_logp` was computed. float32, as `log_s`."""
+    """log D in nats, float32. NaN if no `old_logp` was computed."""
     log_s: Any
-    """NaN if the episode was not run."""
+    """log S in nats, float32. NaN if no training pass was run on the episode."""
     lag: Any
-    """Versions published between sampling and training."""
+    """Number of versions published between sampling and training."""
     flags: Any
     """Sums of `TokenFlag`."""
     outcome: Any
     """Positions in `OUTCOME_NAMES`."""
     episode: Any
     token: Any
-    """Place of the token in its episode, context included."""
+    """Position of the token in its episode, counting context tokens."""
 
     def __len__(self) -> int:
         return len(self.lag)
 
     def take(self, where: Any) -> "TokenColumns":
-        """Return the tokens in `where`, a mask or positions."""
+        """Return the tokens that `where` selects, a mask or positions."""
         arrays = {each.name: getattr(self, each.name)[where] for each in fields(self)[1:]}
         return TokenColumns(step=self.step, **arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """Which trained tokens an answer is about. Limits are inclusive; None sets no limit."""
+    """A choice of trained tokens by step, lag and exactness of their old log-probability.
+
+    Limits are inclusive. None sets no limit.
+    """
 
     step_min: int | None = None
     step_max: int | None = None
@@ -129,19 +134,20 @@ class Brush:
 
     @property
     def is_set(self) -> bool:
-        """True if it has a limit."""
+        """True if the rectangle has a limit."""
         return bool(self.ratios)
 
     @property
     def ratios(self) -> str:
-        """The ratios with a limit: "d", "s", "ds" or nothing."""
+        """The ratios that have a limit: "d", "s", "ds" or ""."""
         limited = {each.name[0] for each in fields(self) if getattr(self, each.name) is not None}
         return "".join(sorted(limited))
 
     def contains(self, log_d: Any, log_s: Any) -> Any:
-        """Return True for tokens inside, `[n]`.
+        """Return True for tokens inside the rectangle, `[n]`.
 
-        Tokens without a log D are outside. Those without a log S are outside if S has a limit.
+        Tokens without a log D are outside. Tokens without a log S are inside only if D has a limit
+        and S has none.
         """
         where = np.isfinite(log_d)
         if "s" in self.ratios or not self.is_set:
@@ -158,7 +164,10 @@ class Brush:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A row of the journal's table of trained tokens, without its values."""
+    """A row of the journal's table of trained tokens, without the tokens' values.
+
+    `seal` is the checksum of the row.
+    """
 
     group: int
     step: int
@@ -167,7 +176,7 @@ class TokenRow:
 
 
 def require_values(values: Sequence[TrainedTokens], row: TokenRow) -> None:
-    """Raise `JournalError` if a row that was found is not there any more."""
+    """Raise `JournalError` if `values`, read for a row that was found before, are empty."""
     if not values:
         raise JournalError(
             f"the values of group {row.group} in step {row.step} were deleted meanwhile, "
@@ -177,7 +186,7 @@ def require_values(values: Sequence[TrainedTokens], row: TokenRow) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowsToRead:
-    """The rows that an answer reads, and the numbers of tokens in them and in all rows."""
+    """The rows to read for an answer, and the numbers of tokens in these and in all rows."""
 
     rows: Sequence[TokenRow]
     num_tokens: int
@@ -185,9 +194,9 @@ class RowsToRead:
 
 
 def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
-    """Return the rows of the chosen steps, in order, with at most `limit` tokens.
+    """Return the rows of the chosen steps, in order, with at most `limit` tokens in all.
 
-    If there are more, rows are left out evenly over the steps. One row is always read.
+    If the steps have more tokens, rows are left out evenly over the steps. One row is always read.
     """
     if not journal.num_token_values:
         return RowsToRead((), 0, 0)
@@ -212,10 +221,10 @@ def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> Row
 
 
 class TokenCache:
-    """Trained tokens that were read before. It is used by several threads."""
+    """A cache of trained tokens that were read from journals. Several threads may use it."""
 
     def __init__(self, *, limit: int = MAX_CACHED) -> None:
-        """Keep at most `limit` tokens: those that were used last."""
+        """Make a cache that keeps at most `limit` tokens: those that were used last."""
         self._limit = limit
         self._parts: OrderedDict[tuple[Path, TokenRow], TokenColumns] = OrderedDict()
         self._lock = threading.Lock()
@@ -226,9 +235,10 @@ class TokenCache:
         return self._size
 
     def read(self, folder: Path, choice: TokenChoice, *, limit: int = MAX_READ) -> "ChosenTokens":
-        """Return the chosen tokens of a run. Raises `JournalError`, and OSError without a journal.
+        """Return the chosen tokens of a run, about `limit` at most.
 
-        Rows never change under the same checksum, so a row that is kept is not read again.
+        A row in the cache is not read again, because a changed row has another checksum. Raises
+        `JournalError`, and OSError without a journal.
         """
         parts = []
         with open_journal(folder) as journal:
@@ -259,7 +269,7 @@ class TokenCache:
 
 
 def read_row(journal: JournalReader, row: TokenRow) -> TokenColumns:
-    """Return the tokens of a row. Raises `JournalError` if the row or an episode is damaged."""
+    """Return the tokens of a row. Raises `JournalError` if the row or its episodes are damaged."""
     columns = ", ".join(COLUMNS["trained_tokens"])
     ((*values, stored),) = journal.rows(
         f"SELECT {columns}, seal FROM trained_tokens WHERE number = ? AND step = ?",
@@ -297,7 +307,7 @@ def read_row(journal: JournalReader, row: TokenRow) -> TokenColumns:
 def _pieces(
     journal: JournalReader, episodes: Sequence[int]
 ) -> dict[int, list[tuple[int, int | None]]]:
-    """Return the number of tokens and the version of each piece, by episode."""
+    """Return number of tokens and version (None for context) of each run of tokens, by episode."""
     found: dict[int, list[tuple[int, int | None]]] = {each: [] for each in episodes}
     for start in range(0, len(episodes), 500):
         part = episodes[start : start + 500]
@@ -312,9 +322,9 @@ def _pieces(
 
 
 def _places(pieces: Sequence[tuple[int, int | None]], values: TokenValues) -> tuple[Any, Any]:
-    """Return the places of the sampled tokens of an episode, and the versions that sampled them.
+    """Return the positions of an episode's sampled tokens, and the versions that sampled them.
 
-    Raises ValueError if their number is not that of the values. It is checked first, because a
+    Raises ValueError if their number is not that of the values. This is checked first, because a
     damaged number may be too large for memory.
     """
     num_sampled = sum(count for count, version in pieces if version is not None)
@@ -336,7 +346,7 @@ def _places(pieces: Sequence[tuple[int, int | None]], values: TokenValues) -> tu
 def outcome_codes(flags: Any, *, run: Any) -> Any:
     """Return the outcome of each token as a position in `OUTCOME_NAMES`, `[n]` uint8.
 
-    `run` is True if the episode was run, for all tokens or for each.
+    `run` is True if a training pass was run on the token's episode: one value, or one per token.
     """
     names = list(OUTCOME_NAMES)
     other = np.where(run, names.index(KEPT), names.index(SKIPPED))
@@ -351,7 +361,7 @@ class ChosenTokens:
         self.read = read
         self._parts = parts
         self.with_d = [_finite(part, "log_d") for part in parts]
-        """The tokens that have a log D. Those whose episode was not run have no log S."""
+        """The tokens that have a log D. They have no log S if no pass was run on their episode."""
         self.placed = [_finite(part, "log_s") for part in self.with_d]
         """The tokens that have a log D and a log S."""
 
@@ -364,7 +374,7 @@ class ChosenTokens:
 
     @property
     def without_s(self) -> Row:
-        """The number of tokens with a log D but no log S, and how many of these were dropped."""
+        """The number of `tokens` with a log D but no log S, and of those `dropped` among them."""
         dropped = 0
         for part in self.with_d:
             names = np.array(OUTCOME_NAMES)[part.outcome[~np.isfinite(part.log_s)]]
@@ -372,7 +382,7 @@ class ChosenTokens:
         return {"tokens": sum(map(len, self.with_d)) - self.num_placed, "dropped": dropped}
 
     def for_ratios(self, ratios: str) -> Sequence[TokenColumns]:
-        """Return the tokens that limits on these ratios can select."""
+        """Return the tokens that have values of the ratios "d", "s" or "ds"."""
         return self.with_d if ratios == "d" else self.placed
 
     @property
@@ -381,7 +391,7 @@ class ChosenTokens:
 
     @property
     def steps(self) -> list[int]:
-        """The first and the last step, or nothing without tokens."""
+        """The first and the last step of the tokens. Empty without tokens."""
         steps = [part.step for part in self._parts if len(part)]
         return [min(steps), max(steps)] if steps else []
 
@@ -391,16 +401,16 @@ class ChosenTokens:
 
 
 def _finite(part: TokenColumns, name: str) -> TokenColumns:
-    """Return the tokens that have a value in this column."""
+    """Return the tokens whose value in the column `name` is finite."""
     where = np.isfinite(getattr(part, name))
     return part if where.all() else part.take(where)
 
 
 def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) -> Row:
-    """Return counts, points and marginals of some tokens, and the episodes inside the brush.
+    """Return counts, points and marginals of some tokens, and episodes with tokens in the brush.
 
     `drawn` has the `lines` of the run's limits, which the axes include. It is part of the answer.
-    `max_points` from 1 to `MAX_POINTS` limits the points further.
+    At most `max_points` points are returned, or `MAX_POINTS` if it is 0 or larger than that.
     """
     lines = drawn["lines"]
     axes = {name: _extent(tokens, name, lines) for name in ("log_d", "log_s")}
@@ -432,12 +442,12 @@ def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) 
 
 
 def to_axis(values: Any) -> Any:
-    """Return positions on an axis: about linear up to `UNIT`, then logarithmic."""
+    """Return positions of log ratios on an axis: about linear up to `UNIT`, then logarithmic."""
     return np.arcsinh(np.asarray(values, np.float64) / UNIT)
 
 
 def _extent(tokens: ChosenTokens, name: str, lines: Sequence[Row]) -> list[float]:
-    """Return the ends of an axis, as positions."""
+    """Return the two ends of the axis of `name`, as positions (`to_axis`)."""
     values = [0.01, -0.01]
     for part in tokens.for_ratios(name[-1]):
         if len(part):
@@ -458,7 +468,7 @@ def _cell(values: Any, axis: Sequence[float]) -> Any:
 
 
 def _counts(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]]) -> list[list[int]]:
-    """Return the cells with tokens as `[column, row, number]`. They count every token."""
+    """Return the cells of the grid that have tokens, as `[column, row, number of tokens]`."""
     grid = np.zeros(CELLS * CELLS, np.int64)
     for part in parts:
         cell = _cell(part.log_d, axes["log_d"]) * CELLS + _cell(part.log_s, axes["log_s"])
@@ -468,7 +478,7 @@ def _counts(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]]) 
 
 
 def _marginal(parts: Sequence[TokenColumns], name: str, axis: Sequence[float]) -> list[Row]:
-    """Return the number of tokens in each part of an axis, by lag."""
+    """Return the number of tokens in each cell along the axis of `name`, by lag."""
     found: dict[int, Any] = {}
     for part in parts:
         cell = _cell(getattr(part, name), axis)
@@ -480,7 +490,7 @@ def _marginal(parts: Sequence[TokenColumns], name: str, axis: Sequence[float]) -
 
 
 def _by_lag(parts: Sequence[TokenColumns]) -> list[list[int]]:
-    """Return `[lag, tokens]` of each lag. Larger lags than `MAX_LAG` are counted at it."""
+    """Return `[lag, number of tokens]` for each lag. Lags above `MAX_LAG` count as `MAX_LAG`."""
     counts = np.zeros(MAX_LAG + 1, np.int64)
     for part in parts:
         counts += np.bincount(np.clip(part.lag, 0, MAX_LAG), minlength=MAX_LAG + 1)
@@ -490,13 +500,14 @@ def _by_lag(parts: Sequence[TokenColumns]) -> list[list[int]]:
 _MIX = 0x9E3779B97F4A7C15
 
 MERGED = 50_000
-"""Tokens that are sorted together for the sample."""
+"""Approximate number of tokens that are sorted together to choose the sample."""
 
 
 def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], limit: int) -> Row:
-    """Return at most `limit` tokens as lists by name: first one of each cell, then a second one.
+    """Return at most `limit` tokens as lists by name.
 
-    Within a cell the order is that of a hash, so the choice is random but the same each time.
+    One token of each cell of the grid is taken first, then a second one, and so on. Within a cell
+    the order is that of a hash, so the choice is random but the same each time.
     """
     names = [each.name for each in fields(TokenColumns)[1:]]
     best: dict[str, Any] = {}
@@ -516,7 +527,7 @@ def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], 
 
 
 def _hash(part: TokenColumns) -> Any:
-    """Return a hash of the episode and the place of each token, `[n]` uint64."""
+    """Return a hash of the episode and position of each token, `[n]` uint64."""
     with np.errstate(over="ignore"):
         mixed = (part.episode.astype(np.uint64) << np.uint64(32)) + part.token.astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MIX)
@@ -526,7 +537,7 @@ def _hash(part: TokenColumns) -> Any:
 def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
     """Return the first `limit` tokens by their rank within their cell, then by hash.
 
-    A token that is left out here is also left out of a larger set that contains these.
+    A token that is left out would also be left out of a larger set.
     """
     joined = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
     by_cell = np.lexsort((joined["order"], joined["cell"]))
@@ -540,7 +551,7 @@ def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Episode:
-    """What is known of the selected tokens of one episode in one step."""
+    """The number of an episode's tokens in the brush in one step, and the farthest of them."""
 
     episode: int
     step: int
@@ -552,9 +563,10 @@ class _Episode:
 
 
 def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
-    """Return the number of tokens inside the brush, and the episodes with most of them.
+    """Return the number of tokens inside the brush, and the episodes with most such tokens.
 
-    Each has its farthest token: that with the largest size of the ratios with a limit.
+    Each episode has its farthest token: the one with the largest size of a ratio that the brush
+    limits.
     """
     found: list[_Episode] = []
     parts = list(tokens.inside(brush))

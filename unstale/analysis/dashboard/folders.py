@@ -1,4 +1,4 @@
-"""Find the run folders below a folder, and refuse every other path."""
+"""Find the run folders below a folder. Every other path is refused."""
 
 import os
 from collections.abc import Iterator
@@ -8,15 +8,17 @@ from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 
 MAX_DEPTH = 4
-"""Levels of folders in which runs are found. A comparison has its runs two or three levels down."""
+"""Number of levels of folders in which runs are found. The runs of a comparison are two or three
+levels down.
+"""
 
 MAX_RUNS = 2000
 MAX_VISITED = 20_000
-"""Number of folders that a search visits. It bounds the time if the folder is not one of runs."""
+"""Largest number of folders that a search visits. It limits the time in a folder without runs."""
 
 
 class UnknownRun(LookupError):
-    """Error: a name is not the name of a run in the folder."""
+    """Error: no run in the dashboard's folder has the given name."""
 
 
 class RunFolders:
@@ -27,7 +29,7 @@ class RunFolders:
     """
 
     def __init__(self, root: Path) -> None:
-        """Raise `ConfigError` if the root is not a folder."""
+        """Make the list of runs below `root`. Raises `ConfigError` if `root` is not a folder."""
         if not root.is_dir():
             problem = "it is a file" if root.exists() else "it does not exist"
             raise ConfigError(f"{root} is not a folder of runs: {problem}")
@@ -35,7 +37,7 @@ class RunFolders:
         self._only = root.name if _is_run(root) else ""
         self.root = root.parent if self._only else root
         self.problem = ""
-        """Why the newest search did not find all runs, as a sentence. Empty if it did."""
+        """A sentence on why the newest search did not find all runs. Empty if it did."""
 
     def names(self) -> list[str]:
         """Return the names of all runs in alphabetical order.
@@ -67,7 +69,10 @@ class RunFolders:
         return sorted(found)
 
     def path(self, name: str) -> Path:
-        """Return the folder of a run. Raises `UnknownRun` for any other name, also of a link."""
+        """Return the folder of the run with a name.
+
+        Raises `UnknownRun` if no run has this name, or if a part of the path is a link.
+        """
         parts = name.split("/")
         if len(parts) > MAX_DEPTH or (self._only and name != self._only):
             raise UnknownRun(f"there is no run {name!r}")
@@ -96,7 +101,10 @@ def is_own_file(path: Path) -> bool:
 
 
 def _folders(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Path]]:
-    """Yield the folders below a folder, each with its name. The folders of a run are left out."""
+    """Yield the name and path of each folder down to `depth` levels below a folder.
+
+    Folders within a run folder are left out.
+    """
     try:
         with os.scandir(folder) as entries:
             names = sorted(

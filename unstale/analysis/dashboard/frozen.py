@@ -1,7 +1,7 @@
-"""Write the report of a run: its page of the dashboard, frozen into one file with the answers.
+"""Write the report of a run: one file with the run's page of the dashboard and its data.
 
-The file has the same scripts and styles as the dashboard. Answers that the pages would ask of the
-server are in it as JSON, thinned so that the size of the file does not grow with the run.
+It has the scripts and styles of the dashboard. The data that the page would request from the server
+are in the file as JSON, thinned so that its size does not grow with the run.
 """
 
 import shlex
@@ -36,33 +36,35 @@ from unstale.durability.run_folder import (
 )
 
 READ_S = 60.0
-"""Seconds after which the episodes of a long run are no longer read."""
+"""Seconds after which no more episodes of a long run are read."""
 
 POINTS, OTHER_POINTS = 240, 60
-"""Points of a metric with a described plot, and of any other one. Each of many has fewer."""
+"""Largest number of points in the report of a metric with a described plot, and of any other."""
 
 VALUES, OTHER_VALUES = 40_000, 12_000
-"""Points of all metrics with a described plot, and of all others."""
+"""Largest number of points of all metrics with a described plot together, and of all others."""
 
 LAG_PARTS, SPANS, EVALUATIONS = 120, 800, 300
 FAILURES_LISTED, EVENTS_LISTED = 20, 100
-"""Newest failed episodes and events that are in the file."""
+"""Numbers of newest failed episodes and of newest events in the report."""
 
 TOKEN_POINTS = 800
-"""Points of the plane of D and S, as in plane.js."""
+"""Number of points in the plane of D and S, as in plane.js."""
 
 LAST_STEPS = 8
-"""Steps at the end whose activities are in the file one by one."""
+"""Number of last steps whose activities are in the report one by one."""
 
 EPISODE_TOKENS = 1000
-"""Tokens of an episode that are in the file."""
+"""Number of first tokens of an episode that are in the report."""
 
 SUCCESS, MEAN_STEPS = "rollout/success_rate", 5
-"""The metric of the learning curve, and the steps of which it shows the mean, as in run.js."""
+"""The metric of the learning curve, and the number of steps over which it is averaged, as in
+run.js.
+"""
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into a run folder, also of an unfinished run. Return its path.
+    """Write `report.html` into a run folder. The run may be unfinished. Return the report's path.
 
     Raises `ConfigError` if the folder has no run, and OSError if a file cannot be written.
     """
@@ -70,15 +72,15 @@ def write_report(run_folder: Path) -> Path:
 
 
 def write_and_warn(run_folder: Path) -> tuple[Path, list[str]]:
-    """Write the report. Return its path and the warnings in it, as sentences."""
+    """Write the report of a run. Return its path, and the warnings in it as sentences."""
     answers = freeze(run_folder)
     return _write(run_folder, answers), _warnings(answers["run"])
 
 
 def write_and_summarize(run_folder: Path) -> str:
-    """Write the report. Return its path and the most important sentences of it, a line each.
+    """Write the report of a run. Return its path and its main sentences, as lines of a text.
 
-    They are the end of the run, its success, warnings, the bottleneck, and what would help.
+    They are about the end of the run, its success, warnings, the bottleneck, and what would help.
     """
     answers = freeze(run_folder)
     return "\n".join([str(_write(run_folder, answers)), *_sentences(answers["run"])])
@@ -125,7 +127,7 @@ def _warnings(run: Row) -> list[str]:
 
 
 def freeze(folder: Path) -> Row:
-    """Return the answers to what the page of a run asks.
+    """Return the data that the page of a run would request from the server, by kind of request.
 
     Raises `ConfigError` if the folder has no run, and OSError if there is no space for the index.
     """
@@ -178,7 +180,7 @@ def _answers(index: RunIndex) -> Row:
 
 
 def _run(index: RunIndex, name: str) -> Row:
-    """Return the answer about the run as a whole, without what changes with the time of day."""
+    """Return the data about the run as a whole, without those that depend on the present time."""
     run = summary.overview(name, index)
     if run["state"] == "live":
         run["state"] = "failed" if run["error"] else "silent"
@@ -201,7 +203,10 @@ def _run(index: RunIndex, name: str) -> Row:
 
 
 def _series(index: RunIndex) -> Row:
-    """Return the values of all metrics as `[place in steps, values]`, and the lists of `steps`."""
+    """Return the values of all metrics as `[position in steps, values]`, and the lists `steps`.
+
+    `means` has the averaged learning curve.
+    """
     main: list[str] = ["time_s"]
     other: list[str] = []
     for section in sections(index.names):
@@ -227,7 +232,7 @@ def _series(index: RunIndex) -> Row:
 
 
 def _spans(database: Database) -> list[Row]:
-    """Return the activities of the whole run, and those of the last steps."""
+    """Return the timeline of the whole run and, in a longer run, that of its last steps."""
     whole = timeline.spans(database, 0.0, 1e18, SPANS)
     times = summary.series(database, ["time_s"], summary.MAX_POINTS)["time_s"][1]
     if not whole["parts"] or len(times) <= LAST_STEPS:
@@ -237,7 +242,7 @@ def _spans(database: Database) -> list[Row]:
 
 
 def _factors(folder: Path) -> Row | None:
-    """Return the trained tokens in the plane of log D and log S. None if they cannot be read."""
+    """Return the run's trained tokens in the plane of log D and log S. None if unreadable."""
     try:
         found = TokenCache().read(folder, TokenChoice())
         drawn = limits.of_run(folder, lag_max=found.lag_max)
@@ -247,7 +252,7 @@ def _factors(folder: Path) -> Row | None:
 
 
 def _episode(index: RunIndex, number: int) -> Row | None:
-    """Return the first tokens of an episode. None if it is damaged, which its row says."""
+    """Return the first tokens of an episode. None if the episode is damaged or not read."""
     try:
         return dict(_short(tokens.episode(index, number, limit=EPISODE_TOKENS), 5))
     except (JournalError, OSError, tokens.UnknownEpisode, tokens.NotYet):
@@ -255,7 +260,7 @@ def _episode(index: RunIndex, number: int) -> Row | None:
 
 
 def _short(value: Any, digits: int = 6) -> Any:
-    """Return a value whose floats have few digits.
+    """Return a JSON value with all floats rounded to `digits` significant digits.
 
     >>> _short({"a": [0.123456789, 2]}, 3)
     {'a': [0.123, 2]}

@@ -1,4 +1,4 @@
-"""Copy a run's metrics, events and journal into its index, a bounded part at a time."""
+"""Copy a run's metrics, events and journal into its index, one bounded part at a time."""
 
 import os
 import sqlite3
@@ -29,16 +29,16 @@ from unstale.observe.run_rows import histogram
 from unstale.observe.words import number
 
 CHUNK_EPISODES = 400
-"""Episodes that are read from the journal in one transaction, whose length it bounds."""
+"""Largest number of episodes that are read in one transaction, to limit its length."""
 
 CHUNK_TOKENS = 400_000
-"""Tokens of these episodes. It bounds the memory; one episode may have more."""
+"""Approximate largest number of tokens that are read in one transaction, to limit the memory."""
 
 MAX_NAMES = 2000
-"""Names of metrics that are kept, because a damaged file may have any number."""
+"""Largest number of metrics that are kept. A damaged file may have any number of names."""
 
 STATE_EVENTS = ("started", "resumed", "stopped")
-"""Kinds of events that give the state of a run."""
+"""Kinds of events that determine the state of a run."""
 
 STATE_FIELDS = ("reason", "detail", "command")
 
@@ -49,7 +49,7 @@ ADD_WORDS = "INSERT INTO words (rowid, text) VALUES (?, ?)"
 
 
 class _Consumed(NamedTuple):
-    """A group that was trained on: its number, the step, and the version before the step."""
+    """A group that was trained on: its number, the step, and the policy's version before it."""
 
     group: int
     step: int
@@ -60,44 +60,44 @@ _NOTHING = _Consumed(-1, -1, -1)
 
 
 class RunIndex:
-    """The index of one run, and how far it is.
+    """The index of one run, which is a database of copied data, and the progress of filling it.
 
-    `update_files` and `update_journal` are called by one thread. The other attributes may be read
-    by any.
+    One thread calls `update_files` and `update_journal`. Any thread may read the attributes.
     """
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder = folder
         self.database = Database(path)
         self.num_rows = 0
-        """Rows of `metrics.jsonl` read so far."""
+        """Number of rows of `metrics.jsonl` read so far."""
         self.num_events = 0
         self.last_step = 0
         self.num_episodes = 0
-        """Episodes of the journal that are in the index."""
+        """Number of the journal's episodes that are in this database."""
         self.num_ended = 0
         self.num_started = 0
-        """Episodes that the journal had when it was last read."""
+        """Number of episodes that the journal had when it was last read."""
         self.is_complete = False
-        """True if all that the journal had when it was last read is in the index."""
+        """True if all that the journal had when it was last read is in this database."""
         self.problem = ""
-        """Why the journal could not be read, as a sentence."""
+        """A sentence on why the journal could not be read. Empty if it could."""
         self.failure = ""
-        """Why the index is no longer updated, as a sentence."""
+        """A sentence on why the index is no longer updated. Empty if it is."""
         self.search_problem = ""
-        """Why texts cannot be searched, as a sentence."""
+        """A sentence on why texts cannot be searched. Empty if they can."""
         self.num_restarts = 0
-        """How many times the index of episodes was emptied, for a replaced or rewound journal."""
+        """Number of times that all episodes were removed, for a replaced or rewound journal."""
         self.changes = 0
-        """A number that grows with every change of the index."""
+        """A number that grows with every change of this database."""
         self._metrics = Tail(folder / METRICS)
         self._events = Tail(folder / EVENTS)
         self.state_events: dict[str, tuple[int, Row]] = {}
-        """The last event of each kind of `STATE_EVENTS`: its place in the log, and its fields."""
+        """The last event of each kind in `STATE_EVENTS`: its position in the log, and its fields.
+        """
         self.health = TrainingHealth()
-        """The checks of the rows of `metrics.jsonl` read so far.
+        """The checks of training health over the rows of `metrics.jsonl` read so far.
 
-        The events of checks also have those of steps that a resume has repeated.
+        Events of checks are not used: they include steps that a resume has repeated.
         """
         self._names: dict[str, int] = {}
         self._state: tuple[int, ...] = ()
@@ -105,17 +105,17 @@ class RunIndex:
         self._last_episode = -1
         self._last_consumed = _NOTHING
         self._has_backlog = False
-        """True if episodes that have ended are not copied yet."""
+        """True if some episodes that have ended are not copied yet."""
         self._siblings: tuple[int, dict[int, Row]] = (-1, {})
         """The group whose training was read last, and the columns of its episodes."""
         self._decode: Decode | None = None
         self._counted: tuple[int, ...] = ()
-        """State of the journal when its episodes were counted last."""
+        """State (`_state`) of the journal when its episodes were counted last."""
         self._wants_words = False
         self._without_words = array("q")
         """Episodes that have ended and whose text is not in the full-text index."""
         self._skipped = array("q")
-        """Those of the transaction in progress."""
+        """Episodes that the transaction in progress will add to `_without_words`."""
 
     def close(self) -> None:
         self.database.close()
@@ -129,38 +129,38 @@ class RunIndex:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the metrics read so far."""
+        """The names of the metrics read so far."""
         return list(self._names)
 
     @property
     def coverage(self) -> str:
-        """Return how many of the episodes that have begun are in the index, as a clause."""
+        """A clause on how many of the episodes that have begun are in the index as ended."""
         return f"{self.num_ended} of {self.num_started} episodes are in the index"
 
     @property
     def num_searchable(self) -> int:
-        """Return the number of episodes whose text can be searched."""
+        """The number of episodes whose text can be searched."""
         return self.num_ended - len(self._without_words)
 
     @property
     def lacks_words(self) -> bool:
-        """Return True if a search was asked for and texts are missing from the full-text index."""
+        """True if a search was requested and texts are missing from the full-text index."""
         return self._wants_words and len(self._without_words) > 0
 
     @property
     def is_idle(self) -> bool:
-        """Return True if `update_journal` has nothing to do until the journal grows."""
+        """True if `update_journal` has nothing to do until the journal grows."""
         return self.is_complete and not self.lacks_words and not self.database.wants_index
 
     def look_again(self) -> None:
-        """Note that the journal has changed, if it has, since it was last read."""
+        """Set `is_complete` to False if the journal has changed since it was last read."""
         if _state(self.folder) != self._state:
             self.is_complete = False
 
     def want_words(self) -> None:
-        """Ask for the full-text index. `update_journal` fills it, from now on with each episode.
+        """Request the full-text index. `update_journal` then fills it.
 
-        Without a search nobody reads it, and it takes a quarter of the time of an episode.
+        Without a search it is not needed, and it takes a quarter of the time to copy an episode.
         """
         self._wants_words = True
 
@@ -184,7 +184,10 @@ class RunIndex:
     def _add_each(
         self, tail: Tail, rows: Sequence[Row], add: Callable[[sqlite3.Connection, Row], None]
     ) -> None:
-        """Add rows of a file. One that SQLite cannot store is left out, and `problem` says so."""
+        """Add rows of a file with `add`. Rows that SQLite cannot store are left out.
+
+        `tail.problem` then has a sentence about them.
+        """
         if not rows:
             return
         with self.database.write() as writer:
@@ -237,8 +240,8 @@ class RunIndex:
     def update_journal(self) -> bool:
         """Copy the next part of the journal. Return False if there was nothing left to copy.
 
-        A journal that cannot be read is no error here: `problem` has the reason, and the next call
-        tries again once the file has changed.
+        If the journal cannot be read, `problem` has the reason, and a later call tries again when
+        the file has changed.
         """
         state = _state(self.folder)
         if self.is_complete and state == self._state and not self.lacks_words:
@@ -328,8 +331,8 @@ class RunIndex:
     def _was_rewound(self, journal: JournalReader) -> bool:
         """Return True if a resume has deleted the group that was trained on last.
 
-        It may have been trained on again since. Then its version has another number, or it has the
-        same values as before.
+        A group that was trained on again counts as deleted only if its step or version differs.
+        Otherwise it has the same values as before.
         """
         last = self._last_consumed
         rows = journal.rows("SELECT step, version FROM consumed WHERE number = ?", last.group)
@@ -338,7 +341,10 @@ class RunIndex:
     def _copy_ended(
         self, journal: JournalReader, writer: sqlite3.Connection, open_: Sequence[int]
     ) -> tuple[int, bool]:
-        """Copy episodes that have ended. Return their number, and True if none are left."""
+        """Copy those of the episodes `open_` that have ended, up to the limits of a part.
+
+        Return their number, and True if none are left.
+        """
         copied = tokens = 0
         is_last = True
         ages: Counter[tuple[int, int]] = Counter()
@@ -352,7 +358,10 @@ class RunIndex:
         return copied, is_last
 
     def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
-        """Return the columns of an episode that was trained on. Its siblings' are kept for them."""
+        """Return the columns of an episode that was trained on, and cache those of its group.
+
+        `oldest` is the oldest version that sampled the episode, or None.
+        """
         episode, step, group, version = end[0], *end[-3:]
         if self._siblings[0] != group:
             self._siblings = group, measure_group(journal, group, step)
@@ -368,7 +377,7 @@ class RunIndex:
     ) -> int:
         """Copy one episode that has ended, and count its trained tokens in `ages`.
 
-        Return its number of tokens.
+        `end` is a row of `_ends`. Return the number of tokens of the episode.
         """
         episode = end[0]
         try:
@@ -390,7 +399,10 @@ class RunIndex:
         return int(values.get("tokens", 0))
 
     def _searched_text(self, episode: int, pieces: Sequence[Piece]) -> str:
-        """Return the text of an episode, or note that it is missing if nobody searches."""
+        """Return the text of an episode for the full-text index.
+
+        Without a search, return "" and note that the text is missing.
+        """
         if self._decode is None:
             return ""
         if not self._wants_words:
@@ -399,9 +411,9 @@ class RunIndex:
         return text_of(pieces, self._decode)
 
     def _copy_words(self, journal: JournalReader) -> int:
-        """Add the next missing texts to the full-text index. Return their number.
+        """Add the next missing texts to the full-text index. Return the number of episodes.
 
-        An episode whose text cannot be read gets a note and no text.
+        An episode whose text cannot be read gets a note in its row, and no text.
         """
         copied = tokens = 0
         with self.database.write() as writer:
@@ -424,7 +436,7 @@ class RunIndex:
 
 
 def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield the outcomes of those episodes that have ended, by number."""
+    """Yield a row of the journal on the end of each of the episodes `open_` that has ended."""
     for start in range(0, len(open_), CHUNK_EPISODES):
         part = open_[start : start + CHUNK_EPISODES]
         marks = ", ".join("?" * len(part))
@@ -440,7 +452,10 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 
 
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
-    """Add an episode that has begun. Attempts at one episode have its seed, branches another."""
+    """Add an episode that has begun to the run's index, a database.
+
+    Further attempts at an episode have the same seed. Its branches have others.
+    """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(
         "SELECT seed FROM episodes WHERE group_number = ? AND sibling = ? ORDER BY episode LIMIT 1",
@@ -457,7 +472,10 @@ def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
 def _copy_consumed(
     journal: JournalReader, writer: sqlite3.Connection, after: int
 ) -> list[_Consumed]:
-    """Mark the episodes of groups that were trained on after a step. Return these groups."""
+    """Mark the episodes of groups that were trained on in steps after `after`.
+
+    Return these groups in the order of the steps.
+    """
     rows = journal.rows(
         "SELECT number, step, version FROM consumed WHERE step > ? ORDER BY step", after
     )
@@ -479,7 +497,10 @@ def _copy_consumed(
 def _add_training(
     journal: JournalReader, writer: sqlite3.Connection, group: int, step: int
 ) -> None:
-    """Add the columns of the episodes of a group that was trained on."""
+    """Write the columns about training for the episodes of a trained group.
+
+    If the journal is damaged, write a note instead.
+    """
     try:
         found = measure_group(journal, group, step)
     except JournalError as error:

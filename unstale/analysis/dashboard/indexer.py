@@ -1,4 +1,4 @@
-"""Keep the indexes of runs up to date, in one thread."""
+"""A thread that keeps the indexes of runs up to date."""
 
 import sqlite3
 import tempfile
@@ -12,19 +12,19 @@ from unstale.analysis.dashboard.folders import RunFolders, UnknownRun
 from unstale.analysis.dashboard.index import RunIndex
 
 POLL_S = 1.0
-"""Seconds between two looks at the run folders."""
+"""Seconds between two checks of the run folders for new data."""
 
 SEARCH_S = 5.0
 """Seconds between two searches for new runs."""
 
 JOURNAL_S = 5.0
-"""Seconds between two looks at a journal of which all was read, as between two updates of pages."""
+"""Seconds between two checks of a journal that was read to its end. Pages update as often."""
 
 WATCHED_S = 60.0
-"""Seconds after the last request for a run's episodes in which its journal is followed."""
+"""Seconds after the last request for a run's episodes during which its journal is read."""
 
 SLICE_S = 0.5
-"""Seconds for which one run is read before the next one has its turn."""
+"""Seconds for which one run is read before the next run is read."""
 
 FAILURES = (
     sqlite3.Error,
@@ -41,26 +41,26 @@ FAILURES = (
 class Indexer:
     """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
 
-    Metrics and events of every run are followed. A journal is followed while somebody looks at
-    the episodes, and of a run that is only shown the episodes are counted. Use it as a context
-    manager.
+    New metrics and events of every run are read. The journal of a run is read while its episodes
+    are requested. If only the run's page is requested, its episodes are counted. The thread runs
+    while the indexer is used as a context manager.
     """
 
     def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.folders = folders
         self.problem = ""
-        """Why a run is not shown, as a sentence."""
+        """Sentences on why runs are not shown. Empty if all are."""
         self._clock = clock
         self._indexes: dict[str, RunIndex] = {}
         self._asked: dict[str, float] = {}
-        """When the episodes of a run were asked for last."""
+        """Time of the last request for the episodes of a run, by name."""
         self._shown: dict[str, float] = {}
-        """When a run was asked for last."""
+        """Time of the last request for the page of a run, by name."""
         self._read_at: dict[str, float] = {}
-        """When the journal of a run was read last."""
+        """Time at which the journal of a run was last read, by name."""
         self._searched = -SEARCH_S
         self._made = 0
-        """Indexes made so far, of which each has a file of its own."""
+        """Number of indexes made so far. Each has a file of its own."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
@@ -82,9 +82,10 @@ class Indexer:
         self._folder.cleanup()
 
     def get(self, name: str, *, journal: bool = True, count: bool = False) -> RunIndex:
-        """Return the index of a run, which may still be empty. Raises `UnknownRun`.
+        """Return the index of a run, which may still be empty.
 
-        With `journal`, its episodes are followed from now on. With `count`, they are counted.
+        With `journal`, the run's episodes are read for the next `WATCHED_S` seconds. With `count`,
+        they are counted. Raises `UnknownRun` if there is no such run.
         """
         path = self.folders.path(name)
         with self._lock:
@@ -105,7 +106,7 @@ class Indexer:
         return index
 
     def want_words(self, index: RunIndex) -> None:
-        """Ask for the full-text index of a run."""
+        """Request the full-text index of a run, and wake the thread."""
         index.want_words()
         if index.lacks_words:
             self._wake.set()
@@ -122,7 +123,7 @@ class Indexer:
                 self._wake.wait(POLL_S)
 
     def _update(self) -> bool:
-        """Give every run its turn. Return True if there is more to read."""
+        """Read new data of every run for a limited time. Return True if there is more to read."""
         now = self._clock()
         if now - self._searched >= SEARCH_S:
             self._searched, names = now, self.folders.names()
@@ -145,15 +146,15 @@ class Indexer:
         return more
 
     def _is_looked_at(self, name: str) -> bool:
-        """Return True if a run or its episodes were asked for lately."""
+        """Return True if a run's page or episodes were requested less than `WATCHED_S` ago."""
         last = max(self._asked.get(name, -WATCHED_S), self._shown.get(name, -WATCHED_S))
         return self._clock() - last < WATCHED_S
 
     def _read_journal(self, name: str, index: RunIndex) -> bool:
-        """Follow or count the episodes of a run, if somebody looks. Return True if more are left.
+        """Read or count the episodes of a run that was requested lately.
 
-        A journal of which all was read is not opened again before `JOURNAL_S`: it takes some
-        milliseconds, however little is new.
+        Return True if there is more to read. A journal that was read to its end is not opened again
+        for `JOURNAL_S` seconds, because opening it takes some milliseconds.
         """
         now = self._clock()
         if not self._is_looked_at(name):
@@ -173,7 +174,7 @@ class Indexer:
         return self._for_a_while(index, count)
 
     def _forget(self, name: str) -> None:
-        """Close the index of a run whose folder was removed, if there is one."""
+        """Close and delete the index of a run whose folder was removed, if there is an index."""
         with self._lock:
             index = self._indexes.pop(name, None)
         if index is not None:
@@ -181,10 +182,10 @@ class Indexer:
             index.database.path.unlink(missing_ok=True)
 
     def _for_a_while(self, index: RunIndex, update: Callable[[], bool]) -> bool:
-        """Repeat an update until there is nothing new or time is over. Return True if it is.
+        """Repeat an update until it returns False or `SLICE_S` seconds are over.
 
-        An index that cannot be written, for example on a full disk, is left as it is and says so.
-        So is one that fails for any other reason: the other runs must still be read.
+        Return True if the time was over. An index whose update fails, for example on a full disk,
+        is no longer updated, and its `failure` has the reason.
         """
         end = self._clock() + SLICE_S
         while not self._stopped and not index.failure:

@@ -1,4 +1,4 @@
-"""Open the journal of a run without writing anything into its folder."""
+"""Open the journal of a run, an SQLite database, without writing anything into its folder."""
 
 import os
 import stat
@@ -8,11 +8,11 @@ from unstale.analysis.dashboard.folders import is_own_file
 from unstale.durability.journal import JOURNAL, JournalReader
 
 _SHAPE_OFFSET, _SHAPE_WAL = 18, 2
-"""Where the header of a database has its format, and that of one with a write-ahead log."""
+"""Position of a byte in the header of an SQLite file, and its value with a write-ahead log."""
 
 
 def open_journal(folder: Path) -> JournalReader:
-    """Open a journal for reading. The run may still be active.
+    """Open the journal in a run folder for reading. The run may still be active.
 
     Raises `JournalError`, and FileNotFoundError with the sentence of `unreadable`.
     """
@@ -22,7 +22,7 @@ def open_journal(folder: Path) -> JournalReader:
 
 
 def unreadable(folder: Path) -> str:
-    """Return why a journal is not opened, as a sentence. Empty if it can be."""
+    """Return a sentence on why the journal in a run folder is not opened. Empty if it can be."""
     path = folder / JOURNAL
     if not is_own_file(path):
         return _strange(path) or f"{JOURNAL} is missing, so there are no episodes"
@@ -46,7 +46,7 @@ def unreadable(folder: Path) -> str:
 
 
 def _strange(path: Path) -> str:
-    """Return what a path is, as a sentence, if there is something that is no regular file."""
+    """Return a sentence on what a path is, if it exists and is no regular file. Otherwise ""."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

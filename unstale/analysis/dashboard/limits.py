@@ -2,8 +2,8 @@
 
 A line is `on` log D (`d`, vertical), on log S (`s`, horizontal) or on their sum (`ds`, diagonal),
 `at` a value in nats. With the run's own route, a correction limits the log D that is drawn and a
-clip the log S. Another route makes both of the sum log pi - log mu, which no route changes: each of
-its limits is then a limit on the sum.
+clip the log S. Another route computes both from the sum log pi - log mu, which is the same for all
+routes. So each of its limits is drawn as a limit on the sum.
 """
 
 import math
@@ -31,41 +31,41 @@ if TYPE_CHECKING:
     from unstale.trainer.rules import LossSpec
 
 COMPUTED = (Needs(), Needs(inline=True), Needs(now=True, forwards="one"))
-"""Needs of the routes whose `old_logp` follows from the values that the journal keeps."""
+"""`Needs` of the methods (routes) whose `old_logp` follows from the values in the journal."""
 
 SectionT = TypeVar("SectionT", CorrectionConfig, ObjectiveConfig)
 
 SECTIONS = ("correction", "objective", "old_logps")
 
 FIXED = ("loss_aggregation", "constant", "kl_coef", "entropy_coef", "normalize", "baseline")
-"""Options of these sections that change neither what is kept nor what is clipped."""
+"""Options in `SECTIONS` that do not affect which tokens are kept and which are clipped."""
 
 REACH = 8.0
-"""Largest |log pi - log mu| at which the limits of a route are looked for, in nats."""
+"""Largest |log pi - log mu|, in nats, at which the limits on D and S are searched."""
 
 CURVE_POINTS = 81
-"""Points of a route's curve, evenly spaced in the scale of the axes (`to_axis`).
+"""Number of points of a route's curve, evenly spaced in the scale of the axes (`to_axis`).
 
 With straight lines between them, the curves of `interp_prox_*` are off by less than 0.005 of that
 scale. An axis is about 20 long, so this is a fifth of a pixel.
 """
 
 LAGS = 6
-"""Lags whose lines are drawn, from 0."""
+"""Lines are drawn for this many lags (staleness in versions), from 0."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A route, a correction and an objective, with the techniques of the run."""
+    """How to treat a run's tokens: the way to get `old_logp`, correction, objective, techniques."""
 
     config: RunConfig
-    """The options of the run, with those changes."""
+    """The options of the run, in which route, correction and objective may be changed."""
     route: str
-    """The route whose `old_logp` is used. "" for the values that the run stored."""
+    """The method (route) by which `old_logp` is computed. "" if the stored values are used."""
 
     @property
     def correction(self) -> CorrectionConfig:
-        """The run's correction without `normalize`, which never decides if a token is dropped."""
+        """The correction without `normalize`, which does not affect if a token is dropped."""
         return replace(self.config.correction, normalize=False)
 
     @property
@@ -74,16 +74,16 @@ class Settings:
 
     @property
     def spec(self) -> OldLogpsConfig:
-        """The options of the route that is used."""
+        """The options of the route, which is the method to compute `old_logp`."""
         return self.config.old_logps
 
     @property
     def is_mixed(self) -> bool:
-        """True if `old_logp` is computed anew from the two other log-probabilities."""
+        """True if `old_logp` is computed from `behavior_logp` and `logp`, not the stored value."""
         return bool(self.route)
 
     def rules(self) -> "LossSpec":
-        """Return the trainer's rules: correction, objective, and the techniques in the loss."""
+        """Return the trainer's rules with these settings, including techniques in the loss."""
         from unstale.techniques.hooks import Techniques
         from unstale.trainer.rules import LossSpec
 
@@ -98,7 +98,7 @@ def in_loss(config: RunConfig) -> list[Entry]:
 
 
 def own_settings(folder: Path) -> Settings:
-    """Return the settings of a run. Raises `BadQuestion` if its `config.json` has none."""
+    """Return the settings of a run. Raises `BadQuestion` if its `config.json` cannot be read."""
     try:
         if not is_own_file(folder / CONFIG):
             raise ConfigError(f"{CONFIG} is missing")
@@ -108,11 +108,11 @@ def own_settings(folder: Path) -> Settings:
 
 
 def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
-    """Return the settings of a run with other values of some options, by full name.
+    """Return the settings of a run with `changes`: full names of options -> values as texts.
 
-    With another route, the options of the run's route do not apply. An exact route stands for the
-    stored values. Raises `BadQuestion` for an unknown option or value, and for a route whose
-    `old_logp` does not follow from what the journal keeps.
+    With another route, the options of the run's route do not apply. If the run's route is exact,
+    other exact routes have the stored values. Raises `BadQuestion` for an unknown option or value,
+    and for a route whose `old_logp` does not follow from the journal.
     """
     config = own.config
     known = options()
@@ -152,9 +152,9 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
 
 
 def _changed(section: SectionT, values: Mapping[str, Any]) -> SectionT:
-    """Return a section with other values of some options.
+    """Return a section of the configuration with other values of some options.
 
-    A value that another of them leaves unused is ignored, because the form does not show its field.
+    A value that another of them makes unused is ignored, because the form does not show its field.
     """
     unread = section.unread({**asdict(section), **values})
     hidden = [name for name in unread if section.decides(name) in values]
@@ -167,9 +167,9 @@ def _with_sections(
     correction: CorrectionConfig,
     objective: ObjectiveConfig,
 ) -> RunConfig:
-    """Return the configuration with other sections, without the checks of a run to be started.
+    """Return the configuration with other sections, without the checks of `RunConfig`.
 
-    A run with these options may be refused for reasons that do not matter for its tokens.
+    They may refuse combinations of options for reasons that do not matter here.
     """
     import copy
 
@@ -184,7 +184,10 @@ def _with_sections(
 
 
 def refusal(spec: OldLogpsConfig, config: RunConfig) -> str:
-    """Return why the values of a route do not follow from the journal. Empty if they do."""
+    """Return a sentence on why the `old_logp` of a route does not follow from the journal.
+
+    Empty if it does. `config` has the options of the run.
+    """
     if spec.needs in COMPUTED:
         return ""
     if spec.exact:
@@ -197,8 +200,9 @@ def refusal(spec: OldLogpsConfig, config: RunConfig) -> str:
 
 
 def choices(own: Settings) -> Row:
-    """Return the options that the form offers: name, allowed words, the run's value, explanation.
+    """Return the content of the form for other settings.
 
+    `options` has name, allowed words, the run's value and explanation of each option in the form.
     `routes` has the reason why each route cannot be computed, or "". `computed` is True if the
     options of the run's own route can be changed.
     """
@@ -237,27 +241,27 @@ def _as_text(value: Any) -> str:
 
 
 def make_route(settings: Settings, *, version: int) -> Any:
-    """Return the route itself, for a batch that the weights of `version` were trained on."""
+    """Return the object that computes a route's `old_logp`, for a batch trained on at `version`."""
     return settings.spec.make(_Weights(version), lockstep=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The part of a scorer that a route without other weights uses: the version, and lags."""
+    """The part of a scorer that routes without other weights use: versions, and their ages."""
 
     version: int
     weights_match_version: bool = True
 
     def lag(self, version: "Tensor") -> "Tensor":
-        """Return the versions between each of `version` and the current one, as in the tables."""
+        """Return the number of versions between each of `version` and the current version."""
         return (self.version - version).clamp(min=0)
 
 
 def lines(settings: Settings, *, lag_max: int) -> list[Row]:
-    """Return the lines of some settings, each with a sentence.
+    """Return the lines that show the limits of some settings, each with a sentence.
 
-    Lines of the run's own settings are vertical or horizontal; `ratio_cap` is diagonal. With a
-    route that mixes `behavior_logp` and `logp`, they are diagonal, and may differ between lags.
+    With the stored values, lines are vertical or horizontal; that of `ratio_cap` is diagonal. With
+    a route that mixes `behavior_logp` and `logp`, lines are diagonal and may differ between lags.
     """
     found = bounds(settings.correction, settings.objective)
     own = [line for each in found for line in _lines(each)]
@@ -267,7 +271,7 @@ def lines(settings: Settings, *, lag_max: int) -> list[Row]:
 
 
 def _lines(limit: Bounds) -> Iterator[Row]:
-    """Yield a line for each end of a range, with a sentence on the tokens beyond it."""
+    """Yield a line for each end of a bound, with a sentence on the tokens beyond it."""
     aggregated = limit.unit != "token"
     for at, text in limit.ends():
         label = f"{NAMES[limit.on]} {at:g}"
@@ -287,9 +291,9 @@ def _lines(limit: Bounds) -> Iterator[Row]:
 
 
 def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
-    """Yield the curve on which the values of an approximate route must lie, for each lag.
+    """Yield the curve on which all tokens of an approximate route lie, for each lag.
 
-    It exists if the route computes `old_logp` from the two other log-probabilities alone.
+    The curve exists if the route computes `old_logp` from only `behavior_logp` and `logp`.
     """
     spec = settings.spec
     if spec.exact or spec.needs not in COMPUTED:
@@ -324,7 +328,7 @@ def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
 def _factors(settings: Settings, lag: int, ratio: Any) -> tuple[Any, Any]:
     """Return log D and log S of a route at values of log pi - log mu, for tokens of one lag.
 
-    The route itself computes them. `[n]` each, float64, as `ratio`.
+    The route itself computes them. `ratio` and both results are `[n]` float64.
     """
     import torch
 
@@ -358,7 +362,10 @@ def _tokens(behavior_logp: "Tensor") -> "Batch":
 
 
 def _on_ratio(line: Row, settings: Settings, lag_max: int) -> Iterator[Row]:
-    """Yield the lines on log D + log S that are a line of a route that mixes the two."""
+    """Yield the lines on log D + log S that correspond to `line`, for a route that mixes pi and mu.
+
+    Lags up to `lag_max` may have different lines.
+    """
     import numpy as np
 
     if line["on"] == "ds":
@@ -386,7 +393,7 @@ def _on_ratio(line: Row, settings: Settings, lag_max: int) -> Iterator[Row]:
 
 
 def drawn(settings: Settings, *, lag_max: int) -> Row:
-    """Return the `lines` of some settings, and as `sentences` what they mean, each once."""
+    """Return the `lines` of some settings, and `sentences` that explain them."""
     found = lines(settings, lag_max=lag_max)
     texts = [line["text"] for line in found if line["text"]]
     for entry in in_loss(settings.config):
@@ -398,9 +405,9 @@ def drawn(settings: Settings, *, lag_max: int) -> Row:
 
 
 def of_training(folder: Path, training: Row) -> Row:
-    """Add the limits of a run and the gradients to the values of an episode's training.
+    """Return `training`, the values of an episode's training, with the run's limits and gradients.
 
-    `problem` has the reason why the options of the run are not known, or "".
+    `problem` is a sentence on why the options of the run are not known, or "".
     """
     try:
         own = own_settings(folder)
@@ -412,7 +419,10 @@ def of_training(folder: Path, training: Row) -> Row:
 
 
 def of_run(folder: Path, *, lag_max: int) -> Row:
-    """Return `drawn` of a run's own settings, and as `problem` why they are not known, or ""."""
+    """Return the result of `drawn` for a run's own settings.
+
+    `problem` is a sentence on why these settings are not known, or "".
+    """
     try:
         own = own_settings(folder)
     except BadQuestion as error:

@@ -1,4 +1,4 @@
-"""Compare two runs on the groups that both began with the same task."""
+"""Compare two runs on the groups that have equal numbers and equal tasks in both."""
 
 import math
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from unstale.durability.run_folder import Row
 from unstale.observe.statistics import has_spread, student_t975
 
 MAX_GROUPS = 50_000
-"""Newest groups of a run that are compared."""
+"""Number of newest groups of a run that are compared."""
 
 FIGURES = ("success", "reward", "sampled_tokens", "turns")
 
 
 def pairs(a: Database, b: Database) -> Row:
-    """Return the mean difference B - A over the groups with equal number and equal task.
+    """Return the mean differences B - A over the groups with equal number and equal task.
 
     `figures` has for each figure the means of A and B, the difference, and `interval`, its 95%
     interval over groups by Student's t, or None for a single group and for equal differences.
-    `late` has the same for the last quarter of the common groups, where the runs have trained
-    longest. `groups` is the number of common groups, `only` the number that had different tasks or
-    that one run did not finish.
+    `late` has the same for the last quarter of the common groups, before which the runs have
+    trained longest. `groups` is the number of common groups, `only` the number of groups that had
+    different tasks or that one run did not finish.
     """
     left, right = _groups(a), _groups(b)
     common = sorted(left.keys() & right.keys())
@@ -35,10 +35,10 @@ def pairs(a: Database, b: Database) -> Row:
 
 
 def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
-    """Return the means of a run's finished groups by number and task.
+    """Return the mean of each of `FIGURES` in a run's finished groups, by group number and task.
 
-    A group is finished if none of its episodes that have begun is open. Branches of an episode,
-    which have its reward, are left out.
+    A group is finished if none of its episodes that have begun is open. Branches of an episode are
+    left out, because they have its reward.
     """
     means = ", ".join(f"avg({name})" for name in FIGURES)
     rows = database.rows(

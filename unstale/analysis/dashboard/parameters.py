@@ -1,4 +1,4 @@
-"""Read the parameters of a request. A wrong one raises `BadQuestion` with a sentence."""
+"""Read the parameters of an HTTP request. A wrong parameter raises `BadQuestion`."""
 
 from starlette.requests import Request
 
@@ -6,18 +6,18 @@ from unstale.analysis.dashboard.factors import Brush, TokenChoice
 from unstale.analysis.dashboard.table import BadQuestion
 
 MAX_NUMBERS = 500
-"""Values of a parameter that may be repeated."""
+"""Largest number of values of a parameter that may be repeated."""
 
 
 def token_choice(request: Request) -> TokenChoice:
-    """Return which trained tokens a question is about."""
+    """Return the choice of trained tokens that a request names."""
     limits = ("step_min", "step_max", "lag_min", "lag_max")
     given = {name: whole(request, name) for name in limits if request.query_params.get(name)}
     return TokenChoice(**given, exact=text(request, "exact", "all"))
 
 
 def options(request: Request) -> dict[str, str]:
-    """Return the changed options of a request. Only their names have a dot."""
+    """Return the options that a request changes, as full name -> text: parameters with a dot."""
     return {name: text(request, name) for name in request.query_params if "." in name}
 
 

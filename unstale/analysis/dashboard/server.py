@@ -1,6 +1,6 @@
 """The dashboard's web server (starlette on uvicorn), for the one user who has its address.
 
-It listens on loopback. The address has a random token, which the browser keeps as a cookie; a
+It listens on loopback. The address has a random token, which the browser keeps as a cookie. A
 request without either is refused. Every request is a GET and changes nothing. docs/dashboard.md has
 the paths and their answers.
 """
@@ -56,10 +56,10 @@ from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 15.0
-"""Seconds after which a stream without news sends a comment, so that a lost client is noticed."""
+"""Seconds after which a stream without news sends a comment, so that a lost client is detected."""
 
 _ESCAPED = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81[\xa6-\xa9]")
-"""UTF-8 of the characters that `dumps` escapes and orjson does not."""
+"""The characters, as UTF-8, that `dumps` escapes and orjson does not."""
 
 POLICY = "; ".join(
     (
@@ -93,14 +93,14 @@ KINDS = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-"""Content type of a file of the pages by its ending. Other files are not served."""
+"""Content types of the files of the pages, by ending. Other files are not served."""
 
 
 class Gate:
-    """ASGI middleware that admits the user with the token, and adds the security headers.
+    """ASGI middleware that admits requests with the token, and adds the security headers.
 
-    The token is in the query of the first request. The answer sets a cookie and leads to the same
-    path without the token, so that it is in no history and no link.
+    The token is in the query of the first request. The answer sets a cookie and redirects to the
+    path without the token, which is then in no history and no link.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
@@ -127,7 +127,7 @@ class Gate:
         await app(scope, receive, send_protected)
 
     def _refusal(self, request: Request) -> ASGIApp | None:
-        """Return the answer to a request that is not passed on, or None to pass it on."""
+        """Return the answer to a request that is not passed on. None if it is passed on."""
         if request.headers.get("host", "") not in self._hosts:
             return _error(421, f"this server is {' or '.join(sorted(self._hosts))}")
         if request.method not in ("GET", "HEAD"):
@@ -141,7 +141,7 @@ class Gate:
         )
 
     def admits(self, scope: Mapping[str, Any]) -> bool:
-        """Return True for a request of the user: one with the cookie, or with the token."""
+        """Return True for a request with the cookie or the token."""
         request = Request(scope)  # type: ignore[arg-type]
         return self._has_cookie(request) or self._has_token(request)
 
@@ -168,10 +168,10 @@ def _error(status: int, text: str) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    """Return an answer.
+    """Return a JSON response.
 
-    orjson writes it in a tenth of the time of `dumps`, which is used if orjson refuses the answer,
-    or if characters in it have to be escaped for a terminal.
+    orjson takes a tenth of the time of `dumps`. `dumps` is used if orjson refuses the value, or if
+    its text has characters that must be escaped for a terminal.
     """
     try:
         body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
@@ -217,7 +217,7 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
 
 
 def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Return an endpoint that computes its answer in a thread, and names what was wrong."""
+    """Return an endpoint that calls `answer` in a thread. Errors become responses with a text."""
 
     def compute(request: Request) -> Response:
         try:
@@ -241,13 +241,14 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 
 class _Api:
-    """The questions that the pages ask. Each method returns what is sent as JSON, or a response."""
+    """The requests of the pages. Each method returns a value to send as JSON, or a response."""
 
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
         self._cache = TokenCache()
         self._reading_tokens = threading.Lock()
-        """Held while trained tokens are read and compared, which takes much memory."""
+        """A lock that is held while trained tokens are read and compared, which takes much memory.
+        """
 
     def runs(self, request: Request) -> Any:
         return {
@@ -386,7 +387,7 @@ class _Api:
         return StreamingResponse(parts, headers=headers, media_type=export.KINDS[selection.format])
 
     async def stream(self, request: Request) -> Response:
-        """Send progress whenever a run changes; without `run`, whenever any run does."""
+        """Send an event whenever the run of the request changes, or any run if it names none."""
         name = request.query_params.get("run")
         with_episodes = request.query_params.get("episodes") == "1"
         try:
@@ -399,10 +400,10 @@ class _Api:
         return StreamingResponse(news, media_type="text/event-stream", headers=headers)
 
     def _shown(self, name: str) -> RunIndex:
-        """Return the index of a run that somebody looks at.
+        """Return the index of a run whose page is requested.
 
-        The journal of a run that has ended is read at once. Of a run that trains on this machine
-        the episodes are counted, until a page shows them: to read them takes time of the training.
+        The journal of a run that has ended is read at once. Episodes of a live run are only counted
+        until a page shows them, because reading them takes time of the training.
         """
         index = self._indexer.get(name, journal=False, count=True)
         if summary.state_of(index)["state"] != "live":
@@ -425,7 +426,7 @@ class _Api:
             quiet_s += POLL_S
 
     def _progress(self, name: str | None, *, with_episodes: bool) -> str:
-        """Return the state of a run, or of all runs together, in one line of JSON."""
+        """Return the progress of a run, or of all runs if `name` is None, as one line of JSON."""
         known = self._indexer.known()
         if name is None:
             return json.dumps(
@@ -439,7 +440,7 @@ class _Api:
 
 
 def _read_pages() -> Mapping[str, tuple[bytes, str]]:
-    """Return the files of the pages by path, with their content types. They are read once."""
+    """Return the content and the content type of each file of the pages, by path."""
     found: dict[str, tuple[bytes, str]] = {}
     static = files("unstale.analysis.dashboard").joinpath("static")
     for prefix, folder in (("", static), ("vendor/", static.joinpath("vendor"))):
@@ -472,12 +473,12 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class Dashboard:
-    """The web server of the dashboard. `serve` runs it until `stop` is called, or until Ctrl-C."""
+    """The web server of the dashboard. `serve` runs it until Ctrl-C or a call of `stop`."""
 
     def __init__(self, root: Path, *, port: int = 0, token: str | None = None) -> None:
-        """Open the port on loopback; 0 takes a free one.
+        """Open a port on loopback for the runs below `root`. Port 0 takes a free one.
 
-        Raises `ConfigError` if the root is not a folder, and OSError if the port is in use.
+        Raises `ConfigError` if `root` is not a folder, and OSError if the port is in use.
         """
         self.folders = RunFolders(root)
         self.token = token or secrets.token_urlsafe(24)
@@ -487,7 +488,7 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """Return the address with the token."""
+        """The address of the dashboard, with the token."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
@@ -499,6 +500,6 @@ class Dashboard:
             self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """End `serve`, from another thread."""
+        """Make `serve` return. Called from another thread."""
         if self._server is not None:
             self._server.should_exit = True

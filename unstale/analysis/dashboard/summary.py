@@ -1,4 +1,4 @@
-"""Answer questions about a run as a whole: its outcome, state, series and timeline."""
+"""Return data about a run as a whole: state, outcome, series of metrics, events and failures."""
 
 import json
 import os
@@ -29,8 +29,8 @@ from unstale.observe.survivors import shown_places
 from unstale.observe.words import number
 
 LIVE_S = 120.0
-"""Seconds since the last write in which a run without an end counts as live. A step of a large run
-may take longer; the page shows the time of the last write beside the state.
+"""Seconds since the last write up to which a run without a recorded end counts as live. A step of a
+large run may take longer. The page shows the time of the last write beside the state.
 """
 
 MAX_POINTS = 2000
@@ -38,14 +38,14 @@ MAX_METRICS = 24
 MAX_WINDOW = 100
 MAX_EVENTS = 200
 LIST_POINTS = 60
-"""Points of a curve in the list of runs."""
+"""Largest number of points of a curve in the list of runs."""
 
 
 def state_of(index: RunIndex, *, now: float | None = None) -> Row:
     """Return the state of a run: `finished`, `failed`, `stopped`, `live` or `silent`.
 
-    A silent run has no recorded end and wrote nothing for a while: it was killed, or is in a long
-    step. `age_s` is the time since the last write.
+    A silent run has no recorded end and wrote nothing for `LIVE_S` seconds: it was killed, or is in
+    a long step. `age_s` is the time in seconds since the last write.
     """
     age = (time.time() if now is None else now) - last_write(index.folder)
     events = index.state_events
@@ -60,7 +60,10 @@ def state_of(index: RunIndex, *, now: float | None = None) -> Row:
 
 
 def last_write(folder: Path) -> float:
-    """Return when a file of the run was last written, in seconds since 1970. 0 if there is none."""
+    """Return the time at which a file of the run was last written, in seconds since 1970.
+
+    0 if there are no files.
+    """
     times = []
     for name in (CONFIG, METRICS, EVENTS, JOURNAL, f"{JOURNAL}-wal"):
         try:
@@ -79,7 +82,7 @@ def _load(fields: str) -> Row:
 
 
 def evaluations(database: Database) -> list[HeldOut]:
-    """Return the evaluations by step."""
+    """Return the evaluations of a run in the order of their steps."""
     return held_out(_events(database, "eval"))
 
 
@@ -100,13 +103,13 @@ def _shown(evaluation: HeldOut) -> Row:
 
 
 def list_runs(indexes: Iterable[tuple[str, RunIndex]]) -> list[Row]:
-    """Return a short description of each run, those written last first."""
+    """Return a short description of each run. The run that was written last is first."""
     rows = [describe(name, index) for name, index in indexes]
     return sorted(rows, key=lambda row: -row["written_at"])
 
 
 def describe(name: str, index: RunIndex) -> Row:
-    """Return what the list of runs shows of a run."""
+    """Return the short description of a run in the list of runs."""
     config = _config(index.folder)[0]
     rollouts = series(index.database, ["rollout/success_rate"], LIST_POINTS)
     steps = config.get("max_steps")
@@ -127,7 +130,7 @@ def describe(name: str, index: RunIndex) -> Row:
 
 
 def overview(name: str, index: RunIndex) -> Row:
-    """Return all of a run's page that is not a series."""
+    """Return the data of a run's page, without series of metrics."""
     config, gaps = _config(index.folder)
     database = index.database
 
@@ -182,7 +185,7 @@ def overview(name: str, index: RunIndex) -> Row:
 
 
 def _end(described: Row, error: str) -> str:
-    """Return how a run ended, as a sentence. Empty if that is not recorded."""
+    """Return a sentence on how a run ended. Empty if that is not recorded."""
     reason, detail = described["reason"], described["detail"]
     if described["state"] == "failed" or (error and not reason):
         return f"The run failed: {detail or error.rpartition(chr(10))[2]}"
@@ -191,7 +194,10 @@ def _end(described: Row, error: str) -> str:
 
 
 def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
-    """Return a command that trains again, and where it comes from. Empty texts if none is known."""
+    """Return a command that repeats a run's training, and a sentence on the command's origin.
+
+    Both are empty if no command is known.
+    """
     if isinstance(command := started.get("command"), str):
         about = "The command that started this run."
     elif "recipe" in config:
@@ -206,7 +212,7 @@ def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
 
 
 def progress(index: RunIndex) -> Row:
-    """Return how far a run's files are read. `changes` grows with every change."""
+    """Return how much of a run's files is in `index`. `changes` grows with every change of it."""
     return {
         "rows": index.num_rows,
         "events": index.num_events,
@@ -231,12 +237,12 @@ def series(
 ) -> dict[str, list[Any]]:
     """Return the values of metrics over the steps, as `[steps, values]` by name.
 
-    With another `axis` (`axes.AXES`) its values take the place of the steps. Steps without one are
-    left out.
+    With another `axis` (`axes.AXES`), its values replace the steps, and steps without a place on
+    this axis are left out.
 
-    A value is the mean of the last `window` recorded ones. Of longer series about `points` points
-    are then kept: the smallest and the largest value of each of equal parts of the steps, so that
-    no peak is lost.
+    A value is the mean of the last `window` recorded values. Longer series are then thinned to
+    about `points` points: the smallest and the largest value in each of equal parts of the steps,
+    so that no peak is lost. Raises `BadQuestion`.
     """
     if len(names) > MAX_METRICS:
         raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
@@ -274,7 +280,7 @@ def series(
 
 
 def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, float]]:
-    """Return at most about `points` rows: first, last, and the extremes of equal parts.
+    """Return about `points` rows at most: first, last, smallest and largest of equal parts.
 
     >>> thin([(0, 0.0), (1, 9.0), (2, 0.0), (3, -1.0), (4, 0.0), (5, 2.0), (6, 1.0)], 4)
     [(0, 0.0), (1, 9.0), (3, -1.0), (5, 2.0), (6, 1.0)]
@@ -292,7 +298,11 @@ def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, floa
 
 
 def lags(database: Database, points: int = 300) -> Row:
-    """Return how many tokens were trained on at each lag: over all steps, and by parts of steps."""
+    """Return the number of tokens trained on at each lag: in all steps, and in parts of the steps.
+
+    `total` has `[lag, tokens]`, and `steps` such pairs for each part of `width` steps, by its first
+    step. There are at most `points` parts.
+    """
     total = database.rows("SELECT lag, sum(tokens) FROM lags GROUP BY lag ORDER BY lag")
     ((first, last),) = database.rows("SELECT min(step), max(step) FROM lags")
     if first is None:
@@ -314,10 +324,10 @@ def lags(database: Database, points: int = 300) -> Row:
 
 
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
-    """Return the newest training episodes that failed for good, and the number of all.
+    """Return the newest training episodes that failed and were not retried, as `rows`.
 
-    `held_out` is the number of episodes of evaluations that failed, which are not among them.
-    `text` is a sentence with the number of all, that of their tasks, and the most frequent error.
+    `count` is the number of all such episodes, and `held_out` that of evaluations. `text` is a
+    sentence with `count`, the number of their tasks and the most frequent error.
     """
     # CASE, because SQLite may evaluate the operands of AND in any order
     final = (
@@ -353,9 +363,9 @@ def _of_failures(episodes: int, tasks: int, error: str) -> str:
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
-    """Return events other than activities, evaluations and failed training episodes.
+    """Return events of a run's log with numbers above `after`, the newest first.
 
-    The newest comes first.
+    Activities, evaluations and failed training episodes are left out.
     """
     rows = database.rows(
         "SELECT id, time, kind, fields FROM events WHERE id > ? AND kind != 'eval' "
@@ -380,11 +390,10 @@ def _event_text(fields: str) -> str:
 
 
 def _checks(index: RunIndex) -> list[Row]:
-    """Return the checks of training health, each with the finding that failed it, if any.
+    """Return the checks of training health, each with what was found if it failed.
 
-    `passed` is None if too few steps had the metrics that a check needs.
-
-    Without a recorded step there are none, because nothing was checked.
+    `passed` is None if too few steps had the metrics that a check needs. Empty without a recorded
+    step.
     """
     if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
@@ -430,7 +439,7 @@ def _mean(database: Database, name: str) -> float | None:
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a run by full name, and what could not be read."""
+    """Return the options of a run by full name, and sentences on what could not be read."""
     try:
         status = os.lstat(folder / CONFIG)
         state = status.st_ino, status.st_size, status.st_mtime_ns
@@ -445,7 +454,7 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 @lru_cache(maxsize=256)
 def _read_config(folder: Path, state: tuple[int, int, int]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a run, and what could not be read. `state` differs if the file does."""
+    """Return the result of `_config`. `state` is the key of the cache: it changes with the file."""
     read = RunFolder(folder)
     return flatten(read.config()), read.gaps
 

@@ -1,4 +1,4 @@
-"""Answer pages of the table of episodes: filters, sorting and full-text search in SQL."""
+"""Return pages of the table of episodes, with filters, sorting and full-text search in SQL."""
 
 import re
 import shlex
@@ -13,19 +13,21 @@ MAX_PAGE = 200
 MAX_CONDITIONS = 20
 
 SORTED_QUICKLY = 5000
-"""Episodes that are sorted without an index of their column. It takes a few milliseconds."""
+"""Largest number of episodes that are sorted without a database index of the column, which takes a
+few milliseconds.
+"""
 
 OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "~": "LIKE"}
-"""Operators of a filter, and their SQL. `~` means that a text contains another."""
+"""Operators of a filter, and their SQL. `~` means that a text contains another text."""
 
 _FIGURE = re.compile(r"(?:reward|fact):.+", re.DOTALL)
-"""Name of a reward or of a fact of the environment."""
+"""Pattern of the name of a reward, or of a fact of the environment."""
 
 _CONDITION = re.compile(r"([a-z_]+|(?:reward|fact):[^<>=!~]+)(<=|>=|!=|=|<|>|~)(.*)", re.DOTALL)
 
 
 class BadQuestion(ValueError):
-    """Error: a request that has no answer. The text says what is allowed."""
+    """Error: a request has a wrong parameter. The text names what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A page of the table of episodes.
+    """A request for a page of the table of episodes.
 
     `filter` has conditions such as `reward<1 stop=max_turns`, all of which must hold. `search` has
     words that a conversation must contain. `sort` is a column, `reward:NAME` or `fact:NAME`, with
@@ -73,7 +75,7 @@ class Question:
 
 
 def parse_filter(text: str) -> list[Condition]:
-    """Return the conditions of a filter. Raises `BadQuestion` for one that cannot be read.
+    """Return the conditions of a filter. Raises `BadQuestion` for a condition that is not valid.
 
     >>> parse_filter("reward>=0.5 stop=done")[0].sql
     'reward >= ?'
@@ -124,9 +126,9 @@ def _number(name: str, operator: str, value: str) -> float:
 
 
 def parse_search(text: str) -> Condition | None:
-    """Return the condition that a conversation contains all words of a text, or None for none.
+    """Return the condition that a conversation contains all words of a text.
 
-    Words in quotation marks must follow each other.
+    Words in quotation marks must follow each other. None if the text has no words.
     """
     phrases = re.findall(r'"([^"]*)"|(\S+)', text)
     words = [phrase or word for phrase, word in phrases]
@@ -138,10 +140,10 @@ def parse_search(text: str) -> Condition | None:
 
 
 def statements(question: Question) -> tuple[Condition, list[Condition]]:
-    """Return the SQL that counts the episodes of a question, and the SQL that reads them in order.
+    """Return SQL that counts the episodes of a request, and two statements that read them in order.
 
-    Episodes without a value in the column come last, in both directions. An index gives the order
-    of both parts.
+    The first of the two reads episodes with a value in the sorted column. The second reads the
+    others, which come last in both directions.
     """
     conditions = parse_filter(question.filter)
     if search := parse_search(question.search):
@@ -180,9 +182,10 @@ def statements(question: Question) -> tuple[Condition, list[Condition]]:
 
 
 def page(database: Database, question: Question) -> Row:
-    """Return a page of the table: `total` episodes that match, and the `rows` of the page.
+    """Return a page of the table: the `total` number of matching episodes, and `rows` of the page.
 
-    If there are many, an index of the column is asked for, with which the next page is quicker.
+    If many episodes match, a database index of the column is requested, which makes later pages
+    quicker.
     """
     count, (present, absent) = statements(question)
     first, limit = question.page * question.size, question.size
@@ -206,7 +209,10 @@ def page(database: Database, question: Question) -> Row:
 
 
 def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
-    """Return a row of `episodes` by column, without those that have no value."""
+    """Return the values of a row of `episodes` by column, without empty columns.
+
+    `values` has two more values than `names`: `is_branch` and `note`.
+    """
     row = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in zip(names, values[:-2], strict=True)
@@ -216,7 +222,7 @@ def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
 
 
 def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
-    """Add the rewards and facts of each episode, under `figures`."""
+    """Add to each row the rewards and facts of its episode, as `figures`."""
     for row in rows:
         figures = reader.execute(
             "SELECT name, value FROM figures WHERE episode = ? ORDER BY name", (row["episode"],)
@@ -225,7 +231,7 @@ def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
 
 
 def figure_names(database: Database, limit: int = 200) -> list[str]:
-    """Return the names of rewards and facts that episodes have."""
+    """Return at most `limit` names of rewards and facts that episodes have."""
     statement = """WITH RECURSIVE each (name) AS (
         SELECT min(name) FROM figures
         UNION ALL SELECT (SELECT min(name) FROM figures WHERE name > each.name) FROM each
@@ -235,7 +241,7 @@ def figure_names(database: Database, limit: int = 200) -> list[str]:
 
 
 def columns() -> list[Row]:
-    """Return the columns of the table, for the page that shows it."""
+    """Return the columns of the table of episodes as JSON objects, for the page."""
     return [_describe(column) for column in COLUMNS]
 
 

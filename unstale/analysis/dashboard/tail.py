@@ -1,4 +1,4 @@
-"""Read the lines that were added to a JSON-lines file since the last time."""
+"""Read the lines that were added to a JSON-lines file since the last call."""
 
 import json
 import os
@@ -9,27 +9,27 @@ from unstale.analysis.dashboard.folders import is_own_file
 from unstale.durability.run_folder import Row
 
 MAX_READ_BYTES = 4 << 20
-"""Bytes read at a time, which bounds the memory. A longer line is skipped and reported."""
+"""Number of bytes read at a time, to limit the memory. A longer line is skipped and reported."""
 
 
 @dataclass(slots=True)
 class Tail:
     """A position in a JSON-lines file, from which `read` continues.
 
-    A resume replaces the file, so its first lines may repeat. `read` then begins again.
+    The resume of a run replaces its files. `read` then begins again at the start of the new file.
     """
 
     path: Path
     inode: int = 0
     offset: int = 0
     problem: str = ""
-    """What could not be read, as a sentence. Empty if all could."""
+    """A sentence on what could not be read. Empty if everything was read."""
 
     def read(self) -> tuple[list[Row], bool]:
-        """Return the next rows, and True if they are the first of a new file.
+        """Return the next rows, and True if they are the first rows of a new file.
 
-        An incomplete last line is left for the next time. A file that cannot be opened is named in
-        `problem`.
+        An incomplete last line is left for the next call. If the file cannot be opened, `problem`
+        has the reason.
         """
         try:
             return self._read()

@@ -1,7 +1,7 @@
-"""Answer the timeline of a run: the activities of a time range, in lanes, and the shares of time.
+"""Return the timeline of a run: the activities in a time range, by lane, and the shares of time.
 
-An answer is bounded. Of a range with more activities than fit, a lane is a row of parts of equal
-length, each with the share of its time in which the activity took place.
+The size of an answer is bounded. If a range has too many activities, each lane is divided into
+parts of equal length, with the share of the time of each part in which the activity took place.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,31 @@ from unstale.durability.run_folder import Row
 from unstale.observe.words import WAITING_METRICS, duration, percent
 
 MAX_SPANS = 3000
-"""Activities of an answer that are sent one by one."""
+"""Largest number of activities that an answer has one by one."""
 
 MAX_READ = 200_000
-"""Activities that are read for an answer: the newest of the range."""
+"""Largest number of activities that are read for an answer: the newest in the range."""
 
 PARTS = 400
-"""Parts into which a lane with more activities is divided, and bars of a lane with levels."""
+"""Number of parts of a lane with too many activities, and largest number of bars in a lane with
+levels.
+"""
 
 MAX_MARKS = 200
-"""Publications of an answer that have a mark."""
+"""Largest number of marks of publications in an answer."""
 
 MAX_ENGINES = 16
-"""Engines with a lane of their own."""
+"""Largest number of engines with a lane of their own."""
 
 
 def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
-    """Return the activities between two times of the run, in seconds: from `start` to `end`.
+    """Return the activities between the times `start` and `end` of the run, in seconds.
 
-    `spans` has lane, start, end and label of each activity. If there are more than `limit`, it is
-    empty, and `parts` has for each lane the share of each part of the range: `[lane, shares]`.
-    `levels` has lane, start, end, level from 0 to 1 and label of what is only known by step: the
-    busy share of each engine, and the episodes in tools. `marks` has when versions were published.
+    `spans` has lane, start, end and label of each activity. With more than `limit` activities,
+    `spans` is empty, and `parts` has the covered share of each part of the range, as `[lane,
+    shares]`. `levels` has lane, start, end, level from 0 to 1 and label of values known only by
+    step: the busy share of each engine, and the episodes in tools. `marks` has the times at which
+    versions were published, and `steps` the ends of steps.
     """
     ((first, last, total),) = database.rows('SELECT min(start), max("end"), count(*) FROM spans')
     first, last = first or 0.0, last or 0.0
@@ -65,7 +68,7 @@ def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) 
 
 
 def _parts(rows: Sequence[tuple[Any, ...]], start: float, end: float) -> list[list[Any]]:
-    """Return the share of each part of a range that the activities of a lane cover, by lane."""
+    """Return for each lane the share of each part of a range that its activities cover."""
     edges = np.linspace(start, max(end, start + 1e-9), PARTS + 1)
     lanes: dict[str, list[tuple[float, float]]] = {}
     for lane, begin, stop, _ in rows:
@@ -80,7 +83,7 @@ def _parts(rows: Sequence[tuple[Any, ...]], start: float, end: float) -> list[li
 
 
 def _integral(times: Any, at: Any) -> Any:
-    """Return the sum of the seconds from each of `times` to `at`, for each of `at`."""
+    """Return, for each time t in `at`, the sum of t - u over all u in `times` that are before t."""
     times = np.sort(times)
     sums = np.concatenate(([0.0], np.cumsum(times)))
     count = np.searchsorted(times, at, side="right")
@@ -88,7 +91,10 @@ def _integral(times: Any, at: Any) -> Any:
 
 
 def _levels(database: Database, start: float, end: float) -> list[list[Any]]:
-    """Return the lanes that have a level for each step: engines, and episodes in tools."""
+    """Return the bars of the lanes with levels: busy engines, and episodes in tools.
+
+    A bar is lane, start, end, level from 0 to 1 and label.
+    """
     times = _column(database, "time_s", start, end)
     found: list[list[Any]] = []
     if len(times) < 2:
@@ -123,7 +129,7 @@ def _levels(database: Database, start: float, end: float) -> list[list[Any]]:
 
 
 def _column(database: Database, name: str, start: float, end: float) -> dict[int, float]:
-    """Return the values of a metric by step, of the steps in a range and of one on each side."""
+    """Return the values of a metric by step, for the steps in a time range and one on each side."""
     return dict(
         database.rows(
             """SELECT step, value FROM metrics WHERE name = (SELECT id FROM names WHERE name = ?)
@@ -141,7 +147,10 @@ def _column(database: Database, name: str, start: float, end: float) -> dict[int
 def _chunks(
     times: dict[int, float], width: int
 ) -> list[tuple[float, float, list[tuple[int, float]]]]:
-    """Return runs of `width` steps: start, end, and the steps with their seconds."""
+    """Return parts of `width` steps: start, end, and the steps with their durations, in seconds.
+
+    `times` has the end of each step.
+    """
     steps = sorted(times)
     found = []
     for at in range(1, len(steps), width):
@@ -169,7 +178,10 @@ def _named(steps: Sequence[tuple[int, float]]) -> str:
 
 
 def _marks(database: Database, start: float, end: float) -> list[list[Any]]:
-    """Return when versions were in all engines, as `[time, label]`. Many are thinned evenly."""
+    """Return the times at which all engines had loaded a version, as `[time, label]`.
+
+    If there are more than `MAX_MARKS`, they are thinned evenly.
+    """
     rows = database.rows(
         """SELECT "end", label FROM spans WHERE "end" BETWEEN ? AND ? AND lane = 'publish'
         ORDER BY "end" LIMIT ?""",
@@ -180,7 +192,7 @@ def _marks(database: Database, start: float, end: float) -> list[list[Any]]:
 
 
 def _steps(database: Database, start: float, end: float) -> list[float]:
-    """Return the ends of the steps in a range, thinned like the marks."""
+    """Return the times at which the steps in a range ended, thinned to at most `MAX_MARKS`."""
     rows = database.rows(
         "SELECT value FROM metrics WHERE name = (SELECT id FROM names WHERE name = 'time_s') "
         "AND value BETWEEN ? AND ? ORDER BY step",
@@ -191,7 +203,7 @@ def _steps(database: Database, start: float, end: float) -> list[float]:
 
 
 def pace(database: Database) -> Pace:
-    """Return the shares of time of trainer and engine, with the figures of the report."""
+    """Return how trainer and engines spent the time of a run, and what they waited for."""
     rows = database.rows(
         'SELECT lane, start, "end", label FROM spans ORDER BY "end" DESC LIMIT ?', (MAX_SHARED + 1,)
     )
@@ -217,7 +229,7 @@ def pace(database: Database) -> Pace:
 
 
 def shares(database: Database) -> list[Row]:
-    """Return how trainer and engines spent the time, as bars of parts with their shares."""
+    """Return a bar for the trainer and each engine: activities with their shares of the time."""
     found = pace(database)
     busy = [
         (lane, level, stop - start)

@@ -1,4 +1,4 @@
-"""Read one episode or one group of a journal, token by token."""
+"""Return one episode or one group of a run with its tokens, from the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ from unstale.durability.run_folder import Row
 from unstale.records import Piece, Sampled, walk
 
 MAX_TOKENS = 8000
-"""Tokens of an episode in one answer. Longer ones are read in parts."""
+"""Largest number of tokens of an episode in one answer. Longer episodes are read in parts."""
 
 MAX_SIBLING_TOKENS = 3000
 MAX_SIBLINGS = 32
 
 WINDOW_BEFORE = 100
-"""Tokens before a difference that are shown with it."""
+"""Number of tokens that are shown before a difference between siblings."""
 
 WINDOW_TOKENS = 500
-"""Tokens that are shown around a difference after the first `MAX_SIBLING_TOKENS`."""
+"""Number of tokens that are shown around a difference after the first `MAX_SIBLING_TOKENS`."""
 
 FINISHED = ("trained", "waiting")
 """Outcomes of an episode that came to its end."""
@@ -35,7 +35,7 @@ MARK = "<|im_start|>"
 """Text of the token that begins a message in the ChatML format."""
 
 JOINED = 8
-"""Tokens that are decoded together at most, because a character may have several."""
+"""Largest number of tokens that are decoded together, because a character may have several."""
 
 
 class UnknownEpisode(LookupError):
@@ -43,7 +43,7 @@ class UnknownEpisode(LookupError):
 
 
 class NotYet(RuntimeError):
-    """Error: the index is being filled and does not have the episode yet."""
+    """Error: a run's database is being filled and does not have the requested episodes yet."""
 
 
 def episode(
@@ -53,10 +53,10 @@ def episode(
     limit: int = MAX_TOKENS,
     step: int | None = None,
 ) -> Row:
-    """Return an episode: its row of the table, and `limit` tokens from the token `start` on.
+    """Return an episode: its row of the table of episodes, and `limit` tokens from `start` on.
 
-    Trained tokens have the values of `step`, or of the first step that trained on them, with the
-    limits of the run (`limits.of_training`), and lags are those of this training.
+    Trained tokens have the values of the step `step`, by default the first step that trained on
+    them, with the limits of the run (`limits.of_training`). Lags are those in this step.
 
     Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
     """
@@ -71,15 +71,16 @@ def episode(
 
 
 def group(index: RunIndex, number: int) -> Row:
-    """Return the episodes of a group, and where each departs from one of them.
+    """Return the episodes of a group, and the token at which each departs from a reference episode.
 
-    All are compared with the first one that finished (`compared_with`), or with the first one that
-    has tokens if none did. `first_difference` of an episode is the first token that differs, or the
-    number of its tokens if the other one continues. It is None if they are equal, or if the episode
-    has no tokens. `common_tokens` is the number of tokens at the beginning that all share.
+    The reference (`compared_with`) is the first episode that finished, or the first that has tokens
+    if none finished. `first_difference` of an episode is the position of the first token that
+    differs from the reference, or the length of the shorter one if it is a prefix of the other. It
+    is None if both are equal, or if the episode has no tokens. `common_tokens` is the number of
+    tokens at the beginning that all episodes share.
 
-    An episode has its first tokens, and as `window` those around a difference that lies after them.
-    The window of the episode that the others are compared with is around the first of these.
+    Each episode has its first tokens. If the difference is after these, `window` has the tokens
+    around it. The window of the reference is around the first such difference.
     """
     rows = index.database.rows(
         "SELECT episode FROM episodes WHERE group_number = ? ORDER BY sibling, episode LIMIT ?",
@@ -119,7 +120,7 @@ def group(index: RunIndex, number: int) -> Row:
 
 
 def _read_or_note(journal: JournalReader, member: Row) -> "_Recorded | None":
-    """Return an episode. If it is damaged, note the problem in its row and return None."""
+    """Return an episode of the journal. If it is damaged, note this in `member` and return None."""
     try:
         return _read(journal, member)
     except JournalError as error:
@@ -128,14 +129,14 @@ def _read_or_note(journal: JournalReader, member: Row) -> "_Recorded | None":
 
 
 def _reference(members: Sequence[Row], streams: Sequence[Sequence[int]]) -> int | None:
-    """Return the position of the episode that the others are compared with. None without tokens."""
+    """Return the position in `members` of the reference episode. None if no episode has tokens."""
     with_tokens = [position for position, stream in enumerate(streams) if stream]
     finished = [each for each in with_tokens if members[each]["outcome"] in FINISHED]
     return next(iter([*finished, *with_tokens]), None)
 
 
 def _difference(reference: Sequence[int], stream: Sequence[int]) -> int | None:
-    """Return the first place in which two streams differ, or where one of them ends.
+    """Return the first position at which two token sequences differ, or at which the shorter ends.
 
     None if they are equal or `stream` has no tokens.
     """
@@ -143,7 +144,7 @@ def _difference(reference: Sequence[int], stream: Sequence[int]) -> int | None:
 
 
 def _window(recorded: "_Recorded", decode: Decode | None, around: int | None) -> Row | None:
-    """Return the tokens around a place, if the first tokens of the answer do not have it."""
+    """Return the tokens around a position, or None if it is in the first `MAX_SIBLING_TOKENS`."""
     if around is None or around < MAX_SIBLING_TOKENS:
         return None
     start = max(MAX_SIBLING_TOKENS, min(around, recorded.num_tokens) - WINDOW_BEFORE)
@@ -152,7 +153,7 @@ def _window(recorded: "_Recorded", decode: Decode | None, around: int | None) ->
 
 
 def common_prefix(streams: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens at the beginning that all streams share.
+    """Return the number of tokens at the beginning that all token sequences share.
 
     >>> common_prefix([[1, 2, 3], [1, 2, 4], [1, 2]])
     2
@@ -189,13 +190,13 @@ def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What the journal has of an episode."""
+    """The data of an episode in the journal."""
 
     pieces: Sequence[Piece]
     trained_version: int | None
-    """Version of the weights that were first trained on it, also if no values were kept."""
+    """Version of the policy that was first trained on the episode. None if none was."""
     training: Row
-    """The values of its sampled tokens in a step (`training.of_episode`)."""
+    """The values of the sampled tokens in a step (`training.of_episode`). Empty if not stored."""
 
     @property
     def ids(self) -> list[int]:
@@ -206,7 +207,7 @@ class _Recorded:
         return sum(len(piece.tokens) for piece in self.pieces)
 
     def shown(self, decode: Decode | None, *, start: int, limit: int) -> Row:
-        """Return `limit` tokens from the token `start` on, with the values of training."""
+        """Return `limit` tokens from token `start` on, with texts and the values of training."""
         training = self.training
         version = training["version"] if training else self.trained_version
         shown: list[Row] = []
@@ -244,7 +245,7 @@ class _Recorded:
 
 
 def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorded:
-    """Read an episode, with the values of `step` or of the first step. Raises `JournalError`."""
+    """Read an episode, with the values of step `step`, by default the first that trained on it."""
     group, episode = int(row["group_number"]), int(row["episode"])
     trained = journal.rows("SELECT version FROM consumed WHERE number = ?", group)
     return _Recorded(
@@ -255,9 +256,9 @@ def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorde
 
 
 def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token, so that they join to the text of all.
+    """Return the text of each token. Joined, the texts are that of all tokens.
 
-    A character that has several tokens is given to the first of them, and the others are empty.
+    A character of several tokens is the text of the first of these, and the others have "".
     """
     parts: list[str] = []
     at = 0
@@ -281,7 +282,7 @@ def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _texts_in_context(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token for a tokenizer that decodes a token by its neighbours."""
+    """Return the text of each token, for a tokenizer whose decoding depends on earlier tokens."""
     parts = []
     for at in range(len(tokens)):
         begin = max(0, at - JOINED)

@@ -1,4 +1,4 @@
-"""The values with which a step trained on tokens, for the table of episodes and for one episode."""
+"""Read the values with which tokens were trained on, for the table of episodes and one episode."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,13 @@ DROPPED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED
 CLIPPED = TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
 
 ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy")
-"""Values of a token that an answer has."""
+"""Names of the numbers of a token that an answer has."""
 
 
 def measure(values: Sequence[TokenValues]) -> dict[int, Row]:
-    """Return the columns of the table that the values of some episodes give, by episode.
+    """Return the columns of the table of episodes that follow from tokens' values, by episode.
 
-    An episode that was not run has an advantage and no other value. All are computed together,
-    because an episode may have few tokens.
+    An episode on which no training pass was run has only an advantage.
     """
     found: dict[int, Row] = {each.episode: {"advantage": None} for each in values}
     filled = [each for each in values if len(each.flags)]
@@ -55,20 +54,20 @@ def measure(values: Sequence[TokenValues]) -> dict[int, Row]:
 
 
 def _sizes(values: Any) -> Any:
-    """Return absolute values, with -1 for what is not finite."""
+    """Return the absolute values of an array, with -1 for values that are not finite."""
     return np.where(np.isfinite(values), np.abs(values), np.float32(-1))
 
 
 def measure_group(journal: JournalReader, group: int, step: int) -> dict[int, Row]:
-    """Return the columns of the episodes of a group in a step. Raises `JournalError`."""
+    """Return `measure` of the episodes of a group in a step. Raises `JournalError`."""
     return measure(journal.token_values(group, step))
 
 
 def of_episode(journal: JournalReader, group: int, episode: int, step: int | None) -> Row:
-    """Return the values of the sampled tokens of an episode, in order, as lists by name.
+    """Return the values of the sampled tokens of an episode in a step, as lists by name (`tokens`).
 
-    `step` is the step whose values are wanted, or None for the first one. `steps` has all of them.
-    Empty if the journal keeps none. Raises `BadQuestion` if `step` did not train on the episode,
+    Without `step`, it is the first step that trained on the episode. `steps` has all such steps.
+    Empty if the journal has no values. Raises `BadQuestion` if `step` did not train on the episode,
     and `JournalError`.
     """
     every = journal.trained_tokens(group, episode=episode)
@@ -94,7 +93,7 @@ def of_episode(journal: JournalReader, group: int, episode: int, step: int | Non
 
 
 def _why_not_run(values: TokenValues) -> str:
-    """Return why no pass was run on an episode of a batch, as a clause. Empty if one was."""
+    """Return a clause on why no training pass was run on an episode. Empty if one was."""
     if values.minibatch is not None:
         return ""
     if not values.advantage.any():
@@ -103,12 +102,12 @@ def _why_not_run(values: TokenValues) -> str:
 
 
 def cut(tokens: Row, start: int, end: int) -> Row:
-    """Return the values of some of the sampled tokens."""
+    """Return the lists in `tokens` from position `start` to `end`."""
     return {name: values[start:end] for name, values in tokens.items()}
 
 
 def _listed(values: Any) -> list[float | None]:
-    """Return an array as a list, with None for what is not finite."""
+    """Return an array as a list, with None for values that are not finite."""
     return [_finite(value) for value in values.tolist()]
 
 

@@ -1,1 +1,1 @@
-"""Listeners to a run: each module has a function `run_ended`, which `unstale.cli.session` calls."""
+"""Modules that act at the end of a run. `unstale.cli.session` calls their function `run_ended`."""

@@ -53,7 +53,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """Durations as linear functions, with coefficients in seconds.
+    """Durations of generation, training and publication, linear in the number of tokens.
 
     `measured.from_run` fits the coefficients to a run.
     """

@@ -44,9 +44,9 @@ class SimulationResult:
     engine_busy_share: float
     """Mean share of the time in which an engine computes."""
     prefill_busy_share: float
-    """The same of the prefill group. 0 without groups."""
+    """Share of time in which the engines for prefill are busy. 0 if engines are not divided."""
     decode_busy_share: float
-    """The same of the decode group, which is the whole pool without groups."""
+    """Share of time in which the engines for decoding are busy: all, if they are not divided."""
     first_token_s: float
     """Mean seconds from a request to the first token of its reply."""
     first_token_p99_s: float

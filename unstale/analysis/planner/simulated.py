@@ -169,7 +169,7 @@ class SimulatedTrainer:
         self.owed["train"] += self._costs.optimizer_s
 
     def metrics(self) -> Mapping[str, float]:
-        return {}
+        return {"old_logps/prepare_s": 0.0}  # the clock has it already
 
     def scatter_sample(self) -> list[dict[str, float]]:
         return []
@@ -285,10 +285,12 @@ class SimulatedPublisher:
         self._trainer = trainer
         self._due = False
 
-    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         self._due = source.version % self._trainer.every == 0
         if source.version and self._due:
             self._trainer.owed["publish"] += self._costs.publish_s()
+
+    def finish(self) -> None: ...
 
     async def stage(self) -> None:
         if self._due and self._engines.version >= 0:  # the first is loaded before the run

@@ -57,9 +57,10 @@ class SimulatedCandidate:
 
     @property
     def spread(self) -> float:
-        """Relative standard error of `rate`, from rounds of `max_staleness` + 1 steps.
+        """Relative standard error of `rate`.
 
-        The steps of a round share episodes in flight, so they are not independent.
+        It is computed from the durations of rounds of `max_staleness` + 1 steps, because steps
+        that share episodes in flight are not independent.
         """
         steps = self.result.steady_s
         size = self.candidate.schedule.max_staleness + 1

@@ -1,4 +1,4 @@
-"""The report of a comparison, and the words of all reports.
+"""The reports of comparisons and studies, and the sentences that all reports share.
 
-The report of a run is a frozen page of the dashboard (`unstale.analysis.dashboard.frozen`).
+The report of a run is its page of the dashboard in one file (`unstale.analysis.dashboard.frozen`).
 """

@@ -1,7 +1,7 @@
-"""The table of an audit: how far the old_logp of each route is from the true one.
+"""The table of an audit: the difference of each route's old_logp from the true old_logp.
 
 A route is a method to compute old_logp. The true old_logp is computed with a full copy of the
-version of the weights that sampled the token.
+weights that sampled the token.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,10 @@ from unstale.observe.words import NONE, amount, mapping, number, percent
 
 
 class Column(NamedTuple):
-    """A column of the table of routes. A terminal shows only the columns with `brief`."""
+    """A column of an audit's table, which has a row for each route (method to compute `old_logp`).
+
+    A terminal shows only columns whose `brief` is True.
+    """
 
     name: str
     about: str = ""
@@ -52,7 +55,10 @@ COLUMNS = (
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return a row of the table of routes as text, with one entry for each of `COLUMNS`."""
+    """Return a row of an audit's table of routes as texts, one for each of `COLUMNS`.
+
+    `row` has the figures of a route, as in `audit.json`.
+    """
     costs = mapping(row.get("costs"))
     forward_tokens = number(costs.get("forward_tokens"))
     memory_bytes = number(costs.get("memory_bytes"))
@@ -78,7 +84,7 @@ def _places(value: float | None) -> str:
 
 
 def _agreement(row: Mapping[str, Any], name: str) -> str:
-    """Return an F1 as text. The audit records None if neither side has a token."""
+    """Return an F1 as text: "none" if it is None, which means that neither side has a token."""
     return "none" if name in row and row[name] is None else _places(number(row.get(name)))
 
 

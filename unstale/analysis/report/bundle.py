@@ -1,6 +1,6 @@
 """Join the scripts and styles of the dashboard, for a page that is one file and needs no network.
 
-Scripts are modules that import each other. Each becomes a function that returns what it exports.
+Scripts are modules that import each other. Each becomes a function that returns its exports.
 """
 
 import base64
@@ -16,7 +16,8 @@ _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{(.+)\}) from "\./([\w./]+)";$', 
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 _LEFT = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 _SPARE = re.compile(r"^[ \t]+(?://.*)?|^//.*\n|\n(?=\n)", re.MULTILINE)
-"""Indents, lines with only a comment, and empty lines. No script has text over several lines."""
+"""Indents, comment lines and empty lines, which are removed. No script has text of several lines.
+"""
 
 
 class Code(NamedTuple):
@@ -27,7 +28,7 @@ class Code(NamedTuple):
 
 
 def read_static(name: str) -> str:
-    """Return the text of a file of the dashboard's pages."""
+    """Return the text of a file in the folder `static` of the dashboard."""
     static = files("unstale.analysis.dashboard").joinpath("static")
     return static.joinpath(name).read_text(encoding="utf-8")
 
@@ -40,9 +41,9 @@ def styles() -> Code:
 
 @cache
 def script(entry: str, replaced: tuple[tuple[str, str], ...] = ()) -> Code:
-    """Return the library of plots, a module and all that it imports, as one script.
+    """Return one script with the library of plots, the module `entry` and all modules it imports.
 
-    `replaced` has pairs of a module and the one that takes its place.
+    `replaced` has pairs of a module and the module that replaces it.
     """
     modules: dict[str, str] = {}
     _add(entry, dict(replaced), modules)
@@ -55,7 +56,10 @@ def script(entry: str, replaced: tuple[tuple[str, str], ...] = ()) -> Code:
 
 
 def _add(name: str, replaced: dict[str, str], modules: dict[str, str]) -> str:
-    """Add a module after those that it imports. Return the variable with its exports."""
+    """Add a module to `modules`, after the modules that it imports.
+
+    Return the variable with its exports. Raises ValueError for a line that cannot be joined.
+    """
     name = replaced.get(name, name)
     variable = "module_" + re.sub(r"\W", "_", name)
     if name in modules:

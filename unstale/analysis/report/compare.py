@@ -25,8 +25,8 @@ from unstale.observe.words import number
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
-"""Name of the arm with which others are compared. Without an arm of this name, it is the first
-arm.
+"""Name of the reference arm: the configuration with which the others are compared. If no arm has
+this name, the first arm is used.
 """
 SUCCESS, STALENESS = "rollout/success_rate", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = (
@@ -37,7 +37,7 @@ KEPT, CLIPPED, EXACT_SHARE = (
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "rollout/sampled_tokens"
 TRAINED = "trainer/action_tokens"
-"""Stands for `TOKENS` in runs that did not record it. It was the same: no filter existed."""
+"""The metric that replaces `TOKENS` in old runs without it. In these it has the same value."""
 UNCOUNTED = "The number of sampled tokens was not recorded."
 
 Point = tuple[float, float]
@@ -48,7 +48,7 @@ Unit = Literal["minutes", "tokens"]
 class SeedMean:
     """A mean over `n` seeds with its 95% interval.
 
-    A single seed has no interval, and neither have equal values.
+    The interval is None for a single seed and for equal values.
     """
 
     n: int
@@ -64,7 +64,8 @@ class SeedMean:
 def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean of the values that are not None, with its 95% interval.
 
-    Equal values have no interval, because they do not show their spread.
+    The result is None without such values. Equal values have no interval, because they do not show
+    their spread.
 
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
@@ -84,7 +85,7 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
 
 
 def ended(folder: Path) -> tuple[str, str]:
-    """Return the state of a run, and the last line of its error or "".
+    """Return the state of the run in a folder, and the last line of its error or "".
 
     The state is `finished`, `failed`, `unfinished` or `not begun`.
     """
@@ -132,13 +133,13 @@ class Trial:
     tokens: float | None
     """Number of sampled tokens that were trained on. None if it was not recorded."""
     evaluations: tuple[TrialEvaluation, ...]
-    """Without those that failed."""
+    """The evaluations that did not fail, in the order of their steps."""
     last: HeldOut | None
     """The last evaluation, which may have failed. None if there is none."""
     series: Mapping[str, list[Point]]
     """Values of each metric in `SERIES`, as pairs (step, value)."""
     resets: int
-    """Number of times that the old-logit route reset its moving average."""
+    """Number of times that the route reset its moving average of the weights."""
     launch: Row
     """The line of `launches.jsonl` about the start of this run. Empty if there is none."""
 
@@ -161,7 +162,7 @@ class Trial:
 
     @property
     def late(self) -> float | None:
-        """The mean success in training over the last quarter of the steps."""
+        """The mean success of training episodes over the last quarter of the steps."""
         values = [value for _, value in self.series[SUCCESS]]
         return _mean(values[-max(1, len(values) // 4) :])
 
@@ -169,13 +170,13 @@ class Trial:
         return _mean([value for _, value in self.series[name]])
 
     def total(self, unit: Unit) -> float | None:
-        """Return how much the whole run trained, in minutes or tokens. None if it is not known."""
+        """Return the training of the whole run in minutes or tokens. None if it is not known."""
         return self.minutes if unit == "minutes" else self.tokens
 
     def after(self, budget: TrainingBudget) -> float | None:
         """Return the held-out success after an amount of training, interpolated linearly.
 
-        The result is None outside the measured range.
+        The result is None outside the range of the evaluations.
         """
         return between(
             [
@@ -187,7 +188,7 @@ class Trial:
 
 
 def between(points: Sequence[Point], x: float) -> float | None:
-    """Interpolate linearly between points. Return None outside their range.
+    """Return y at `x`, interpolated linearly between (x, y) points. None outside their range.
 
     >>> between([(0.0, 0.25), (2.0, 0.5), (4.0, 0.75)], 3.0), between([(0.0, 0.25)], 1.0)
     (0.625, None)
@@ -238,7 +239,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
 
 
 def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, float]:
-    """Return the minutes of training up to each step, without evaluations."""
+    """Return the minutes of training up to each step, without the time of evaluations."""
     timed = [
         (step_of(row), time) for row in rows if (time := number(row.get("time_s"))) is not None
     ]
@@ -255,9 +256,9 @@ def training_seconds(
 ) -> dict[int, float]:
     """Return the seconds of training up to each step, without evaluations.
 
-    `timed` are steps with their seconds since the run began. `spans` are activities: lane, start
-    and end. Training begins with the row of step 0, or else with the first wait. Evaluations do not
-    overlap.
+    `timed` are steps with the seconds from the start of the run to their ends. `spans` are
+    activities: lane, start and end in seconds. Training begins at the time of step 0, or without it
+    at the first span of the lane `wait`. Evaluations must not overlap.
 
     >>> training_seconds([(0, 2.0), (1, 5.0), (2, 9.0)], [("eval", 0.0, 2.0), ("eval", 5.0, 6.0)])
     {0: 0.0, 1: 3.0, 2: 6.0}
@@ -279,9 +280,9 @@ def training_seconds(
 
 
 def _sampled_tokens(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the number of tokens of the groups that were consumed up to each step.
+    """Return the number of sampled tokens in the groups that were trained on up to each step.
 
-    Episodes that a filter left out count, and groups that are replayed count once.
+    Episodes that a filter left out are counted. Groups that are replayed are counted once.
     """
     sampled = (number(row.get(TOKENS, row.get(TRAINED))) or 0.0 for row in rows)
     return dict(zip(map(step_of, rows), accumulate(sampled), strict=True))
@@ -314,9 +315,11 @@ class Comparison:
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Warnings of the linter, by arm. Arms that were not checked are missing."""
+    """The linter's warnings, by arm (configuration). Arms that were not checked are missing."""
     reference_name: str = EXACT
-    """Name of the arm with which the others are compared, or of none for the first arm."""
+    """Name of the arm (configuration) with which the others are compared. If no arm has this name,
+    the first arm takes its place.
+    """
 
     @property
     def trials(self) -> list[Trial]:
@@ -332,10 +335,10 @@ class Comparison:
         return next(named, self.arms[0])
 
     def budget(self, unit: Unit) -> TrainingBudget | None:
-        """Return the largest amount of training that all finished runs reached.
+        """Return the largest amount of training, in `unit`, that all finished runs reached.
 
-        Finished runs that did not record it are left out. The result is None if none recorded it,
-        or if times cannot be compared.
+        Runs that did not record it are left out. The result is None if no run recorded it, or if
+        the times of the runs cannot be compared.
         """
         if unit == "minutes" and self.shared_machine:
             return None
@@ -348,7 +351,7 @@ class Comparison:
 
     @property
     def shared_machine(self) -> str:
-        """Return the reason why the times of the runs cannot be compared. Empty if they can."""
+        """The reason why the times of the runs cannot be compared. Empty if they can."""
         jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
         if not jobs:
             return "No run has finished."
@@ -371,7 +374,10 @@ class Comparison:
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
-        """Return the differences in held-out success to the reference arm, by seed."""
+        """Return the differences in held-out success between runs of an arm and of the reference.
+
+        An arm is a configuration. Runs with the same seed are compared.
+        """
 
         def success(trial: Trial) -> float | None:
             return _success(trial, budget)
@@ -384,9 +390,9 @@ class Comparison:
         value: Callable[[Trial], float | None],
         reference_value: Callable[[Trial], float | None],
     ) -> list[float]:
-        """Return a value of each run of an arm minus one of the reference's run with its seed.
+        """Return `value` of each run of an arm minus `reference_value` of the reference's run.
 
-        Runs without a value, or without a finished run of the other arm, have no difference.
+        Both runs have the same seed. Seeds are left out if a run has not finished or has no value.
         """
         reference = {trial.seed: reference_value(trial) for trial in self.reference.finished}
         values = [(value(trial), reference.get(trial.seed)) for trial in arm.finished]
@@ -397,12 +403,13 @@ class Comparison:
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Return the mean difference in held-out success between an arm and the reference arm.
 
-        Runs with the same seed are paired. None for the reference arm itself.
+        An arm is a configuration. Runs with the same seed are paired. None for the reference arm
+        itself, and without pairs.
         """
         return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the mean held-out success of an arm, at the end or after an amount of training."""
+        """Return an arm's mean held-out success over its seeds, at the end or after `budget`."""
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
@@ -411,7 +418,7 @@ class Comparison:
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return the options that are not equal in all runs, with the values of this arm."""
+        """Return the options that differ between runs of the comparison, with this arm's values."""
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {
@@ -427,7 +434,7 @@ def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
 
 
 def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each warning once, with the names of its arms in front.
+    """Return each warning once, preceded by the names of the arms that have it.
 
     >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
     ['a, c: nothing bounds S']
@@ -440,7 +447,7 @@ def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Read a comparison. Raises ConfigError if the folder has no runs of arms."""
+    """Read a comparison from its folder. Raises `ConfigError` if the folder has no runs of arms."""
     path = folder / PLAN
     plan: Row = read_mapping(path) if path.is_file() else {}
     runs = {run["folder"]: (str(run["arm"]), int(run["seed"])) for run in plan.get("runs", [])}

@@ -36,7 +36,7 @@ from unstale.observe.words import NONE, amount, percent
 
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
 COLOURS = ("engine", "trainer", "good", "s", "lag-4", "d", "bad", "v5-line", "hex", "quiet")
-"""Colours of the arms, by name in the style sheet."""
+"""Colours of the compared configurations (arms), as names in the style sheet."""
 
 GRID = 40
 HOW = (
@@ -49,7 +49,7 @@ HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text. The first column has the name of the arm."""
+    """A table of texts. `head` has the names of its columns."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -65,7 +65,7 @@ def tenths(share: float | None) -> str:
 
 
 def spread(mean: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
-    """Return a mean and its 95% interval as text.
+    """Return a mean over seeds and its 95% interval as text. `show` formats each number.
 
     >>> spread(SeedMean(3, 0.7, 0.45, 0.95)), spread(SeedMean(1, 0.7, None, None)), spread(None)
     ('70.0% (45.0% to 95.0%)', '70.0%', '—')
@@ -99,7 +99,7 @@ UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
     "tokens": ("At equal tokens", "sampled tokens", amount),
     "minutes": ("At equal wall-clock", "minutes of training", "{:.1f}".format),
 }
-"""For each unit of a training budget: heading, words and number format."""
+"""For each unit of a training budget: heading, name in words, and number format."""
 
 
 def equal_steps(comparison: Comparison) -> Table:
@@ -128,10 +128,10 @@ def equal_steps(comparison: Comparison) -> Table:
 
 
 def equal(comparison: Comparison, unit: Unit) -> Table | None:
-    """Return the table of success at equal training budget.
+    """Return the table of the arms' held-out success after equal amounts of training.
 
-    The budget is the largest amount of `unit` (tokens or minutes) that all finished runs reached.
-    None if there is no such amount.
+    The amount is the largest one in `unit` (tokens or minutes) that all finished runs reached. None
+    if there is no such amount.
     """
     budget = comparison.budget(unit)
     if budget is None:
@@ -149,7 +149,7 @@ def equal(comparison: Comparison, unit: Unit) -> Table | None:
 
 
 def lengths(comparison: Comparison) -> str:
-    """Return a sentence on how the number of sampled tokens differs between arms."""
+    """Return a sentence on how the number of sampled tokens differs between configurations."""
     means = []
     for arm in comparison.arms:
         tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
@@ -165,9 +165,9 @@ def lengths(comparison: Comparison) -> str:
 
 
 def conduct(comparison: Comparison) -> Table:
-    """Return the table of mean staleness, and of kept, clipped and exact tokens, by arm.
+    """Return a table by configuration: mean staleness, and shares of kept, clipped, exact tokens.
 
-    If a route reset its moving average, it also has the mean number of resets.
+    If a run reset its moving average of weights, the table also has the mean number of resets.
     """
     head = ["arm", "staleness", "kept", "clipped", "exact"]
     some_reset = any(trial.resets for trial in comparison.finished)
@@ -194,7 +194,7 @@ def _count(mean: SeedMean | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Return sentences: which arm is best, and how each differs from the reference arm."""
+    """Return sentences on the best configuration, and on how each differs from the reference."""
     ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
     if not ended:
         return ["No run has a held-out result."]
@@ -296,7 +296,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _values(comparison: Comparison) -> dict[str, Any]:
-    """Return the values that the page and the Markdown tables have in common."""
+    """Return the values for the templates of both the page and the Markdown tables."""
     return {
         "comparison": comparison,
         "findings": findings(comparison),
@@ -315,7 +315,7 @@ def _values(comparison: Comparison) -> dict[str, Any]:
 
 
 def _held_out_tasks(comparison: Comparison) -> str:
-    """Return the numbers of held-out tasks, beside the number that was asked for if it differs."""
+    """Return the numbers of held-out tasks, followed by `eval.tasks` if that differs."""
     asked = _all(comparison, "eval.tasks")
     tasks = {trial.last.tasks for trial in comparison.trials if trial.last and trial.last.tasks}
     measured = ", ".join(map(str, sorted(tasks)))
@@ -393,7 +393,7 @@ def _data(trial: Trial) -> Mapping[str, Any]:
 
 
 def write_comparison(folder: Path) -> Path:
-    """Write the page, the Markdown tables and the JSON results. Return the path of the page."""
+    """Write page, Markdown tables and JSON results of a comparison. Return the page's path."""
     comparison = read_comparison(folder)
     for name, text in (
         (RESULTS, dumps(results(comparison), indent=2)),
@@ -409,17 +409,17 @@ def arm_colours(comparison: Comparison) -> dict[str, str]:
 
 
 def colours_of(arms: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each arm, as a name of the style sheet."""
+    """Return the colour of each configuration (arm), as a name in the style sheet."""
     return {arm: COLOURS[index % len(COLOURS)] for index, arm in enumerate(arms)}
 
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
-    """Return a table as HTML, with the colour of each arm before its name."""
+    """Return a table as HTML, with the colour of each configuration (arm) before its name."""
     return coloured(arm_colours(comparison), shown)
 
 
 def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Markup:
-    """Return a table as HTML, with the colour of each arm before its name in a column."""
+    """Return a table as HTML, with the colour of each configuration (arm) before its name."""
     swatch = Markup('<i class="swatch {}"></i>{}')
     rows = [list[str](row) for row in shown.rows]
     for row in rows:
@@ -428,7 +428,7 @@ def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Marku
 
 
 def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
-    """Return the plot of success over minutes or tokens, up to an amount that all runs reached."""
+    """Return the plot of held-out success over minutes or tokens, up to the amount `budget`."""
     words = UNITS[budget.unit][1]
     curves = _curves(comparison, partial(_up_to, budget=budget))
     return _plot(curves, f"Held-out success over the {words}", words)
@@ -437,7 +437,10 @@ def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
 def _curves(
     comparison: Comparison, means_of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
 ) -> list[Series]:
-    """Return one line per arm. It has a band of 95% intervals if every point has an interval."""
+    """Return one line per arm, with a band of 95% intervals if all its means are of several runs.
+
+    `means_of` returns the points of an arm as (x, mean).
+    """
     lines = []
     for arm, colour in zip(comparison.arms, arm_colours(comparison).values(), strict=True):
         means = means_of(arm)
@@ -453,9 +456,10 @@ def _curves(
 
 
 def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
-    """Return the intervals of shares, cut at 0 and 1. Empty if a mean is that of a single value.
+    """Return the 95% intervals of means of shares, cut at 0 and 1.
 
-    Equal values get an interval of width 0, so that a line keeps the band of its other points.
+    Empty if one of the means is that of a single value. A mean of equal values gets an interval of
+    width 0, so that a line keeps the band of its other points.
     """
     if any(mean.n < 2 for mean in means):
         return []
@@ -467,7 +471,7 @@ def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
-    """Return the mean success at each step at which all finished runs of the arm were evaluated."""
+    """Return the mean success at the steps at which all finished runs of an arm were evaluated."""
     runs = [
         {evaluation.step: evaluation.success for evaluation in trial.evaluations}
         for trial in arm.finished
@@ -481,10 +485,10 @@ def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
 
 
 def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
-    """Return the mean success of an arm after `GRID` amounts of training up to a budget.
+    """Return the mean success of an arm after amounts of training from 0 to `budget`.
 
-    The budget is the amount that all runs reached. The whole length of the longest run would
-    compress the curves of the others.
+    `budget`, divided into `GRID` equal parts, is the amount that all runs reached. A longer axis
+    for the longest run would compress the curves of the others.
     """
     at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [
@@ -515,7 +519,7 @@ def _plot(
 def course(
     comparison: Comparison, metric: str, title: str, colours: Mapping[str, str] | None = None
 ) -> Markup:
-    """Return the plot of a metric over the steps: the mean over the finished runs of each arm."""
+    """Return the plot of a metric over the steps: its mean over the finished runs of each arm."""
     share = metric != STALENESS
     lines = []
     for arm in comparison.arms:

@@ -43,9 +43,10 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def document(template: str, title: str, code: Code | None = None, **values: Any) -> Markup:
-    """Fill a template that extends `base.html`. Return the page.
+    """Return the page that a template gives with these values. The template extends `base.html`.
 
-    Its content security policy admits only the styles, and the script `code` or that of the plots.
+    The page's content security policy admits only its styles and its script: `code`, or by default
+    that of the plots.
     """
     return render(
         template, title=title, style=_marked(styles()), script=_marked(code or _plots()), **values
@@ -79,5 +80,5 @@ def gap(title: str, missing: str) -> Markup:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]], class_: str = "") -> Markup:
-    """Return a table that scrolls sideways if it is too wide."""
+    """Return an HTML table, which scrolls sideways if it is too wide."""
     return _PARTS.table(head, rows, class_)

@@ -15,9 +15,8 @@ from unstale.observe.run_rows import flatten
 def changed_options(options: Mapping[str, Any]) -> set[str]:
     """Return the names of the options that differ from their defaults.
 
-    `options` has the values of a run's `config.json` by full name. The route, the environment and
-    the techniques of the run have options of their own, which are compared with their defaults.
-    Options that this version does not know are left out.
+    `options` has the values of a run's `config.json` by full name. Options of the run's route,
+    environment and techniques have their own defaults. Unknown options are left out.
 
     >>> sorted(changed_options({"seed": 0, "old_logps.route": "ewma_prox", "old_logps.beta": 0.5}))
     ['old_logps.beta', 'old_logps.route']
@@ -30,7 +29,8 @@ def changed_options(options: Mapping[str, Any]) -> set[str]:
 def _of_every_run() -> dict[str, Any]:
     """Return the defaults of the options that every run has.
 
-    Those of the default route and of the default environment are left out, except for their names.
+    The options that belong to the default route and the default environment are left out, except
+    `old_logps.route` and `task.env`.
     """
     known = flatten(plain(RunConfig(recipe="")))
     own = {**_of_section("old_logps", OldLogpsConfig()), **_of_section("task", make_task())}
@@ -42,7 +42,7 @@ def _of_every_run() -> dict[str, Any]:
 
 
 def _of_sections(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of the route, environment and techniques of a run."""
+    """Return the defaults of the options of a run's route, environment and techniques."""
     found: dict[str, Any] = {}
     route, env = (str(options.get(name)) for name in ("old_logps.route", "task.env"))
     if route in routes():
@@ -60,7 +60,7 @@ def _of_section(name: str, section: Any) -> dict[str, Any]:
 
 
 def written(value: Any) -> str:
-    """Return the value of an option as text. A number reads back as the same number.
+    """Return the value of an option as text, from which a number can be read without a loss.
 
     >>> written(8.0), written(1e-06), written(0.123456789), written(None)
     ('8', '1e-06', '0.123456789', 'None')

@@ -9,7 +9,10 @@ from unstale.observe.words import Waiting, number, waiting
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity with its start and end, in seconds since the run began."""
+    """An activity of a run with its start and end, in seconds since the run began.
+
+    `lane` is the row of the timeline to which it belongs.
+    """
 
     lane: str
     start: float
@@ -26,12 +29,10 @@ LANES = (
     ("checkpoint", "checkpoints", "checkpoint"),
     ("eval", "evaluation", "good"),
 )
-"""Lanes of the timeline: recorded name, name on the page, and colour."""
+"""Lanes (rows) of the timeline: recorded name, name on the page, and colour."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "wait", "eval", "publish", "checkpoint")
-"""Lanes by priority. Time in which spans overlap counts for the first of their lanes in this
-list.
-"""
+"""Lanes by priority. Time in which activities overlap counts for the first of their lanes here."""
 
 _WORK = {
     "scoring": "Scoring old log-probabilities",
@@ -43,32 +44,36 @@ _WORK = {
 """Possible bottlenecks, keys of `words.BOTTLENECKS`, by the activity's name on the page."""
 
 MAX_SHARED = 4000
-"""Newest activities from which the shares are computed."""
+"""Number of newest activities from which the shares are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The shares of time between `begin` and `end`, in seconds since the start of the run."""
+    """The shares of time of trainer and engine from `begin` to `end`.
+
+    Both are in seconds since the start of the run.
+    """
 
     wait: Waiting
     trainer: Sequence[tuple[str, str, float]] = ()
-    """What the trainer did, as (name of the activity, colour, share of the time)."""
+    """The activities of the trainer, as (name, colour, share of the time)."""
     begin: float = 0.0
     end: float = 0.0
 
     @property
     def engine(self) -> list[tuple[str, str, float]]:
-        """What the engine did, like `trainer`. Empty if it is not known."""
+        """The activities of the engine, in the form of `trainer`. Empty if they are not known."""
         idle = self.wait.engine
         return [] if idle is None else [("generating", "engine", 1 - idle), ("idle", "wait", idle)]
 
 
 def pace_of(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], begin_s: float) -> Pace:
-    """Return the shares of time of a run by its rows from step 1 on and its activities.
+    """Return the shares of time of a run, from its metrics and its activities.
 
-    `begin_s` is the start of step 1. The first step of a longer run is left out, because it waits
-    for the first groups. Of a run with more than `MAX_SHARED` activities, the last part counts.
-    The trainer's shares are those of the activities, or of the rows if none were recorded.
+    `rows` are the metrics from step 1 on, and `begin_s` is the start of step 1. In a run of more
+    than two steps, the first is left out, because it waits for the first groups. Only the newest
+    `MAX_SHARED` activities are used. The trainer's shares are those of the activities, or of the
+    metrics if no activities were recorded.
     """
     timed: Sequence[Mapping[str, Any]] = rows if len(rows) > 2 else [{"time_s": begin_s}, *rows]
     newest = sorted(spans, key=lambda span: span.end)[-MAX_SHARED:]
@@ -92,8 +97,8 @@ def pace_of(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], begin_s: f
 def time_shares(spans: Sequence[Span], begin: float, end: float) -> list[tuple[str, str, float]]:
     """Return the share of the time from `begin` to `end` that each activity of the trainer took.
 
-    An entry has the name of the activity, its colour and the share. Time of several activities
-    counts for the first of them in `FIRST_OF_ALL`. Empty without an activity in the range.
+    An entry has the name of the activity, its colour and the share. Time in which activities
+    overlap counts for the first of them in `FIRST_OF_ALL`. Empty without an activity in the range.
     """
     inside = [
         replace(span, start=max(span.start, begin), end=min(span.end, end))

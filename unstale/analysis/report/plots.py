@@ -25,22 +25,22 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotOptions:
-    """What a plot shows beside its lines, as `chart.js` reads it."""
+    """The title, axes and size of a plot, as `chart.js` reads them."""
 
     title: str
     label: str
     """Name of the horizontal axis."""
     unit: str = ""
-    """`share` for values in percent."""
+    """Unit of the values: `share` for shares, which are shown in percent, or ""."""
     scale: str = "value"
-    """`value` fits the data, and `share` goes from 0 to 1."""
+    """Range of the vertical axis: `value` fits the data, and `share` goes from 0 to 1."""
     height: int = 230
     names: Sequence[str] = ()
     """Names of the positions 0, 1, ... of the horizontal axis. Empty for numbers."""
 
 
 def thin(points: Sequence[Point], limit: int = 240) -> list[Point]:
-    """Average neighbouring points until at most `limit` are left.
+    """Return at most `limit` points. More points are averaged with their neighbours.
 
     >>> thin([(0, 1), (1, 3), (2, 5), (3, 7)], limit=2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -65,7 +65,7 @@ def smooth(points: Sequence[Point], window: int = 5) -> list[Point]:
 
 
 def line_plot(lines: Sequence[Series], options: PlotOptions) -> Markup:
-    """Return the place of a plot on a page. Its lines and options are in an attribute."""
+    """Return the HTML element of a plot. An attribute has the plot's lines and options as JSON."""
     series = []
     for line in lines:
         x, y = [x for x, _ in line.points], [y for _, y in line.points]

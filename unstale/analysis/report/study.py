@@ -1,7 +1,8 @@
 """Read the results of a study: a folder with one comparison for each of several settings.
 
-Planned differences are corrected for their number. For a difference that may be 0, the power of the
-test is computed. This module does not import torch, as `unstale.analysis.report.compare`.
+Every setting has the same arms (configurations). The p-values of planned differences are corrected
+for their number. For a difference that may be 0, the power of the test is computed. This module
+does not import torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,31 +18,38 @@ from unstale.observe.statistics import PairedDifference, holm, paired_difference
 
 Measure = Literal["steps", "tokens", "minutes"]
 MEASURES: tuple[Measure, ...] = ("steps", "tokens", "minutes")
-"""The amounts of training that can be equal in a comparison."""
+"""Measures of training after equal amounts of which configurations (arms) are compared."""
 ALPHA = 0.05
-"""Probability of a false result: in all planned differences together, or in another one alone."""
+"""Probability of a false result: in all planned differences together, or in one other difference.
+"""
 SOUGHT = 0.05
 """Difference in success, as a share, for which the number of needed seeds is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The success of an arm in a setting, and its difference to the reference arm."""
+    """The success of an arm (configuration) in a setting, and its difference from the reference."""
 
     setting: str
     arm: str
     measure: Measure
     success: SeedMean | None
     pairs: Sequence[float]
-    """Differences between runs with the same seed. Empty for the reference."""
+    """Success of a run minus that of the reference's run with the same seed, by seed. Empty for the
+    reference.
+    """
     paired: PairedDifference | None
-    """The mean of `pairs`. None if there are fewer than two different ones."""
+    """The mean of `pairs`. None if `pairs` has fewer than two different values."""
     planned: bool
-    """True if the study announced this difference. It is then corrected for the number of all."""
+    """True if the study's plan names this difference. `p` and `alpha` are then corrected for the
+    number of planned differences.
+    """
     alpha: float
     """Probability with which the interval misses the true difference."""
     p: float | None
-    """The p-value of no difference; of a planned difference, adjusted by Holm's method."""
+    """The p-value of no difference, adjusted by Holm's method if the difference is planned. None if
+    `paired` is None.
+    """
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -57,7 +65,7 @@ class Difference:
 
     @property
     def detectable(self) -> float | None:
-        """The true difference that this number of pairs finds with 80% power.
+        """The smallest true difference that this number of pairs finds with 80% power.
 
         None unless the interval contains 0.
         """
@@ -76,9 +84,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The mean difference of an arm to the reference over the pairs of several settings.
+    """The mean difference of an arm from the reference over the pairs of several settings.
 
-    Pairs are taken as independent. Settings count by their number of pairs.
+    Pairs are taken as independent. So settings are weighted by their number of pairs.
     """
 
     arm: str
@@ -88,11 +96,14 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class StudySetting:
-    """A setting of a study: the position of each dial, and the comparison of the arms."""
+    """A setting of a study, in which all configurations (arms) are compared.
+
+    Settings differ in dials. A dial, such as the thresholds, is a choice between sets of options.
+    """
 
     name: str
     positions: Mapping[str, str]
-    """Dial -> name of the position. Empty if the plan of the study is missing."""
+    """Name of the dial -> name of its position. Empty if the plan of the study is missing."""
     comparison: Comparison
 
 
@@ -106,7 +117,7 @@ class StudyResults:
     num_settings: int
     """Number of all settings in the study's file."""
     num_planned: int
-    """Number of planned differences, those of settings without runs included."""
+    """Number of planned differences, including those of settings without runs."""
     differences: tuple[Difference, ...]
     commands: tuple[str, ...]
 
@@ -116,7 +127,7 @@ class StudyResults:
 
     @property
     def arms(self) -> list[str]:
-        """The names of all arms, in the order of the settings."""
+        """The names of all arms (compared configurations), in the order of the settings."""
         names = [arm.name for each in self.settings for arm in each.comparison.arms]
         return list(dict.fromkeys(names))
 
@@ -124,7 +135,7 @@ class StudyResults:
         return [each for each in self.differences if each.measure == measure]
 
     def pooled(self, measure: Measure) -> list["Pooled"]:
-        """Return the mean difference of each arm that has pairs in at least two settings."""
+        """Return the mean difference over all settings, of each arm with pairs in at least two."""
         found = []
         for arm in self.arms:
             settings = [each for each in self.at(measure) if each.arm == arm and each.pairs]
@@ -135,7 +146,7 @@ class StudyResults:
 
 
 def is_study_folder(folder: Path) -> bool:
-    """Return True if a folder has comparisons, and is none itself."""
+    """Return True if a folder is that of a study: it has folders of comparisons."""
     plan = folder / PLAN
     if plan.is_file():
         return "settings" in read_mapping(plan)
@@ -191,7 +202,10 @@ def read_results(folder: Path) -> StudyResults:
 def _difference(
     setting: StudySetting, arm: ArmResult, measure: Measure, num_planned: int
 ) -> Difference:
-    """Return the difference of an arm. `num_planned` is 0 if it was not planned."""
+    """Return the difference of an arm from the reference in a setting.
+
+    `num_planned` is the number of planned ones, or 0 if this one was not planned.
+    """
     comparison = setting.comparison
     budget = None if measure == "steps" else comparison.budget(measure)
     is_known = measure == "steps" or budget is not None
@@ -211,7 +225,10 @@ def _difference(
 
 
 def _adjusted(differences: Sequence[Difference], number: int) -> list[Difference]:
-    """Return the differences, the planned ones with p-values adjusted by Holm's method."""
+    """Return the differences. The p-values of planned ones are adjusted by Holm's method.
+
+    `number` is the number of planned differences.
+    """
     planned = [
         index for index, each in enumerate(differences) if each.planned and each.paired is not None
     ]

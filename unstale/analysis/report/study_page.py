@@ -1,6 +1,6 @@
 """Write the results of a study as an HTML page, as Markdown tables and as JSON.
 
-A study compares the same arms in several settings.
+A study compares the same arms (configurations) in several settings.
 """
 
 import re
@@ -48,11 +48,15 @@ HEADINGS: Mapping[Measure, str] = {
     "minutes": UNITS["minutes"][0],
 }
 WORTH_A_PLOT = 3
-"""Smallest number of positions of a dial over which a plot is drawn."""
+"""Smallest number of positions for a plot over a dial, which is a choice between sets of options.
+"""
 
 
 def write_pages(folder: Path) -> Path:
-    """Write the pages of a comparison, or of a study and its settings. Return the main page."""
+    """Write the page of a comparison, or the pages of a study and its settings.
+
+    Return the path of the main page.
+    """
     if not is_study_folder(folder):
         return write_comparison(folder)
     for setting in read_results(folder).settings:
@@ -61,7 +65,7 @@ def write_pages(folder: Path) -> Path:
 
 
 def write_results(folder: Path) -> Path:
-    """Write the page, the Markdown tables and the JSON results of a study. Return the page."""
+    """Write page, Markdown tables and JSON results of a study. Return the page's path."""
     study = read_results(folder)
     for name, text in (
         (RESULTS, dumps(_json(study), indent=2)),
@@ -73,7 +77,7 @@ def write_results(folder: Path) -> Path:
 
 
 def _values(study: StudyResults) -> dict[str, Any]:
-    """Return the values that the page and the Markdown tables have in common."""
+    """Return the values for the templates of both the page and the Markdown tables."""
     return {
         "study": study,
         "findings": findings(study),
@@ -87,7 +91,7 @@ def _values(study: StudyResults) -> dict[str, Any]:
 
 
 def _how(study: StudyResults) -> list[str]:
-    """Return how the tables are to be read."""
+    """Return sentences that explain the tables."""
     return [
         "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
         "same seed. A single value has no interval, and neither have values that are all equal.",
@@ -107,7 +111,7 @@ def _how(study: StudyResults) -> list[str]:
 
 
 def findings(study: StudyResults) -> list[str]:
-    """Return sentences: which planned differences were found, and what could not be found."""
+    """Return sentences on the significant planned differences, and on the power of the others."""
     planned = [each for each in study.differences if each.planned and each.paired]
     found = [each for each in planned if each.significant]
     sentences = [
@@ -130,7 +134,10 @@ def findings(study: StudyResults) -> list[str]:
 
 
 def differences(study: StudyResults, measure: Measure) -> Table:
-    """Return the table of all arms in all settings after equally much training."""
+    """Return the table of all configurations (arms) in all settings, after equal training.
+
+    `measure` names the measure of training, such as tokens.
+    """
     head = ["setting", "arm", "runs", "held-out success", f"less {study.reference}, points"]
     head += ["p", "power"]
     rows = []
@@ -165,7 +172,7 @@ def pooled(study: StudyResults, measure: Measure) -> Table:
 
 
 def _runs(number: int, pairs: int) -> str:
-    """Return the number of runs, with that of pairs if some runs have no partner."""
+    """Return the number of runs as text, with the number of pairs if some runs are not paired."""
     return f"{number}" if pairs in (0, number) else f"{number} ({pairs} paired)"
 
 
@@ -177,7 +184,7 @@ def _difference(each: Difference) -> str:
 
 
 def _power(each: Difference) -> str:
-    """Return the difference that the test finds, and the pairs that find the one sought."""
+    """Return as text the detectable difference, and the number of pairs that detects `SOUGHT`."""
     if each.detectable is None:
         return NONE
     return f"{_size(each.detectable)} ({each.seeds_needed:,} pairs)"
@@ -204,7 +211,7 @@ def _p_value(p: float) -> str:
 
 
 def _missing(study: StudyResults, measure: Measure) -> str:
-    """Return the reason why there is no comparison at equal amounts. Empty if there is one."""
+    """Return the reason why there is no comparison by a measure. Empty if there is one."""
     if any(each.success for each in study.at(measure)):
         return ""
     if measure == "steps":
@@ -236,7 +243,7 @@ def _provenance(study: StudyResults) -> list[tuple[str, str]]:
 
 
 def _plots(study: StudyResults) -> dict[str, Any]:
-    """Return the plots of the page, and the function that makes a table of it."""
+    """Return the plots of the page, and functions that turn tables into HTML."""
     colours = colours_of(study.arms)
     return {
         "html": partial(_html, colours),
@@ -251,7 +258,7 @@ def _plots(study: StudyResults) -> dict[str, Any]:
 
 
 def _html(colours: Mapping[str, str], shown: Table) -> Markup:
-    """Return a table as HTML, with links to the settings and the colour of each arm."""
+    """Return a table as HTML, with links to settings and the colour of each configuration."""
     link = Markup('<a href="{0}/compare.html">{0}</a>')
     earlier = ["", *(setting for setting, *_ in shown.rows)]
     rows = [
@@ -264,7 +271,7 @@ def _html(colours: Mapping[str, str], shown: Table) -> Markup:
 def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]:
     """Return plots of success and of the kept share over a dial, such as the thresholds.
 
-    There are two for each group of settings that differ in this dial alone.
+    There are two plots for each group of settings that differ only in this dial.
     """
     groups: dict[tuple[str, str], list[StudySetting]] = {}
     for setting in study.settings:
@@ -285,7 +292,10 @@ def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]
 
 
 def _in_order(settings: Sequence[StudySetting], dial: str) -> list[StudySetting]:
-    """Return settings in the order of the numbers in their positions of a dial, if all have one."""
+    """Return settings sorted by the number in the name of their position of a dial.
+
+    If some names have no number, the order is not changed.
+    """
     numbers = [re.search(r"\d+", each.positions[dial]) for each in settings]
     keys = [int(found.group()) for found in numbers if found]
     if len(keys) < len(settings):
@@ -302,7 +312,7 @@ def _over_dial(
 ) -> Markup:
     """Return the plot of a share over settings that differ in one dial, with a line per arm.
 
-    `names` are those of the share, of the dial, and of the positions of the other dials.
+    `names` has the names of the share, of the dial, and of the positions of the other dials.
     """
     quantity, dial, rest = names
     lines: dict[str, list[tuple[float, SeedMean]]] = {}

@@ -1,7 +1,7 @@
-"""Sentences of the pages of a run: figures, settings and the two policy ratios.
+"""Sentences for the pages of a run: figures, settings and the two policy ratios.
 
-The two ratios of a token are D = old_logp / behavior_logp and S = logp / old_logp (as
-probabilities). A route is a method to compute old_logp.
+For each token, log D = old_logp - behavior_logp and log S = logp - old_logp. A route is a method to
+compute old_logp.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ from unstale.observe.words import amount, percent
 def tiles(figures: Mapping[str, float | None], failed: int) -> list[tuple[str, str, str]]:
     """Return the eight key figures of a run that all pages show.
 
-    Each is a tuple: name, formatted value, and an explanation such as the unit.
+    Each is a tuple: name, formatted value, and an explanation such as the unit. `failed` is the
+    number of failed episodes.
     """
     return [
         (name, show(figures[key]), about.format(bound=amount(figures["staleness_bound"])))
@@ -48,20 +49,20 @@ MEANS = {
     "log_d": "correction/log_d_abs_mean",
     "log_s": "objective/log_s_abs_mean",
 }
-"""Figures that are means over the steps of a run, each with its metric."""
+"""Key figures that are means of a metric over the steps of a run -> the metric."""
 
 
 def is_exact(setting: Any) -> bool:
-    """Return True if the route scores each token with the version that sampled it.
+    """Return True if a run's `old_logp` of each token is that of the weights which sampled it.
 
-    `setting(name)` returns an option as it is stored in a run folder. A configuration in memory has
-    `OldLogpsConfig.exact` instead.
+    `setting(name)` returns the value of an option in a run folder. For a configuration in memory,
+    use `OldLogpsConfig.exact`.
     """
     return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return a sentence on what the discrepancy contains under a route, and one on staleness."""
+    """Return two sentences on what log D and log S contain with a route (way to `old_logp`)."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
@@ -82,7 +83,7 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
 
 
 def meanings(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return in a few words what discrepancy D and staleness ratio S contain under a route."""
+    """Return in words what D and S contain with a route, which is the way to get `old_logp`."""
     if exact:
         return "discrepancy", "staleness"
     if route == "rollout":
@@ -93,8 +94,8 @@ def meanings(route: str, *, exact: bool) -> tuple[str, str]:
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
     """Return explanations of a run's settings, as (heading, sentence).
 
-    `setting(name)` returns an option as it is stored in a run folder. `exact_share` is the measured
-    share of tokens whose old_logp was computed with the version that sampled them.
+    `setting(name)` returns the value of an option in a run folder. `exact_share` is the measured
+    share of tokens whose old_logp was computed with the version that sampled them, or None.
     """
     route = str(setting("old_logps.route", "unknown"))
     if setting("schedule.max_staleness") == 0:
@@ -128,7 +129,7 @@ def _route_words(route: str, exact_share: float | None) -> str:
 
 
 def route_about(route: str) -> str:
-    """Return a sentence on how a route computes old_logp."""
+    """Return a sentence on how the method (route) with this name computes `old_logp`."""
     if route == "unknown":
         return "Not known: the configuration could not be read."
     if route not in routes():
@@ -151,7 +152,17 @@ def _control_words(setting: Any) -> str:
             return f"Tokens are weighted by {ratio}, held within {band}."
         case "mask_weight":
             return f"Tokens are weighted by {ratio} inside {band} and dropped outside."
+        case "kpop":
+            return f"Tokens are weighted by {ratio}, and dropped {_above_limit(setting)}."
+        case "k3_mask":
+            return f"Tokens are dropped by {ratio} {_above_limit(setting)}."
     return "Not known."
+
+
+def _above_limit(setting: Any) -> str:
+    name = "D - 1 - log D" if setting("correction.mode") == "k3_mask" else "the binary KL"
+    limit, unit = setting("correction.kl_limit"), setting("correction.unit")
+    return f"where {name} is above {limit}, per {unit}"
 
 
 def _capitalized(text: str) -> str:

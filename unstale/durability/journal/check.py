@@ -156,7 +156,7 @@ def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
     sampled = found["sampled_tokens"]
     rows = {
         "groups started": f"{found['groups']:,}",
-        "  trained on": f"{found['groups_trained']:,}",
+        "  trained on, or left out of a batch": f"{found['groups_trained']:,}",
         "    again in a later step": f"{found['groups_replayed']:,}",
         "  finished, waiting to be trained on": f"{found['groups_waiting']:,}",
         "  open": f"{found['groups_open']:,}",

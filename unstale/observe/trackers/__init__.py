@@ -5,10 +5,10 @@ Each tracker is a file of this folder with
     PACKAGE = "wandb"                                        # the module that it needs
     def open_sink(package: Any, run: TrackedRun) -> Sink: ...  # gets that module
 
-The name of the file is the name of the tracker, and of the extra that installs the package. The
+The name of the file is the name of the tracker, and of the extra that installs the package. An
 entry point of another distribution, or `module:factory` in the option `trackers`, names a function
-`factory(run: TrackedRun) -> Sink`. In Python the option may also be that function, a `Sink`, or a
-list.
+`factory(run: TrackedRun) -> Sink`. In Python the value of the option may also be such a function, a
+`Sink`, or a list of these.
 """
 
 import math
@@ -33,17 +33,17 @@ if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
 
 TEXT_EVERY = 10
-"""Number of steps from one sample text to the next. The first is of step 1."""
+"""Number of steps from one sample text to the next. The first sample text is of step 1."""
 CLOSE_S = 120.0
-"""Largest number of seconds that the end of a run waits for trackers. Some send what is pending."""
+"""Largest number of seconds that the end of a run waits for trackers to send pending data."""
 
 
 MAX_NAMES, MAX_NOTES = 500, 10
-"""Names of one component (the part before `/`), and notes about changed ones. A database of MLflow
-takes 1 ms for each value.
+"""Largest number of metrics with the same part before the `/` of their names, and of notes about
+changed names. A database of MLflow takes 1 ms for each value.
 """
 MAX_NAME = 200
-"""Number of characters of a metric's name. MLflow accepts 250."""
+"""Largest number of characters of a metric's name. MLflow accepts 250."""
 _REFUSED = re.compile(r"[^/\w.\-]", re.ASCII)
 """Characters that a tracker may refuse or change in the name of a metric."""
 
@@ -52,7 +52,7 @@ OutcomeKind = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: it finished, the user stopped it (Ctrl-C, SIGTERM), or it failed."""
+    """The way a run ended: it finished, the user stopped it (Ctrl-C, SIGTERM), or it failed."""
 
     kind: OutcomeKind
     detail: str = ""
@@ -63,7 +63,7 @@ _ENDED_EARLY = RunOutcome("failed", "the run ended without giving a reason")
 
 
 class Sink(Protocol):
-    """Receives the metrics and sample texts of a run. A tracker implements it.
+    """A receiver of the metrics and sample texts of a run. Every tracker has these methods.
 
     All calls are made in one thread of the run that does nothing else, so they may wait. If a call
     raises an error, the run continues with a warning, and closes this tracker. A resumed run writes
@@ -79,7 +79,7 @@ class Sink(Protocol):
         ...
 
     def close(self, outcome: RunOutcome) -> None:
-        """Write what is pending, store how the run ended, and close.
+        """Write pending data, store how the run ended, and close.
 
         No method is called afterwards. If another method raised an error, `outcome` has the kind
         `failed`, also if the run continues.
@@ -98,15 +98,17 @@ class TrackedRun:
     note: Callable[[str], None] = lambda text: None
     """A function that prints a line on the terminal of the run."""
     first_step: int = 0
-    """The first step that will be written. Later ones may be stored already, if the run resumes."""
+    """The first step that will be written. If the run resumes, the tracker may have this step and
+    later ones already.
+    """
 
     def stored_id(self, tracker: str) -> str:
-        """Return the tracker's identifier of this run. "" if the tracker has no such run yet."""
+        """Return this run's identifier in a tracker. "" if the tracker has no such run yet."""
         path = self.folder / f"{tracker}.id"
         return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
     def store_id(self, tracker: str, identifier: str) -> None:
-        """Store the tracker's identifier of this run, for a resumed run to continue its charts."""
+        """Store this run's identifier in a tracker, so that a resumed run continues its charts."""
         (self.folder / f"{tracker}.id").write_text(identifier + "\n", encoding="utf-8")
 
 
@@ -121,13 +123,13 @@ class AcceptedNames:
     tracker: str
     note: Callable[[str], None]
     _names: dict[str, str] = field(default_factory=dict)
-    """Accepted names. One that is empty is not sent."""
+    """The name that is sent, by the name of the metric. Empty for a metric that is not sent."""
     _counts: Counter[str] = field(default_factory=Counter)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics by accepted names, at most `MAX_NAMES` of a component.
+        """Return the metrics by accepted names, at most `MAX_NAMES` with the same part before `/`.
 
-        Print a note about the first of the names that change, and about those that are left out.
+        Print notes about the first names that change, and about metrics that are left out.
         """
         for name in metrics:
             if name not in self._names:
@@ -159,7 +161,7 @@ class AcceptedNames:
 def accepted_name(name: str) -> str:
     """Return a metric's name in a form that every tracker accepts, distinct for distinct names.
 
-    A name that must change gets a suffix that depends on the name alone, so a resumed run continues
+    A name that must change gets a suffix that depends only on the name, so a resumed run continues
     its chart.
 
     >>> accepted_name("reward/mean")
@@ -231,14 +233,14 @@ class Trackers:
         default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
     )
     _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
-    """Calls to trackers of which it is not known yet if they succeeded."""
+    """Calls to trackers whose results were not read yet."""
     _is_closed: bool = field(default=False, init=False)
 
     @classmethod
     def open(cls, option: str, run: TrackedRun) -> Self:
         """Open the trackers that the option `trackers` names.
 
-        Raises `ConfigError` if one cannot be opened.
+        Raises `ConfigError` if a tracker cannot be opened.
         """
         sinks = {}
         with ExitStack() as opened:
@@ -250,7 +252,7 @@ class Trackers:
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send those metrics of a step that are finite numbers."""
+        """Send the metrics of a step that are finite numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -273,8 +275,8 @@ class Trackers:
     def failures(self) -> Iterator[tuple[str, BaseException]]:
         """Yield each tracker that failed since the last call, with its error.
 
-        It is closed and not used again. After `close`, trackers that it did not wait for have
-        failed, too.
+        A failed tracker is closed and not used again. After `close`, trackers that had not ended
+        when it returned count as failed, too.
         """
         while self._calls and self._calls[0][1].done():
             name, call = self._calls.popleft()
@@ -291,9 +293,9 @@ class Trackers:
                     yield name, TimeoutError("it did not end in time, and some metrics may be lost")
 
     def close(self, outcome: RunOutcome = _ENDED_EARLY, timeout_s: float = CLOSE_S) -> None:
-        """Close the trackers after all that was sent is written. A second call does nothing.
+        """Close each tracker after it has written all that was sent. A second call does nothing.
 
-        After `timeout_s` seconds, trackers that are not closed yet are not waited for.
+        The method returns after at most `timeout_s` seconds, even if trackers are not closed yet.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -311,7 +313,7 @@ class Trackers:
 def _close(
     name: str, sink: Sink, outcome: RunOutcome, calls: Iterable[tuple[str, Future[None]]]
 ) -> None:
-    """Close a tracker after its `calls`, which have ended. If one failed, so has the tracker."""
+    """Close a tracker. Its outcome is "failed" if one of its earlier `calls` failed."""
     errors = (call.exception() for other, call in calls if other == name)
     if error := next(filter(None, errors), None):
         outcome = RunOutcome("failed", f"some metrics were not sent: {error}")

@@ -1,4 +1,4 @@
-"""The tracker MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply.
+"""The tracker MLflow. Its variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are used.
 
 Without a tracking URI, runs are stored in the database `mlflow.db` next to the run folder.
 """
@@ -14,15 +14,15 @@ from unstale.observe.trackers import AcceptedNames, RunOutcome, Sink, TrackedRun
 
 PACKAGE = "mlflow"
 MAX_VALUE = 500
-"""Number of characters of a parameter that every server accepts."""
+"""Largest number of characters of a parameter that every server accepts."""
 MAX_PARAMETERS = 100
-"""Number of parameters that a server accepts in one request."""
+"""Largest number of parameters that a server accepts in one request."""
 MAX_METRICS = 500
-"""Number of metrics in one request. A server accepts 1000, and the time of a database grows with
-the square of the number.
+"""Largest number of metrics in one request. A server accepts 1000, but the time that a database
+needs grows with the square of the number.
 """
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-"""MLflow's name of each outcome of a run."""
+"""MLflow's status for each outcome of a run."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:

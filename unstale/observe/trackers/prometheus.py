@@ -1,7 +1,7 @@
 """The tracker Prometheus: the newest metrics of a run as text, at a port of this machine.
 
-A Prometheus server on the same machine fetches them from http://127.0.0.1:PORT/metrics. The page
-needs no key and has only figures, no texts. It is gone when the run ends.
+A Prometheus server on the same machine fetches them from http://127.0.0.1:PORT/metrics. This page
+needs no key and has only numbers, no texts. It is served until the run ends.
 """
 
 import math
@@ -21,10 +21,10 @@ from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 PACKAGE = "prometheus_client"
 HOST = "127.0.0.1"
 SILENT_S = 2.0
-"""Seconds after which a connection is closed. Clients on the same machine send and read at once."""
+"""Seconds after which a connection is closed. Clients on the same machine need less time."""
 MAX_CONNECTIONS = 16
 LOOK_S = 0.5
-"""Seconds between two checks of the server if it must stop."""
+"""Seconds between two checks whether the server must stop."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
@@ -58,7 +58,7 @@ class RunGauges:
         self._gauges: dict[str, Any] = {}
 
     def update(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the metrics of a step. A metric that the step lacks keeps its value."""
+        """Set the gauges of a run to the metrics of a step. Other gauges keep their values."""
         for metric, value in {"step": step, **metrics}.items():
             name = "unstale_" + re.sub(r"\W", "_", metric, flags=re.ASCII)
             if name not in self._gauges:
@@ -69,7 +69,7 @@ class RunGauges:
 
 
 class _Prometheus:
-    """Serves the metrics of one run, with a thread that answers requests."""
+    """A sink that serves the metrics of one run. A thread of its own answers requests."""
 
     def __init__(self, run: str, gauges: RunGauges, server: "_Server") -> None:
         self._run = run
@@ -98,7 +98,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """An HTTP server with a thread for each request, of which few run and none for long."""
+    """An HTTP server with a thread for each request.
+
+    At most `MAX_CONNECTIONS` are open at once, each for at most `SILENT_S` seconds.
+    """
 
     timeout = LOOK_S
 
@@ -118,7 +121,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._end(math.inf)
 
     def stop(self) -> None:
-        """Let `serve` return soon, even if a client is slow."""
+        """Make `serve` return soon, even if a client is slow."""
         self._stopping.set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -135,7 +138,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def _end(self, now: float) -> None:
-        """Shut down the connections whose time is over. Their threads then end."""
+        """Shut down the connections that had to be closed by `now`. Their threads then end."""
         with self._lock:
             late = [connection for connection, end in self._connections.items() if end <= now]
         for connection in late:

@@ -10,9 +10,10 @@ PACKAGE = "torch.utils.tensorboard"
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    """Write to new event files.
+    """Begin new event files.
 
-    TensorBoard does not show steps in older files that will be written again.
+    In older files, TensorBoard does not show steps from `run.first_step` on, because they will be
+    written again.
     """
     folder = str(run.folder / "tensorboard")
     writer = package.SummaryWriter(folder, purge_step=run.first_step)

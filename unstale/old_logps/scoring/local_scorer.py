@@ -132,6 +132,15 @@ class LocalScorer:
     def keep(self, live: Collection[int]) -> None:
         self._require_store().keep(live)
 
+    def begin_put(self, live: Collection[int]) -> None:
+        store = self._require_store()
+        assert isinstance(store, VersionStore)
+        # before the version as well, because dropped ones must not count against the memory limit
+        store.begin_keep(live)
+        store.begin_put(self.version, self.policy.weights())
+        store.begin_keep(live)
+        self.policy.lend_weights(store.wait)
+
     def recover(self, live: Collection[int], weights: Weights) -> None:
         store = self._require_store()
         # first, because a version to be dropped must not count against the memory limit
@@ -189,13 +198,14 @@ class LocalScorer:
 
     def costs(self) -> Mapping[str, float]:
         store = self._require_store()
+        versions = store.versions  # of a `VersionStore` whose thread is done
         spent = {
             "restore_s": self._restore_s,
             "encode_s": store.encode_s,
             "memory_bytes": float(store.bytes),
             "model_bytes": float(store.movable_bytes),
-            "versions": float(len(store.versions)),
-            "bytes_per_version": store.encoded_bytes / max(1, len(store.versions) - 1),
+            "versions": float(len(versions)),
+            "bytes_per_version": store.encoded_bytes / max(1, len(versions) - 1),
         }
         self._restore_s = store.encode_s = 0.0
         return spent

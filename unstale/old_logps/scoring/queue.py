@@ -52,6 +52,9 @@ class ScoreQueue:
     def __bool__(self) -> bool:
         return bool(self._episodes)
 
+    def __contains__(self, episode: int) -> bool:
+        return episode in self._episodes
+
     def put(self, key: PieceKey, text: PieceText) -> None:
         self._episodes.setdefault(key.episode, {})[key] = text
 

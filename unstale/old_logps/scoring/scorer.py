@@ -196,6 +196,13 @@ class Scorer(Protocol):
         """Drop the kept versions that are not in `live`. The newest one may stay."""
         ...
 
+    def begin_put(self, live: Collection[int]) -> None:
+        """Begin what `put` and `keep` do, in another thread. It needs a `VersionStore`.
+
+        Whatever uses kept versions or changes the weights next waits for it, and raises its error.
+        """
+        ...
+
     def recover(self, live: Collection[int], weights: Weights) -> None:
         """Keep exactly the versions `live`: read missing ones from disk and drop all others."""
         ...

@@ -251,7 +251,7 @@ def refund_dish(desk: Desk, order_id: str, dish_id: str, payment_id: str) -> str
 
 
 def add_slots(draw: Draw) -> None:
-    """Add five times at which couriers come."""
+    """Add five time slots at which couriers come."""
     for time in draw.random.sample(TIMES, 5):
         taken = draw.level > 1 and draw.random.random() < 0.2
         draw.desk.put(Slot(draw.number(), time, taken))

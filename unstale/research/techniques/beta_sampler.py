@@ -57,7 +57,10 @@ class BetaSampler:
         return Draw(context.random.choices(tasks, weights=scores)[0])
 
     def score(self, task: str, random: Random) -> float:
-        """Return the score of a task, p^solved (1 - p)^failed."""
+        """Return the score of a task, p^solved (1 - p)^failed. High scores are drawn more often.
+
+        p is the task's expected success, or with `read = thompson` a draw from its distribution.
+        """
         counts = self._tracker.counts(task)
         thompson = self._options.read == "thompson"
         p = random.betavariate(counts.a, counts.b) if thompson else counts.mean

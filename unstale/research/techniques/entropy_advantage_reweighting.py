@@ -32,7 +32,9 @@ class EntropyAdvantageReweightingConfig(Section):
 
 
 class EntropyAdvantageReweighting:
-    """A technique that multiplies the advantages of a sequence by a factor of its entropy."""
+    """A technique that multiplies the advantages of a sequence by a factor that depends on the
+    sequence's entropy.
+    """
 
     def __init__(self, options: EntropyAdvantageReweightingConfig) -> None:
         self._options = options

@@ -65,8 +65,8 @@ class EpisodeFilterConfig(Section):
     than `schedule.group_size`.
     """
     last: Annotated[int, Range(0)] = 0
-    """Number of episodes of a task that are trained on at the end of the run, at least 2; 0 keeps
-    `n`.
+    """Number of episodes of a task that are trained on at the end of the run. The number goes there
+    linearly from `n`. It must be at least 2, or 0 for `n` in the whole run.
     """
     target: Share = 0.5
     """Only for `balanced`: the wanted mean of the rewards, which should be from 0 to 1."""

@@ -101,7 +101,7 @@ def _complete(options: HardTaskStagesConfig, config: RunConfig) -> HardTaskStage
 def _check(options: HardTaskStagesConfig, config: RunConfig) -> None:
     if (steps := _complete(options, config).steps) >= config.max_steps:
         raise ConfigError(
-            f"hard_task_stages.steps must be below steps, got {steps} and {config.max_steps}: "
+            f"hard_task_stages.steps must be below max_steps, got {steps} and {config.max_steps}: "
             "there is no second stage"
         )
     require_sequences(config, options.size, "hard_task_stages.size")

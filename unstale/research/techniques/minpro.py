@@ -92,16 +92,16 @@ def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
 
 
 def _check(options: MinproConfig, config: RunConfig) -> None:
-    objective, control = config.objective, config.correction.mode
+    objective, correction = config.objective, config.correction
     reason = "only there is the ratio a weight"
     kinds = [name for name, each in objectives().items() if each().is_token_weight]
     require_value("minpro", "objective.loss_type", objective.loss_type, kinds, reason)
     reason = "its ratio is that of a token and its prefix"
     require_value("minpro", "objective.unit", objective.unit, ["token"], reason)
-    if options.of == "whole" and control not in ("none", "mask"):
+    if options.of == "whole" and correction.is_weight:
         raise ConfigError(
-            "minpro.of = whole needs correction.mode = none or mask, got "
-            f"{control}: the weight D is in pi / mu already. Or set minpro.of staleness"
+            "minpro.of = whole needs correction.mode = none, mask or k3_mask, got "
+            f"{correction.mode}: the weight D is in pi / mu already. Or set minpro.of staleness"
         )
 
 

@@ -110,7 +110,10 @@ class SuccessTracker:
         self._num_batches = 0
 
     def counts(self, task: str) -> BetaCounts:
-        """Return the distribution of a task, decayed to the newest weights that were observed."""
+        """Return the Beta distribution of a task's success.
+
+        A result counts less for each version of the weights that was observed after it.
+        """
         found = self._counts.get(task)
         if found is None:
             return BetaCounts(self._prior, self._prior, self._num_batches)
