@@ -1,20 +1,28 @@
 """An engine that restarts while its host stages a new version loads that one.
 
-The host runs without Ray.
+A host refuses deltas to other weights, and leaves no file. An interrupt may take as long as a
+probe. The host runs without Ray.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.host_engines import digits
+from tests.support.waits import LIMIT_S, until
+from unstale.cluster import hosted_engine
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
+from unstale.cluster.hosted_engine import HostedEngine
 from unstale.cluster.weight_objects import Part, arrays
 from unstale.engines import EngineDied, SamplingParams, Update
+from unstale.engines.embedded import shared_weights
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.testing import tiny_policy
@@ -130,5 +138,85 @@ def test_a_host_refuses_a_delta_to_weights_that_it_does_not_have(tmp_path: Path)
             await host.load(2)
         await host.load(1)
         await host.close()
+
+    asyncio.run(main())
+
+
+def test_a_host_that_is_closed_while_a_version_is_staged_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_policy().save(tmp_path)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    begun, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert released.wait(LIMIT_S)
+
+    async def main() -> None:
+        host = EngineHost(HostOptions(Gated, (EngineOptions(tmp_path),)))
+        await host.start(0)
+        staging = asyncio.ensure_future(host.stage(0, -1, Slow(full(0), wait)))
+        await until(begun.is_set, "the stage")
+        staging.cancel()
+        closing = asyncio.ensure_future(host.close())
+        await asyncio.wait((closing,), timeout=0.1)
+        assert not closing.done()
+        released.set()  # its thread has not written the file yet
+        await closing
+
+    asyncio.run(main())
+    assert not [*memory.iterdir()]
+
+
+class Probing(ScriptedEngine):
+    """An engine whose interrupt waits for a probe, which a test ends."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(digits)
+        self.probed = asyncio.Event()
+
+    async def interrupt(self) -> None:
+        await self.probed.wait()
+        await super().interrupt()
+
+
+def test_an_interrupt_of_a_host_may_take_as_long_as_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_policy().save(tmp_path)
+    engines: list[Probing] = []
+    options = HostOptions(lambda _: engines[0], (EngineOptions(tmp_path),))
+
+    class Actor:
+        """A handle of a host. Its calls run in this process."""
+
+        host = EngineHost(options)
+
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(
+                remote=lambda *args: asyncio.ensure_future(getattr(self.host, name)(*args))
+            )
+
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=OSError, RayTaskError=OSError),
+        cancel=lambda reference: reference.cancel(),
+        is_initialized=lambda: False,
+    )
+    monkeypatch.setattr(hosted_engine, "import_ray", lambda: ray)
+
+    async def main() -> None:
+        engines.append(Probing(EngineOptions(tmp_path)))
+        engine = HostedEngine(0, options, Actor)
+        await engine.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(hosted_engine, "HANG_S", 0.05)
+            interrupting = asyncio.ensure_future(engine.interrupt())
+            await asyncio.wait((interrupting,), timeout=0.3)
+            engines[0].probed.set()
+            await interrupting
+        await engine.close()
 
     asyncio.run(main())

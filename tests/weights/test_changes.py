@@ -9,6 +9,7 @@ checksums are refused by name.
 
 import base64
 import re
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -169,6 +170,18 @@ def test_a_merged_difference_is_the_encoded_one(
     for each in differences[1:]:
         total = total ^ each
     assert merged == encode(total)
+
+
+def test_all_weights_as_a_difference_are_applied_without_a_copy() -> None:
+    tensor = torch.arange(1 << 20)
+    encoded, target = codec.whole(tensor), torch.zeros_like(tensor)
+    tracemalloc.start()
+    try:
+        apply(encoded, target)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(target, tensor) and peak < encoded.nbytes / 8
 
 
 def test_differences_of_other_sizes_are_not_merged() -> None:

@@ -180,7 +180,7 @@ class EngineHost:
     async def close(self) -> None:
         if self._pool is not None:
             await self._pool.close()
-        self._weights.shared.close()
+        await in_thread(self._weights.close)
 
     def _started(self) -> EnginePool:
         if self._pool is None:
@@ -231,6 +231,11 @@ class _HeldWeights:
             for parts in deltas:
                 advance(self.shared.weights, read_delta(parts))
             self.version = version
+
+    def close(self) -> None:
+        """Remove the file, after a thread that still changes it for a cancelled `stage`."""
+        with self.shared.changing():
+            self.shared.close()
 
     def copy(self, version: int) -> dict[str, Tensor]:
         """Return a copy of the shared weights, which an engine can load while new ones arrive.

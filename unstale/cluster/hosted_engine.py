@@ -143,7 +143,8 @@ class HostedEngine:
         session = self._live_session()
         session.open.clear()
         self._epoch = next(self._epochs)
-        await self._control("interrupt", self._epoch, timeout_s=HANG_S)
+        # servers first end the probe of the weights that they loaded last
+        await self._control("interrupt", self._epoch, timeout_s=LOAD_S)
         async with deadline(HANG_S, partial(self._fail, session), "interrupted replies not back"):
             while session.pending:
                 await session.while_alive(session.quiet.wait())

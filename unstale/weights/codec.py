@@ -406,8 +406,11 @@ def apply(encoded: Encoded, target: Tensor) -> None:
             else:
                 flat ^= join_planes([upload([plane], flat) for plane in planes], flat.dtype)
         case "raw":
-            raw = torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype)
-            flat ^= raw.to(flat.device)
+            raw = np.frombuffer(encoded.streams[0], f"i{encoded.width}")
+            if flat.is_cpu:  # no copy: several threads may each have a large tensor
+                np.bitwise_xor(flat.numpy(), raw, out=flat.numpy())
+            else:
+                flat ^= torch.from_numpy(raw.copy()).to(flat.device)
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
 
