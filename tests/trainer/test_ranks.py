@@ -113,7 +113,7 @@ EXPERTS = 8
 VARIANTS_OF = {
     1: ("bfloat16",),
     2: ("own", "bfloat16", "stochastic", "offload", "two steps a batch", "inline", "replay"),
-    3: ("plain", "lora"),
+    3: ("plain", "8-bit", "lora"),
 }
 """The variants that run on this number of ranks."""
 ROUTES = sorted(routes().keys() - {"old_logit_model"})
