@@ -4,6 +4,7 @@ Log-probabilities and gradients equal those of one process. What cannot be divid
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from benchmarks.long_context import TINY, saved_bytes, shape_of
 from tests.support.ranks import run_ranks
 from unstale.config import ConfigError
+from unstale.model import fused
 from unstale.model.context import ContextGroup
 from unstale.model.forward import ForwardOptions, run_model
 from unstale.model.head import token_logps
@@ -65,11 +67,25 @@ def replaying(policy: Policy, run: PrefixTree) -> PrefixTree:
     return replace(run, routed_experts=routed_experts)
 
 
+def count_fused_attention() -> list[int]:
+    """Return a list that gets one item for each attention layer that runs as one operation."""
+    calls: list[int] = []
+    attend = fused.attend
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return attend(*args)
+
+    fused.attend = counted  # this process is one rank of a test
+    return calls
+
+
 def compare_with_one_process(peers: RankGroup, how: str) -> tuple[float, float, int]:
     """Return the largest error of a log-probability, the largest relative error of the gradient
     of a weight matrix (by its norm), and the number of tokens of this rank."""
     assert dist.group.WORLD
     policy = tiny_policy(seed=5, experts=EXPERTS * (how == "experts"))
+    calls = count_fused_attention()
     if how:
         policy.set_forward_options(ForwardOptions(gradient_checkpointing=1))
     batch = siblings()
@@ -82,11 +98,13 @@ def compare_with_one_process(peers: RankGroup, how: str) -> tuple[float, float, 
     (expected * weights).sum().backward()
     alone = gradients_of(policy)
     policy.model.zero_grad()
+    calls_alone = len(calls)
 
     group = ContextGroup.of(dist.group.WORLD)
     found = run_pass(policy, replace(run, context=group), index)
     (found * weights).sum().backward()
     together = gradients_of(policy)
+    assert len(calls) == 2 * calls_alone  # a divided pass runs the same operations
     worst = 0.0
     for name, gradient in together.items():
         difference = (peers.sum(gradient) - alone[name]).norm() / alone[name].norm()

@@ -109,6 +109,24 @@ def test_trainer_ranks_divide_the_memory_and_write_differences() -> None:
     assert line in str(found) and found.engines == 0
 
 
+def test_moments_of_8_bits_take_2_bytes_and_whole_experts_are_not_gathered() -> None:
+    policy = tiny_policy(experts=8)
+    made = replace(config(), audit=AuditConfig(), deterministic=False)
+    in_bytes = replace(made, trainer=replace(made.trainer, optimizer="AdamW8bit"))
+    weights = sum(weight.numel() for weight in policy.model.parameters())
+    one, other = (predict_footprint(each, policy) for each in (made, in_bytes))
+    assert one.trainer - other.trainer == pytest.approx(6 * weights)
+    assert one.checkpoint - other.checkpoint == pytest.approx(6 * weights)
+    gathered = [
+        predict_footprint(replace(made, cluster=ClusterConfig(trainers=2, **options)), policy)
+        for options in ({}, {"expert_parallel": True})
+    ]
+    experts = sum(
+        weight.numel() for name, weight in policy.model.named_parameters() if ".experts." in name
+    )
+    assert gathered[0].trainer - gathered[1].trainer == pytest.approx(4 * experts)
+
+
 @pytest.mark.parametrize("lora", [None, Lora(4)])
 def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_two_copies(lora: Lora | None) -> None:
     """Its float32 part is also what the passes gather. Adapters are whole on every rank.

@@ -23,6 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.support.ranks import run_ranks
 from unstale.builders import build_old_logps, build_scorer, build_trainer
+from unstale.builders.ranked import build_rank
 from unstale.cluster.ranks_worker import PublishedPart, Rank
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import (
@@ -47,7 +48,7 @@ from unstale.durability.checkpoint import (
 from unstale.model.lora import Lora
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
-from unstale.model.sharding import gather_whole
+from unstale.model.sharding import gather_whole, local
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.records import (
     Batch,
@@ -113,7 +114,7 @@ EXPERTS = 8
 VARIANTS_OF = {
     1: ("bfloat16",),
     2: ("own", "bfloat16", "stochastic", "offload", "two steps a batch", "inline", "replay"),
-    3: ("plain", "lora"),
+    3: ("plain", "8-bit", "lora"),
 }
 """The variants that run on this number of ranks."""
 ROUTES = sorted(routes().keys() - {"old_logit_model"})
@@ -755,6 +756,37 @@ def test_one_of_two_copies_is_published_and_saved(folder: Path, tmp_path: Path) 
         for count, replicas in loads
     )
     assert all(map(torch.equal, first, other))
+
+
+def experts_here(peers: RankGroup, folder: Path, *, expert_parallel: bool) -> tuple[int, int]:
+    """Return the experts of a layer that a rank of a run has, and those that a pass has there."""
+    cluster = ClusterConfig(trainers=peers.count, expert_parallel=expert_parallel)
+    config = replace(SMALL, model=str(folder), cluster=cluster)
+    policy = build_rank(config, peers).policy
+    in_pass = []
+    experts = policy.model.base_model.layers[0].mlp.experts
+    product = experts.forward
+
+    def counted(*args: Tensor) -> Tensor:
+        in_pass.append(len(local(experts.gate_up_proj)))
+        result: Tensor = product(*args)
+        return result
+
+    experts.forward = counted
+    batch = batch_of(0)
+    policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=512)
+    held = policy.weights()["model.layers.0.mlp.experts.gate_up_proj"]
+    return len(held), in_pass[0]
+
+
+def experts_kept(peers: RankGroup, folder: Path) -> list[tuple[int, int]]:
+    return [experts_here(peers, folder, expert_parallel=each) for each in (True, False)]
+
+
+@needs_expert_parallelism
+def test_a_pass_has_the_experts_of_its_rank_or_gathers_all(folder: Path) -> None:
+    half = EXPERTS // 2
+    assert run_ranks(2, experts_kept, folder / "moe") == [[(half, half), (half, EXPERTS)]] * 2
 
 
 def save_experts(peers: RankGroup, folder: Path, run: Path) -> tuple[str, list[Tensor], Published]:

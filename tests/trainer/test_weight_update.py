@@ -5,6 +5,7 @@ no memory on the device, and within a step only that of one part. A checkpoint d
 where the state was.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.trainer.test_masters import learn, make, masters, passes
 from unstale.model.lora import Lora
+from unstale.model.policy import Policy
 from unstale.records import collate
 from unstale.testing import checkpoint_round_trip, episode, tiny_policy
 from unstale.trainer import train_on, weight_update
@@ -85,6 +87,21 @@ def test_only_one_part_has_memory_on_the_device_in_a_step() -> None:
     first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(first) > 2 and sum(first) == total and sum(second) == 3 * total
     assert max(second) <= 3 * PART
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_step_is_the_same_and_the_state_is_in_main_memory(tmp_path: Path) -> None:
+    tiny_policy(dtype="bfloat16", seed=7).save(tmp_path)
+    found = []
+    for offload in (False, True):
+        policy = Policy.load(tmp_path, dtype="bfloat16", device="cuda")
+        trainer = make(policy, lr=1e-3, offload_optimizer=offload)
+        for step in range(2):
+            learn(trainer, step)
+        assert bool(on_device(trainer)) != offload
+        found.append([each.cpu() for each in numbers(trainer)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])

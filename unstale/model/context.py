@@ -86,6 +86,26 @@ class ContextGroup:
         out = attend(*(self._swap(each) for each in (query, key, value)))
         return self._swap(out)
 
+    def to_heads(self, rows: Tensor) -> Tensor:
+        """Give up `[n, heads, width]` of this rank's tokens for all tokens of its share of heads.
+
+        The result is `[N, heads / size, width]`, without a gradient. Heads that are fewer than the
+        ranks are repeated.
+        """
+        parts = self._repeat(rows).unflatten(1, (self.size, -1)).movedim(1, 0)
+        return self._all_to_all(parts.contiguous()).flatten(0, 1)
+
+    def to_tokens(self, rows: Tensor, heads: int) -> Tensor:
+        """Do the reverse of `to_heads`. Repeated heads are summed, as their gradients must be."""
+        parts = self._all_to_all(rows.unflatten(0, (self.size, -1)).contiguous())
+        whole = parts.movedim(0, 1).flatten(1, 2)
+        return whole if whole.shape[1] == heads else whole.unflatten(1, (heads, -1)).sum(2)
+
+    def _all_to_all(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return received
+
     def _repeat(self, keys: Tensor) -> Tensor:
         """Repeat key or value heads if there are fewer of them than ranks."""
         heads = keys.shape[1]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unstale.model.attention import running, sees_all
+from unstale.model.context import check_heads
 from unstale.model.kernels import fits, kernels_for
 from unstale.model.linear import FAST, Linear, Products
-from unstale.model.tree_attention import Layout, can_attend, layout_of
+from unstale.model.tree_attention import DividedLayout, Layout, can_attend, layout_of
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
 """Architectures of transformers whose attention, MLP and norms this module computes."""
@@ -143,7 +144,6 @@ def _attention(  # noqa: PLR0913 - the arguments of transformers
         and can_attend(run, hidden_states, self.head_dim)
         and cosine.shape[-1] == self.head_dim
         and past_key_values is None
-        and run.context is None
         and sees_all(run, window)
         and all(map(is_plain, projections))
         and len({each.bias is None for each in projections[:3]}) == 1
@@ -172,8 +172,13 @@ def attend(
     projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     heads, key_heads = (each.out_features // width for each in projections[:2])
+    whole = layout_of(run, hidden.device)
+    layout: Layout = whole
+    if run.context:
+        check_heads(heads, key_heads, run.context.size)
+        layout = DividedLayout(whole, run.context)
     shape = _Heads(
-        layout_of(run, hidden.device),
+        layout,
         heads,
         key_heads,
         width,

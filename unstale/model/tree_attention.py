@@ -4,13 +4,18 @@ On CPUs the keys of a query are divided into blocks by their positions in the qu
 the result has the same bits for all packings, and for all divisions of the sequence into segments.
 """
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
+from unstale.model.context import ContextGroup
 from unstale.model.kernels import BLOCK, kernels
 from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.records import token_positions
@@ -20,6 +25,9 @@ WIDEST = 192
 
 WIDEST_OF = {(8, 0): 256, (9, 0): 256}
 """Largest head size, as `WIDEST`, on GPUs of a compute capability that allow more."""
+
+HOPPER = (9, 0)
+"""The compute capability for which FlashAttention 3 has kernels with a gradient."""
 
 MOST_KEYS = 8
 """Largest number of keys of a `FlashLayout`, as a multiple of the pass's tokens. The keys are
@@ -185,7 +193,49 @@ class FlashLayout:
         return sums.index_add_(0, self.keys, rows.float()).to(rows.dtype)
 
 
-Layout = TreeLayout | FlashLayout
+@dataclass(frozen=True, slots=True)
+class DividedLayout:
+    """A prefix tree whose tokens are divided among the ranks of a context group.
+
+    Each rank gives its tokens, and computes attention of all tokens for its share of the heads.
+    """
+
+    layout: TreeLayout | FlashLayout
+    group: ContextGroup
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same as `TreeLayout.attend`. The denominators are those of this rank's heads."""
+        queries, keys, values = map(self.group.to_heads, (query, key, value))
+        out, lse = self.layout.attend(queries, keys, values, scale)
+        return self.group.to_tokens(out, query.shape[1]), lse
+
+    def attend_backward(  # noqa: PLR0913 - all that the forward pass had, and its results
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        results: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        to_value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same as `TreeLayout.attend_backward`.
+
+        The inputs are exchanged again, which takes less than it takes to keep them.
+        """
+        group, (out, lse, grad) = self.group, results
+        queries, keys, values = map(group.to_heads, (query, key, value))
+        of_heads = group.to_heads(out), lse, group.to_heads(grad)
+        to_values = torch.empty_like(values)
+        to_query, to_key = self.layout.attend_backward(
+            queries, keys, values, of_heads, scale, to_values
+        )
+        to_value.copy_(group.to_tokens(to_values, key.shape[1]))
+        return group.to_tokens(to_query, query.shape[1]), group.to_tokens(to_key, key.shape[1])
+
+
+Layout = TreeLayout | FlashLayout | DividedLayout
 
 
 def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
@@ -201,17 +251,40 @@ def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
     widest = WIDEST_OF.get(capability, WIDEST)
     num_keys = sum(segment.depth + segment.end - segment.start for segment in run.segments)
     has_kernel = capability >= (8, 0) and width % 8 == 0 and width <= widest
+    if has_kernel and capability == HOPPER:
+        uses_flash_attention_3()
     return has_kernel and num_keys <= MOST_KEYS * len(run.tokens)
 
 
-def layout_of(run: PrefixTree, device: torch.device) -> Layout:
+@cache
+def uses_flash_attention_3() -> bool:
+    """Let torch's flash attention run FlashAttention 3 in this process, if it is installed.
+
+    Return True if it does. torch puts the kernels of the module in the place of its own.
+    """
+    if not find_spec("flash_attn_interface"):
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, RuntimeError) as error:
+        warnings.warn(
+            f"FlashAttention 3 is installed, but torch {torch.__version__} cannot use it "
+            f"({error}): attention runs torch's own kernels",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def layout_of(run: PrefixTree, device: torch.device) -> TreeLayout | FlashLayout:
     """Return the layout of a prefix tree for a device. It is made once for all layers."""
     key = str(device)
     if key not in run.layouts:
         is_gpu = device.type == "cuda"
         made = flash_layout(run.segments, device) if is_gpu else _tree_layout(run.segments)
         run.layouts[key] = made
-    layout: Layout = run.layouts[key]
+    layout: TreeLayout | FlashLayout = run.layouts[key]
     return layout
 
 
