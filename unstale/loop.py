@@ -491,7 +491,7 @@ async def learn(
     points = [*trainer.scatter_sample(), *run.auditor.scatter_sample()]
     run.log.trained(step, points=points, events=run.old_logps.events())
     metrics = trainer.metrics()
-    return {**metrics, "old_logps/wait_s": scoring_s + metrics["old_logps/prepare_s"]}
+    return {**metrics, "old_logps/wait_s": scoring_s + metrics.get("old_logps/prepare_s", 0.0)}
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:

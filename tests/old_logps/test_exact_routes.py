@@ -21,7 +21,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,16 +32,18 @@ from tests.support.forked import run_forked
 from tests.support.waits import FROZEN_S, LIMIT_S, wait_until_gone
 from tests.test_loop import make, run
 from unstale.builders import build_old_logps
+from unstale.cluster.ranked_trainer import RankedOldLogps
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from unstale.engines import SamplingParams, Update
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, interrupt_sync
+from unstale.old_logps import Needs, OldLogps, interrupt_sync
 from unstale.old_logps.eager import Eager
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
 from unstale.old_logps.scoring.cache import LogpCache, by_key, score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.old_logps.scoring.queue import PieceKey, key_of
 from unstale.records import Batch, PendingPiece, Sampled, ScoredTrajectory, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
@@ -315,6 +318,28 @@ def test_eager_scores_unfinished_episodes_when_their_version_is_complete() -> No
     costs = route.costs()
     assert costs["forward_tokens"] == 0 and costs["scored_in_time_share"] == 1
     route.close()
+
+
+def test_ranks_receive_each_piece_once() -> None:
+    sent: list[tuple[str, list[PieceKey]]] = []
+
+    def later(name: str, pieces: Sequence[PendingPiece]) -> None:
+        sent.append((name, [key_of(piece) for piece in pieces]))
+
+    trainer = SimpleNamespace(
+        ranks=SimpleNamespace(later=later), version=0, call=lambda name, *arguments: None
+    )
+    route = RankedOldLogps(cast(Any, trainer), Needs(idle=True, snapshots=True))
+    first, *rest = pieces_of(0)
+    route.on_end([first])
+    trainer.version = 1
+    route.on_published({0})
+    for _ in range(2):
+        route.on_wait([first, *rest])
+    assert rest and sent == [
+        ("on_end", [key_of(first)]),
+        ("on_wait", [key_of(piece) for piece in rest]),
+    ]
 
 
 def test_eager_scores_no_version_that_nobody_needs_any_more() -> None:
