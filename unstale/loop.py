@@ -375,7 +375,8 @@ def leave_out_equal(
     left_out += equal
     run.pending.discard(episodes_of(equal))
     run.queue.leave_out(len(equal))
-    return [group for group in taken if group not in equal]
+    numbers = {group.number for group in equal}
+    return [group for group in taken if group.number not in numbers]
 
 
 async def add_gradient(

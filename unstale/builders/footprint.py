@@ -123,7 +123,8 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     kept = config.checkpoint.keep + 1
     new_checkpoints = max(0, min(written, kept - len(checkpoints)))
     new_versions = max(0, min(rest, kept * every - len(versions)))
-    needed = new_checkpoints * checkpoint + new_versions * max(versions, default=0) + policy
+    needed = new_checkpoints * checkpoint + new_versions * max(versions, default=0)
+    needed += _num_policies(config) * policy
     if lacking := _lacking_disk(run, needed):
         raise ConfigError(
             f"{lacking}, but the rest of the run needs about {needed / _GB:.2f} GB "
@@ -148,6 +149,11 @@ def _size(path: Path) -> int:
     """Return the bytes of a file, or of all files of a folder."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return sum(each.stat().st_size for each in files)
+
+
+def _num_policies(config: RunConfig) -> int:
+    """Return the largest number of model folders in a run: the last, the best, and a better one."""
+    return 3 if config.eval.keep_best != "none" else 1
 
 
 def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
@@ -197,7 +203,7 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
         trainer=trainer,
         engines=_engine_bytes(config, total, copy),
         checkpoint=checkpoint,
-        disk=kept * checkpoint + versions + total * width,
+        disk=kept * checkpoint + versions + _num_policies(config) * total * width,
         kept=kept,
         ranks=ranks,
         driver=PROCESS_BYTES + total * width if ranks else 0.0,
