@@ -29,7 +29,7 @@ from unstale.weights.leftovers import hold_lock, remove_leftovers
 START_S = 600.0
 """Longest time in seconds for all ranks to start and load the model."""
 FIRST_CALL_S = 1800.0
-"""Longest time in seconds of the first call of each method, and of every call in `FROM_DISK`."""
+"""Time limit in seconds of the first call of each method, and of every call of `FROM_DISK`."""
 FROM_DISK = frozenset({"load", "restore", "recover"})
 """Methods that are called when a run resumes. Their time depends on the data in the run folder, and
 may be much longer than that of the call before.

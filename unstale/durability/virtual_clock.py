@@ -1,8 +1,9 @@
 """An event loop with virtual time, for deterministic runs: the order of events never varies.
 
-When no task can continue, the clock advances to the next timer. A call in another thread blocks the
-loop, and its result is available `WORK_S` virtual seconds later. So episodes continue during the
-trainer's work, in the same order in every run. Sockets do not work on this loop.
+When no task can continue, the clock advances to the next timer. A call in another thread stops the
+loop in real time, and its result is available `WORK_S` virtual seconds later. In these seconds
+episodes continue, as beside a real trainer, in the same order in every run. Sockets do not work on
+this loop.
 """
 
 import asyncio

@@ -557,7 +557,10 @@ def _is_complete(reply: Reply, params: SamplingParams) -> bool:
 def _busy_shares(
     members: Sequence[_Member], counters: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the busy share of the prefill and the decode group, of those with a working engine."""
+    """Return the busy shares of the prefill and the decode group.
+
+    A group without a working engine is left out.
+    """
     shares = {}
     for name, prefills in (("prefill_busy_share", True), ("decode_busy_share", False)):
         group = [

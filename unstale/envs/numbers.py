@@ -337,7 +337,10 @@ def _operator(sign: str, context: _Context) -> tuple[str, str]:
 
 
 def _word(text: str, context: _Context) -> tuple[str, str]:
-    """Return a scale, a function, a variable, or `end` for a unit and for any other word."""
+    """Return the kind of the word at the start of `text`, and what the word stands for.
+
+    A word that is no scale, function or variable has the kind `end`. So has a unit.
+    """
     name = re.split(r"[\s^_]", text.lstrip("-/ "))[0]
     is_tight = context.after_value and not context.spaced and text[0] not in "-/"
     if context.after_value and (name.lower() in _SCALES or (text == "k" and is_tight)):

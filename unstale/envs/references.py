@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A conversation as tokens."""
+    """A conversation to learn from, as tokens."""
 
     tokens: tuple[int, ...]
     replies: tuple[bool, ...]

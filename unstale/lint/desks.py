@@ -11,7 +11,7 @@ from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder
 
 LEVEL = "1"
-"""The value of `task.level` at which the small models were trained."""
+"""The value of `task.level` at which the small models of the package were trained."""
 PRACTISED = {
     "base": ("retail",),
     "base-desks": ("airline", "delivery", "instore", "retail", "telecom"),

@@ -350,10 +350,10 @@ def _allowed(rounding: float, dtype: torch.dtype) -> float:
 
 
 def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest allowed difference of logits in the wider precision, by their norm.
+    """Return the largest allowed difference of logits in the wider precision, over their norm.
 
-    It lies between the rounding errors of the two precisions: some models compute parts in float32
-    even in a float64 pass. A model with discontinuous layers has a large error in float32 even
+    `rounding` is the error in `dtype`, the narrower one. The result lies between the rounding
+    errors of both precisions: some models compute parts in float32 even in a float64 pass. A model with discontinuous layers has a large error in float32 even
     without packing, so in float32 at least half of the digits must agree.
     """
     eps = torch.finfo(torch.float32).eps

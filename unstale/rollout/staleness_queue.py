@@ -75,7 +75,7 @@ class StalenessQueue:
         """Set when `_num_wanted` groups may be taken."""
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
-        """Number of groups that the batch of the waiting caller still lacks."""
+        """Number of groups that the waiting caller's batch still lacks."""
         self._takes_part = False
         """True if the waiting caller wants a part of a batch."""
         self._waited_for = ""

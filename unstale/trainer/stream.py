@@ -97,7 +97,10 @@ def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
 
 
 def _arrange(columns: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Join the values of the parts and put them in order. Without values, the result is empty."""
+    """Join tensors, one from each part of a batch, and return the values at the indices `order`.
+
+    Without values, the result is empty.
+    """
     values = torch.cat(list(columns))
     return values[order] if len(values) else values
 

@@ -405,9 +405,10 @@ def drawn(settings: Settings, *, lag_max: int) -> Row:
 
 
 def of_training(folder: Path, training: Row) -> Row:
-    """Return `training`, the values of an episode's training, with the run's limits and gradients.
+    """Return the row `training` with the run's limits on D and S, and the gradient of each token.
 
-    `problem` is a sentence on why the options of the run are not known, or "".
+    `training` has the values of the tokens of an episode in the step that trained on it. `problem`
+    is a sentence on why the options of the run are not known, or "".
     """
     try:
         own = own_settings(folder)

@@ -39,9 +39,10 @@ class Link(Protocol):
 
 
 class SecondModel:
-    """The versions and pieces that were sent to a second model, and the replies received from it.
+    """The work of a second copy of the model, which computes old log-probabilities elsewhere.
 
-    Pieces are runs of sampled tokens. With `lockstep` no result depends on the speed of the model:
+    It keeps the versions and pieces that were sent there, and the scores that came back. Pieces are
+    runs of sampled tokens. With `lockstep` no result depends on the speed of the model:
     pieces are sent in a fixed order when the next version is published or a batch needs them, and
     the caller waits for all scores.
     """

@@ -314,8 +314,8 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
     """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
 
     If it ignores `passenger`, `payment` or `flight`, the expert takes the first of a list instead
-    of the one that the customer means, and with `seat` the present seat. With the other rules it
-    ignores a mark or the state of the booking.
+    of the one that the customer means. If it ignores `seat`, it keeps the present seat. If it
+    ignores another rule, it does not look at the fare or the state of the booking.
     """
     booking = scenario.desk[Booking][request.case]
     if booking.status == "flown" and not ignores("status"):

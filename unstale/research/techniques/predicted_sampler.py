@@ -131,7 +131,7 @@ class TextSampler(ABC):
 
 
 class ModelSampler(TextSampler):
-    """A sampler that forecasts success by a model which is trained in the run."""
+    """A chooser of tasks by their expected success, which a small model learns during the run."""
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)

@@ -34,8 +34,8 @@ RANKING = 0.25
 DECAY = (0.9, 0.99)
 """The decays of Adam's averages. The second is small, because few steps are taken."""
 PENALTY = 1.0
-"""Coefficient of the penalty on the squared logarithms of m_d. It equals the weight of this number
-of episodes in the cross entropy.
+"""Coefficient of (log m_d)^2 in the loss, which keeps every factor m_d near 1. It weighs as much as
+the cross entropy of one episode.
 """
 MARGIN = 1e-3
 """Smallest distance of success rates from 0 and 1."""
