@@ -240,13 +240,13 @@ def _check_template(chosen: argparse.Namespace) -> int:
     JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
+    words = " ".join(map(str, chosen.k))
+    if chosen.attempts and max(chosen.k) > chosen.attempts:
+        raise ConfigError(f"--k must be at most --attempts ({chosen.attempts}), got {words}")
     from unstale.cli.trained import configure_trained
 
     config = configure_trained(chosen)
     attempts = chosen.attempts or max(*chosen.k, config.eval.samples)
-    words = " ".join(map(str, chosen.k))
-    if max(chosen.k) > attempts:
-        raise ConfigError(f"--k must be at most --attempts ({attempts}), got {words}")
     with quick_imports():
         from unstale.cli.evaluate import evaluate
 

@@ -353,8 +353,9 @@ def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
     """Return the largest allowed difference of logits in the wider precision, over their norm.
 
     `rounding` is the error in `dtype`, the narrower one. The result lies between the rounding
-    errors of both precisions: some models compute parts in float32 even in a float64 pass. A model with discontinuous layers has a large error in float32 even
-    without packing, so in float32 at least half of the digits must agree.
+    errors of both precisions: some models compute parts in float32 even in a float64 pass. A model
+    with discontinuous layers has a large error in float32 even without packing, so in float32 at
+    least half of the digits must agree.
     """
     eps = torch.finfo(torch.float32).eps
     if torch.finfo(dtype).bits >= 32:
