@@ -35,7 +35,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.engines.pool import EnginePool
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
-from unstale.loop import RunComponents, produce, take_groups
+from unstale.loop import RunComponents, produce
 from unstale.old_logps import OldLogps
 from unstale.records import Group, GroupRequest, Task
 from unstale.rollout.episode import Rollout
@@ -239,7 +239,7 @@ class ScriptedRun:
 
     async def step(self) -> None:
         """Take one batch as the training loop does, without an update."""
-        groups = await take_groups(self.parts, self.parts.queue.groups_per_step)
+        groups = await self.parts.queue.take()
         consumed = [trajectory for group in groups for trajectory in group.trajectories]
         ages = {
             self.version - piece.version for trajectory in consumed for piece in trajectory.sampled
