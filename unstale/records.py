@@ -388,8 +388,11 @@ class Group:
 
     @property
     def has_equal_rewards(self) -> bool:
-        """True if no two trajectories have different rewards, in all or in a turn."""
-        return len({(each.reward, each.turn_rewards) for each in self.trajectories}) <= 1
+        """True if no two trajectories have different rewards, in all or in a turn.
+
+        False if all episodes failed.
+        """
+        return len({(each.reward, each.turn_rewards) for each in self.trajectories}) == 1
 
     @property
     def episodes(self) -> frozenset[int]:

@@ -73,7 +73,12 @@ def test_the_first_of_the_best_evaluations_is_kept(tmp_path: Path) -> None:
     best_of(tmp_path, [0.1, 0.5, math.nan, 0.5, 0.3])
     assert (tmp_path / BEST / "weights").read_text() == "1"
     assert read_best(tmp_path) == {
-        "metric": "eval/reward_mean",
+        "measured": {
+            "metric": "eval/reward_mean",
+            "temperature": -1.0,
+            "samples": 1,
+            "tasks": 3,
+        },
         "value": 0.5,
         "step": 1,
         "version": 11,
@@ -92,9 +97,18 @@ def test_a_resumed_run_forgets_the_evaluations_that_it_repeats(tmp_path: Path) -
     best_of(tmp_path, [0.5, 0.4, 0.3], patience=2)
     resumed = best_of(tmp_path, [], patience=2, first=2)
     assert not resumed.ends_run
+    resumed.add(1, 11, {"eval/reward_mean": 0.4})
+    assert not resumed.ends_run
     resumed.add(2, 12, {"eval/reward_mean": 0.3})
     assert resumed.ends_run
     assert (tmp_path / BEST / "weights").read_text() == "0"
+
+
+def test_an_evaluation_of_another_kind_is_not_compared(tmp_path: Path) -> None:
+    best_of(tmp_path, [0.9])
+    config = EvalConfig(tasks=3, interval=1, keep_best="reward_mean", samples=4)
+    best = BestPolicy(tmp_path, config, Saved(), step=1)
+    assert best.add(1, 11, {"eval/reward_mean": 0.1})
 
 
 def test_a_kill_between_two_best_policies_loses_none(tmp_path: Path) -> None:
@@ -131,15 +145,11 @@ def test_a_run_without_a_better_evaluation_ends_early(
     assert run.metrics[-1]["step"] == 3
     assert (run.folder / "policy").is_dir()
     stopped = json.loads((run.folder / EVENTS).read_text().splitlines()[-1])
-    assert (
-        "no evaluation was better than that after step 0 (eval.patience = 2)" in stopped["detail"]
-    )
+    assert "the best evaluation is that after step 0 (eval.patience = 2)" in stopped["detail"]
 
 
-def test_greedy_episodes_of_a_task_are_equal_and_training_is_not_greedy(
-    policy: Path, tmp_path: Path
-) -> None:
-    greedy = evaluated(policy, tmp_path / "greedy", temperature=0.0, samples=2)
+def test_evaluation_is_greedy_and_training_is_not(policy: Path, tmp_path: Path) -> None:
+    greedy = evaluated(policy, tmp_path / "greedy", temperature=0.0)
     usual = evaluated(policy, tmp_path / "usual", samples=2)
     first, second = (
         [row for row in train(replace(each, max_steps=1)).metrics if "eval/tasks" in row]
@@ -153,6 +163,7 @@ def test_greedy_episodes_of_a_task_are_equal_and_training_is_not_greedy(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"temperature": 0.0, "samples": 2}, "eval.samples must be 1 with eval.temperature = 0"),
         ({"temperature": -0.5}, "eval.temperature must be >= 0, or -1 for engine.temperature"),
         ({"keep_best": "reward_mean", "tasks": 0}, "eval.keep_best = reward_mean needs eval.tasks"),
         ({"keep_best": "reward_mean", "patience": 2}, "eval.patience = 2 needs eval.interval > 0"),

@@ -206,6 +206,7 @@ def test_each_pass_over_a_batch_has_the_same_minibatches_and_old_logps() -> None
     assert torch.equal(weights(passes.policy), weights(by_hand.policy))
     once = learn(make(tiny_policy(), minibatches_per_batch=2, lr=0.1), a_batch())
     assert passes.steps == 4
+    assert once["objective/clip_share"] / 2 <= metrics["objective/clip_share"] <= 1
     assert metrics["objective/log_s_abs_mean"] > once["objective/log_s_abs_mean"]
     assert metrics["correction/log_d_abs_mean"] == pytest.approx(once["correction/log_d_abs_mean"])
 

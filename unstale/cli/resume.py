@@ -29,6 +29,7 @@ FIXED = {
     "schedule.groups_per_step": "the staleness bound of the queued groups was derived from it",
     "schedule.lookahead_window": "the staleness bound of the queued groups was derived from it",
     "schedule.adaptive_window": "the staleness bound of the queued groups was derived from it",
+    "schedule.resampled_groups": "the staleness bound of the queued groups was derived from it",
     "engine.max_context": "the open episodes were begun with that limit",
     "engine.max_completion_tokens": "the open replies were begun with that limit",
     "engine.temperature": "the open replies were sampled at it",

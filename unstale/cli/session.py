@@ -408,7 +408,7 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
         write_survivors(log.path)
         console.print(f"run folder {log.path}", highlight=False)
         if best := read_best(log.path):
-            metric = best["metric"].removeprefix("eval/")
+            metric = best["measured"]["metric"].removeprefix("eval/")
             console.print(
                 f"best policy {log.path / BEST}: {metric} {best['value']:.3g} after "
                 f"{best['step']} steps",
@@ -427,10 +427,10 @@ def _why_finished(config: RunConfig, folder: Path) -> str:
     step = max((row["step"] for row in RunFolder(folder).metrics()), default=0)
     if step >= config.max_steps:
         return f"all {config.max_steps} steps are done"
-    best = read_best(folder)
-    if best and 0 < config.eval.patience <= len(best["worse"]):
+    if not config.minutes:  # only `eval.patience` ends a run without a time limit
+        best = read_best(folder)
         return (
-            f"no evaluation was better than that after step {best['step']} (eval.patience = "
+            f"the best evaluation is that after step {best['step']} (eval.patience = "
             f"{config.eval.patience}); {step} of {config.max_steps} steps are done"
         )
     limit = f"{config.minutes:g} minutes (--minutes)"

@@ -339,10 +339,16 @@ class ScheduleConfig(Section):
     """
 
     def check_combination(self) -> None:
-        if self.adaptive_window and self.resampled_groups:
+        if self.resampled_groups and (self.adaptive_window or self.lookahead_window > 1):
             raise ConfigError(
-                "schedule.resampled_groups must be 0 with schedule.adaptive_window, got "
-                f"{self.resampled_groups}: its deadlines count the groups of each batch"
+                f"schedule.resampled_groups must be 0 without strict order, got "
+                f"{self.resampled_groups}: set schedule.adaptive_window = false and "
+                "schedule.lookahead_window = 1"
+            )
+        if self.resampled_groups and self.group_size == 1:
+            raise ConfigError(
+                f"schedule.resampled_groups = {self.resampled_groups} needs schedule.group_size > "
+                "1: the rewards of a single episode are always equal"
             )
         if self.adaptive_window and self.lookahead_window > 1:
             raise ConfigError(

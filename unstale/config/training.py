@@ -52,8 +52,9 @@ class TrainerConfig(Section):
     minibatches_per_batch: PositiveInt = 1
     """Optimizer steps per batch. Each step uses an equal share of the batch's sequences."""
     epochs_per_batch: PositiveInt = 1
-    """Number of times that a batch is trained on. Old log-probabilities and advantages are computed
-    once, so S moves away from 1 in each further pass.
+    """Number of times that a batch is trained on. Advantages and old log-probabilities are computed
+    once, so S moves away from 1 in each further pass. Only the routes `interp_prox_linear` and
+    `interp_prox_loglinear` compute theirs in every pass.
     """
     stream: bool = False
     """Compute the gradient of each group as soon as its episodes have ended, while the rest of the
@@ -199,6 +200,11 @@ class EvalConfig(Section):
             raise ConfigError(
                 "eval.temperature must be >= 0, or -1 for engine.temperature, got "
                 f"{self.temperature:g}"
+            )
+        if not self.temperature and self.samples > 1:
+            raise ConfigError(
+                f"eval.samples must be 1 with eval.temperature = 0, got {self.samples}: greedy "
+                "episodes of a task are equal"
             )
         if self.keep_best != "none" and not self.tasks:
             raise ConfigError(f"eval.keep_best = {self.keep_best} needs eval.tasks > 0")

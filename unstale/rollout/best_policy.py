@@ -15,7 +15,8 @@ RECORD = "evaluation.json"
 
 
 def read_best(run: Path) -> Mapping[str, Any]:
-    """Return the record of a run's best policy: metric, value, step, version, and worse steps.
+    """Return the record of a run's best policy: how it was measured, its value, step and version,
+    and the steps of later evaluations that were no better.
 
     Empty if the run keeps none.
     """
@@ -29,8 +30,8 @@ class BestPolicy:
     """Keeps the policy with the best evaluation so far in the folder `best` of a run.
 
     Evaluations are compared by `eval.keep_best`. Of two equal ones, the first is the best. A
-    resumed run keeps the best policy, and forgets worse evaluations after the step from which it
-    resumes.
+    resumed run keeps the best policy if evaluations are made as before. It forgets those from the
+    step on from which it resumes, because it repeats them.
     """
 
     def __init__(
@@ -48,8 +49,15 @@ class BestPolicy:
         self._record: dict[str, Any] = {}
         if self._replaced.is_dir() and not self._folder.is_dir():  # the process was killed between
             self._replaced.rename(self._folder)
-        if record := read_best(run):
-            worse = [each for each in record["worse"] if each <= step]
+        self._measured = {
+            "metric": self._metric,
+            "temperature": config.temperature,
+            "samples": config.samples,
+            "tasks": config.tasks,
+        }
+        record = read_best(run)
+        if record.get("measured") == self._measured:  # others cannot be compared with it
+            worse = [each for each in record["worse"] if each < step]
             self._record = {**record, "worse": worse}
 
     @property
@@ -71,7 +79,7 @@ class BestPolicy:
                 self._record["worse"] = sorted({*self._record["worse"], step})
                 self._write(self._folder, self._record)
             return False
-        found = {"metric": self._metric, "value": value, "step": step, "version": version}
+        found = {"measured": self._measured, "value": value, "step": step, "version": version}
         unfinished = self._folder.with_name(f"{BEST}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         self._save(unfinished)

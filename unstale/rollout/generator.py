@@ -19,6 +19,11 @@ class Generator:
     temperature: float | None = None
     """Sampling temperature. None is that of `config`, which the trainer has too."""
 
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature at which replies are sampled."""
+        return self.config.temperature if self.temperature is None else self.temperature
+
     def reply_budget(self, num_tokens: int) -> int:
         """Return how many tokens a reply may have after `num_tokens` of context."""
         return min(self.config.max_completion_tokens, self.config.max_context - num_tokens)
@@ -51,7 +56,6 @@ class Generator:
             tokens += piece.tokens
             budget_use.count(len(piece.tokens))
         stop_tokens = self.chat.stop_tokens
-        temperature = self.config.temperature if self.temperature is None else self.temperature
         while True:
             if tokens:
                 stopped = tokens[-1] in stop_tokens
@@ -62,7 +66,7 @@ class Generator:
             params = SamplingParams(
                 max_tokens=min(remaining, options.chunk, await budget_use.tokens_left()),
                 stop_tokens=stop_tokens,
-                temperature=temperature,
+                temperature=self.sampling_temperature,
                 seed=transcript.seed,
                 known_experts=transcript.known_experts(),
                 sampled=len(tokens),

@@ -200,8 +200,10 @@ class LocalTrainer:
 
     def _start_batch(self) -> None:
         self._metrics = StepMetrics(
-            replays=bool(self.techniques.sources), tokens=TokenLog(share=self._token_share)
+            replays=bool(self.techniques.sources),
+            tokens=TokenLog(share=self._token_share),
         )
+        self._metrics.epochs = self.config.epochs_per_batch
         self.divisor = 0
         self._whole_minibatch = None
         self.scoring.num_compared = 0

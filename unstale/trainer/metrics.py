@@ -51,6 +51,8 @@ class StepMetrics:
         groups. `tokens` collects values for the journal.
         """
         self.tokens = tokens or TokenLog()
+        self.epochs = 1
+        """Number of passes over the batch, each of which counts its clipped tokens."""
         self.extra: dict[str, float] = {}
         """Further metrics, added to the result under their names."""
         self.action_tokens = action_tokens
@@ -271,7 +273,8 @@ class StepMetrics:
         scored_log_d = column("scored_log_d")
         log_s = column("log_s").double()
         log_ds = column("log_d").double() + log_s
-        tokens = max(1, self.tokens_with_gradient - self.replayed_with_gradient)
+        fresh = self.tokens_with_gradient - self.replayed_with_gradient
+        tokens = max(1, self.epochs * fresh)
         clipped_low = column("clipped_low").sum().item()
         clipped_high = column("clipped_high").sum().item()
         return {
@@ -318,7 +321,7 @@ class StepMetrics:
         return {
             "replay/exact_share": _mean(column("exact")),
             "replay/kept_share": _mean(column("keep")),
-            "replay/clip_share": clipped.item() / max(1, self.replayed_with_gradient),
+            "replay/clip_share": clipped.item() / max(1, self.epochs * self.replayed_with_gradient),
             "replay/log_d_mean": _mean(log_d.double()),
             "replay/log_d_abs_mean": _mean(log_d.double().abs()),
             "replay/log_s_mean": _mean(log_s),

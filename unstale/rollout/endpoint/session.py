@@ -94,7 +94,7 @@ class AgentSession:
 
     @property
     def temperature(self) -> float:
-        return self.rollout.generator.config.temperature
+        return self.rollout.generator.sampling_temperature
 
     @property
     def transcripts(self) -> list[Transcript]:
