@@ -25,9 +25,9 @@ class Peer:
     name: str
     preset: str
     gpus: str
-    """How many of which GPUs trained."""
+    """Number and name of the GPUs that trained."""
     how: str
-    """What tells it from others of the same model."""
+    """The setting in which the peer measured it, such as the length of sequences."""
     tokens_per_s: float
     """Trained tokens per second of one GPU that trains."""
     mfu: float

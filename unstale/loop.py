@@ -154,7 +154,7 @@ async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None)
     """
     await run.engine.start()
     on_start()
-    complete = run.progress.step >= run.config.max_steps or has_best(run)
+    complete = run.progress.step >= run.config.max_steps or ends_early(run)
     publication = Publication(run, run.progress, last=complete)
     await publication.finished()
     if complete:
@@ -220,7 +220,7 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
             async with publication.finish_before_errors():
                 progress = await take_step(run, progress.step + 1, publication)
             now = time.monotonic()
-            last = progress.step >= config.max_steps or now > deadline or has_best(run)
+            last = progress.step >= config.max_steps or now > deadline or ends_early(run)
             checkpoint_due = (
                 last
                 or progress.step % config.checkpoint.interval == 0
@@ -235,7 +235,7 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
     return progress
 
 
-def has_best(run: RunComponents) -> bool:
+def ends_early(run: RunComponents) -> bool:
     """Return True if evaluations are no longer expected to get better (`eval.patience`)."""
     return run.evaluation is not None and run.evaluation.ends_run
 
@@ -372,6 +372,8 @@ def leave_out_equal(
     """
     most = run.config.schedule.resampled_groups - len(left_out)
     equal = [group for group in taken if group.has_equal_rewards][:most] if most > 0 else []
+    if not equal:
+        return taken
     left_out += equal
     run.pending.discard(episodes_of(equal))
     run.queue.leave_out(len(equal))
@@ -492,7 +494,7 @@ async def learn(
     points = [*trainer.scatter_sample(), *run.auditor.scatter_sample()]
     run.log.trained(step, points=points, events=run.old_logps.events())
     metrics = trainer.metrics()
-    return {**metrics, "old_logps/wait_s": scoring_s + metrics.get("old_logps/prepare_s", 0.0)}
+    return {**metrics, "old_logps/wait_s": scoring_s + metrics["old_logps/prepare_s"]}
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:

@@ -17,9 +17,9 @@ import torch
 from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale import train
 from unstale.config import ConfigError, EvalConfig, RunConfig
+from unstale.durability.best_policy import BEST, RECORD, BestPolicy, read_best
 from unstale.durability.run_folder import EVENTS
 from unstale.model.policy import Policy
-from unstale.rollout.best_policy import BEST, RECORD, BestPolicy, read_best
 from unstale.rollout.evaluation import measure_success
 
 

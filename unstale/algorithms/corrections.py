@@ -359,9 +359,7 @@ def mask_weight(
     2510.18855). `normalize` divides the weights by their mean over kept tokens.
     """
     inside = _inside(log_discrepancy, low=low, high=high)
-    weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
-    kept = replace(before, keep=before.keep & inside)
-    return _add_weight(kept, weight, normalize=normalize)
+    return _weight_inside(log_discrepancy, before, inside, normalize=normalize)
 
 
 @mode
@@ -380,9 +378,7 @@ def kpop(
     limit on it allows large ratios of rare tokens and small ones of likely tokens.
     """
     inside = two_way_kl <= kl_limit
-    weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
-    kept = replace(before, keep=before.keep & inside)
-    return _add_weight(kept, weight, normalize=normalize)
+    return _weight_inside(log_discrepancy, before, inside, normalize=normalize)
 
 
 @mode
@@ -524,6 +520,15 @@ def _inside(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     if not 0 <= low <= high:
         raise ValueError(f"a band needs 0 <= low <= high, got {low} .. {high}")
     return (log_ratio >= _log(low)) & (log_ratio <= _log(high))
+
+
+def _weight_inside(
+    log_discrepancy: Tensor, before: CorrectionWeights, inside: Tensor, *, normalize: bool
+) -> CorrectionWeights:
+    """Weight the tokens of the mask `inside` by D, and drop the others."""
+    weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
+    kept = replace(before, keep=before.keep & inside)
+    return _add_weight(kept, weight, normalize=normalize)
 
 
 def _add_weight(before: CorrectionWeights, weight: Tensor, *, normalize: bool) -> CorrectionWeights:

@@ -18,6 +18,7 @@ from unstale.config import (
     RunConfig,
     ScheduleConfig,
 )
+from unstale.durability.best_policy import BestPolicy
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.durability.resume import ResumeState
@@ -34,7 +35,6 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.records import Failure, PendingPiece
 from unstale.rollout import Evaluation
-from unstale.rollout.best_policy import BestPolicy
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.hooks import RunHooks

@@ -26,6 +26,7 @@ from unstale.config.gguf import origin_of
 from unstale.config.options import unknown_option
 from unstale.config.plugins import declared
 from unstale.durability import virtual_clock
+from unstale.durability.best_policy import BEST, read_best
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.console import Console
 from unstale.durability.journal import (
@@ -60,7 +61,6 @@ from unstale.observe import RunRecorder
 from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
-from unstale.rollout.best_policy import BEST, read_best
 from unstale.rollout.timeouts import first_error
 from unstale.stop_signals import begin_run, noted_hangs, stop_signals
 from unstale.trainer.records import NOT_FINITE

@@ -11,7 +11,17 @@ from unstale.objectives.clips import LOOSE_ABOVE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dppo(ObjectiveConfig):
+class ByDivergence(ObjectiveConfig):
+    """What objectives share that limit a divergence and weight each token by S."""
+
+    ratio: ClassVar = ("token", "mean")
+
+    def unlimited(self, *, capped: bool) -> str:
+        return "" if capped else f"{LOOSE_ABOVE} (ratio_cap sets one)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dppo(ByDivergence):
     """An importance weight, and a limit on the divergence of pi from pi_old at the token."""
 
     loss_type: str = "dppo"
@@ -38,7 +48,6 @@ class Dppo(ObjectiveConfig):
         choose="to let rare tokens move and to hold likely ones; with `old_logps.route = rollout` "
         "it is the method of the paper, with an exact route it limits staleness only",
     )
-    ratio: ClassVar = ("token", "mean")
     inputs: ClassVar = ("old_logp",)
     wide: ClassVar = {"divergence_low": 0.2, "divergence_high": 0.2}
     no_limit: ClassVar = ("divergence_low", "divergence_high")
@@ -61,9 +70,6 @@ class Dppo(ObjectiveConfig):
             elif limit < 1:
                 yield -math.log1p(-limit)
 
-    def unlimited(self, *, capped: bool) -> str:
-        return "" if capped else f"{LOOSE_ABOVE} (ratio_cap sets one)"
-
     @property
     def bounds_s(self) -> bool:
         return any(limit < math.inf for limit in self.thresholds())
@@ -74,7 +80,7 @@ class Dppo(ObjectiveConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drpo(ObjectiveConfig):
+class Drpo(ByDivergence):
     """An importance weight that fades with the change of a token's probability, and turns back."""
 
     loss_type: str = "drpo"
@@ -89,7 +95,6 @@ class Drpo(ObjectiveConfig):
         source="arXiv 2606.09821, eq. 8",
         choose="as `dppo`, to pull tokens back instead of dropping their gradient",
     )
-    ratio: ClassVar = ("token", "mean")
     inputs: ClassVar = ("old_logp", "sampled")
     wide: ClassVar = {"drpo_delta": 0.2}
     no_limit: ClassVar = ("drpo_delta",)
@@ -105,16 +110,13 @@ class Drpo(ObjectiveConfig):
         if self.drpo_delta < 1:
             yield -math.log1p(-self.drpo_delta)
 
-    def unlimited(self, *, capped: bool) -> str:
-        return "" if capped else f"{LOOSE_ABOVE} (ratio_cap sets one)"
-
     @property
     def bounds_s(self) -> bool:
         return self.drpo_delta < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vaco(ObjectiveConfig):
+class Vaco(ByDivergence):
     """An importance weight, and a limit on the total variation of a sequence."""
 
     loss_type: str = "vaco"
@@ -130,7 +132,6 @@ class Vaco(ObjectiveConfig):
         choose="to stop single tokens only in sequences that are far as a whole; the advantages "
         "are not computed again, as the paper does with a critic",
     )
-    ratio: ClassVar = ("token", "mean")
     inputs: ClassVar = ("sequence", "sampled")
     wide: ClassVar = {"vaco_delta": 0.2}
     no_limit: ClassVar = ("vaco_delta",)
@@ -143,9 +144,6 @@ class Vaco(ObjectiveConfig):
 
     def thresholds(self) -> Iterator[float]:
         yield math.log1p(self.vaco_delta)
-
-    def unlimited(self, *, capped: bool) -> str:
-        return "" if capped else f"{LOOSE_ABOVE} (ratio_cap sets one)"
 
     @property
     def bounds_s(self) -> bool:

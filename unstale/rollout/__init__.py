@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from unstale.durability.best_policy import BestPolicy
     from unstale.engines import Stopwatch
     from unstale.records import Failure, Group, GroupRequest, Trajectory
-    from unstale.rollout.best_policy import BestPolicy
     from unstale.rollout.transcript import OpenWriter
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config import EvalConfig
+from unstale.durability.run_folder import write_whole
 
 BEST = "best"
 """Folder of the best policy in a run folder, with the file `RECORD` beside the weights."""
@@ -77,23 +78,17 @@ class BestPolicy:
         if self._record and value <= self._record["value"]:
             if step > self._record["step"]:
                 self._record["worse"] = sorted({*self._record["worse"], step})
-                self._write(self._folder, self._record)
+                write_whole(self._folder / RECORD, json.dumps(self._record))
             return False
         found = {"measured": self._measured, "value": value, "step": step, "version": version}
         unfinished = self._folder.with_name(f"{BEST}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         self._save(unfinished)
         self._record = {**found, "worse": []}
-        self._write(unfinished, self._record)
+        write_whole(unfinished / RECORD, json.dumps(self._record))
         shutil.rmtree(self._replaced, ignore_errors=True)
         if self._folder.is_dir():
             self._folder.rename(self._replaced)
         unfinished.rename(self._folder)
         shutil.rmtree(self._replaced, ignore_errors=True)
         return True
-
-    @staticmethod
-    def _write(folder: Path, record: Mapping[str, Any]) -> None:
-        whole = folder / f"{RECORD}.part"
-        whole.write_text(json.dumps(record), encoding="utf-8")
-        whole.replace(folder / RECORD)
