@@ -13,6 +13,7 @@ import io
 import os
 import pty
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.fake_run import FakeClock, fake_config, fake_metrics
-from tests.support.waits import wait_until
+from tests.support.waits import LIMIT_S, wait_until
 from unstale.observe.live import LiveDisplay, sparkline
 from unstale.stop_signals import HIDE_CURSOR, SHOW_CURSOR
 
@@ -238,12 +239,14 @@ def test_sparkline_averages_down_and_keeps_to_its_range() -> None:
 
 
 DISPLAY = """
+import select
 from rich.console import Console
 from tests.support.fake_run import fake_config
 from unstale.observe.live import LiveDisplay
 with LiveDisplay(fake_config("rollout"), console=Console(force_terminal=True)):
     print("shown", flush=True)
-    input()
+    while not select.select([0], [], [], 0.05)[0]:  # Python's handlers run between two calls
+        pass
 """
 
 
@@ -263,6 +266,7 @@ def test_ctrl_z_shows_the_cursor_until_the_run_goes_on() -> None:
     def read_until(mark: bytes) -> bytes:
         found = b""
         while mark not in found:
+            assert select.select([ours], [], [], LIMIT_S)[0], f"no {mark!r} after {found!r}"
             found += os.read(ours, 4096)
         return found
 
