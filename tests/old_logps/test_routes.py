@@ -38,6 +38,7 @@ ROUTES = (
     "interp_prox_loglinear",
     "interp_prox_linear",
     "ewma_prox",
+    "queue_of_two",
     "ppo_ewma_async",
 )
 VERSIONS_IN_TURNS = {
@@ -98,7 +99,7 @@ def test_at_lag_zero_with_no_step_since_publication(route: str) -> None:
         assert not exact.any()
     else:
         assert log_s.abs().max() < 1e-5
-    if route in ("current_recompute", "snapshot_old"):
+    if route in ("current_recompute", "queue_of_two", "snapshot_old"):
         assert torch.equal(exact, batch.sampled)
 
 
@@ -308,6 +309,35 @@ def test_an_average_of_nothing_says_so() -> None:
     route = EwmaProx(LocalScorer(tiny_policy(), 1.0, 48), beta=0.5)
     with pytest.raises(LookupError, match="no version was published"):
         route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0))
+
+
+@pytest.mark.parametrize("placement", ["twin", "own"])
+def test_a_queue_of_two_scores_with_the_version_before_the_newest(placement: str) -> None:
+    policy = tiny_policy()
+    spec = OldLogpsConfig(route="queue_of_two", placement=placement)
+    route = build_old_logps(spec, LocalScorer(policy, 1.0, 48))
+    copies = publish_five(policy, route)
+    route.on_published(live={4})  # a repeated notice changes nothing
+    batch = collate([episode(0, [4, (3, 2), (4, 3), 2, (3, 4)])])
+    values, exact = route.logps(batch, torch.empty(0))
+    truth = plain_logps(copies[3], batch.tokens.tolist()).float()
+    torch.testing.assert_close(values[batch.sampled], truth[batch.sampled], atol=1e-5, rtol=0)
+    assert torch.equal(exact, batch.sampled & (batch.version == 3))
+    again = build_old_logps(spec, LocalScorer(policy, 1.0, 48))
+    again.restore(route.state())
+    assert torch.equal(again.logps(batch, torch.empty(0))[0], values)
+
+
+def test_a_queue_of_one_version_scores_with_it_and_an_empty_one_says_so() -> None:
+    policy, batch = tiny_policy(), collate([episode(0, [4, (5, 0)])])
+    route = build("queue_of_two", policy)
+    with pytest.raises(LookupError, match="no version was published"):
+        route.logps(batch, torch.empty(0))
+    route.on_published(live={0})
+    truth = plain_logps(policy, batch.tokens.tolist()).float()
+    values, exact = route.logps(batch, torch.empty(0))
+    torch.testing.assert_close(values[batch.sampled], truth[batch.sampled], atol=1e-5, rtol=0)
+    assert torch.equal(exact, batch.sampled)
 
 
 @pytest.mark.parametrize("case", oracles()["ewma"], ids=lambda case: f"beta {case['beta']}")

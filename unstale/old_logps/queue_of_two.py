@@ -1,0 +1,123 @@
+"""`queue_of_two`: score every token with the version published before the newest one.
+
+This is the rule of slime's and miles' `--keep-old-actor`: the trainer keeps the two versions that
+it published last, and takes the older one for the policy that sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
+from unstale.old_logps import OldLogps, has_clean_behavior
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer, WeightAverage
+    from unstale.records import Batch
+
+
+class QueueOfTwo(OldLogps):
+    """A route that scores every token with one kept version: the one published before the newest.
+
+    Before the second publication there is only one version, which scores all tokens. Values are
+    exact for the tokens that the kept version sampled, so for all tokens if every token has lag 1.
+    """
+
+    needs = Needs(resident_models=1, averages=2, forwards="one")
+
+    def __init__(self, scorer: Scorer, *, placement: Literal["twin", "own"] = "twin") -> None:
+        self.needs = self.needs.placed(placement)
+        self._scorer = scorer
+        self._copies = [scorer.make_average(placement=placement) for _ in range(2)]
+        self._versions: list[int] = []
+        """The versions published last, at most two, the older one first."""
+        self._publications = 0
+        """The number of publications. The next one goes into the copy with this number modulo 2."""
+
+    def on_published(self, live: Collection[int]) -> None:
+        if self._versions[-1:] == [self._scorer.version]:
+            return
+        self._copies[self._publications % 2].update(None)
+        self._publications += 1
+        self._versions = [*self._versions, self._scorer.version][-2:]
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._versions:
+            raise LookupError("queue_of_two has no weights: no version was published")
+        scored = self._older.score(batch, batch.sampled)
+        return scored.logp, has_clean_behavior(batch) & (batch.version == self._versions[0])
+
+    @property
+    def _older(self) -> WeightAverage:
+        """The copy with the older one of the kept versions."""
+        return self._copies[(self._publications - len(self._versions)) % 2]
+
+    def costs(self) -> Mapping[str, float]:
+        return {
+            "forward_tokens": float(self._scorer.take_forward_tokens()),
+            "memory_bytes": float(sum(copy.bytes for copy in self._copies)),
+        }
+
+    def state(self) -> Mapping[str, Any]:
+        return {
+            "copies": [copy.state() for copy in self._copies],
+            "versions": list(self._versions),
+            "publications": self._publications,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for copy, kept in zip(self._copies, state["copies"], strict=True):
+            copy.restore(kept)
+        self._versions = list(state["versions"])
+        self._publications = state["publications"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueOfTwoSpec(OldLogpsConfig):
+    """Options of the route that scores every token with the version before the newest one."""
+
+    route: str = "queue_of_two"
+    makes: ClassVar[type[OldLogps]] = QueueOfTwo
+    placement: Literal["twin", "own"] = "twin"
+    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
+    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
+    keeps averages in main memory.
+    """
+
+    exactness: ClassVar = "for tokens of lag 1"
+    docs: ClassVar = RouteDocs(
+        policy="the version published before the newest",
+        exact="at lag 1",
+        holds="two float32 copies, one scoring copy",
+        costs="one forward pass",
+        choose="to compare with slime's and miles' `--keep-old-actor`",
+        report="Approximate. The version published before the newest is taken for the one that "
+        "sampled, so values are exact only for tokens of lag 1. For other tokens "
+        "old_logp - behavior_logp mixes numerics with the remaining staleness.",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return self.makes.needs.placed(self.placement)
+
+    @property
+    def partly_exact(self) -> bool:
+        return True
+
+    def meaning(self, run: RunConfig) -> Meaning:
+        place = " in main memory" if self.placement == "own" else " and one movable copy"
+        return Meaning(
+            symbol="pi_last",
+            policy="the trainer's weights of the version published before the newest",
+            d="numerics at lag 1; for other tokens staleness, too",
+            s="learning since the version before the newest",
+            cost=f"two copies of the weights{place}; one more forward pass a batch",
+        )
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> QueueOfTwo:
+        return QueueOfTwo(scorer, placement=self.placement)
