@@ -1,7 +1,7 @@
 """Simulated episodes. They take the place of `rollout.Rollout`, without a coroutine per episode.
 
-In the records that the training loop receives, each piece has a single token. The simulated numbers
-of tokens are stored here.
+The training loop receives records of these episodes in which each piece (the tokens that one
+version sampled in a row) has a single token. The simulated numbers of tokens are stored here.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class SimulatedEpisode:
         budget: EpisodeBudget,
         on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """Make an episode. It runs in segments if its `budget` has some.
+        """Start an episode. If `budget` has segments, it first waits for a slot.
 
-        `age` has the number of its group, and its index there. `on_end` is called with the finished
-        episode, or with None if all attempts failed.
+        `age` is the number of the episode's group and its index there. `on_end` is called with the
+        finished episode, or with None if all attempts failed.
         """
         self.rollout = rollout
         self.shape = shape
@@ -65,7 +65,7 @@ class SimulatedEpisode:
         self._take_slot(self._begin)
 
     def _take_slot(self, start: Callable[[], None]) -> None:
-        """Call `start`, after the wait for a slot if the episode runs in segments."""
+        """Call `start`, in a run with segments after the episode has got a slot."""
         if self.rollout.slots is None:
             start()
             return
@@ -81,7 +81,9 @@ class SimulatedEpisode:
         self.number = next(self.rollout.numbers)
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
-        """For each piece of the episode: its version, and its number of sampled tokens."""
+        """For each run of tokens sampled with one version: the version, and the number of
+        tokens.
+        """
         self.turn = 0
         self._calls = 0
         """Number of tool calls so far."""
@@ -99,7 +101,7 @@ class SimulatedEpisode:
         self._request_tokens()
 
     def _request_tokens(self) -> None:
-        """Request the next tokens of the reply, up to the end of a segment."""
+        """Request the next tokens of the reply, up to the end of the segment."""
         if self._budget_use.begin_segment() and self.rollout.slots is not None:
             self.rollout.slots.give_back()
             self._take_slot(self._sample)
@@ -180,7 +182,7 @@ _ONE_TOKEN = (0,)
 
 
 class SimulatedRollout:
-    """Simulates the episodes of each group, and makes their records."""
+    """Simulates the episodes of each group, and returns their records."""
 
     def __init__(  # noqa: PLR0913 - all of them are parts of a simulation
         self,
@@ -193,7 +195,9 @@ class SimulatedRollout:
         seed: int,
         reply_s: float = 0.0,
     ) -> None:
-        """Make the rollout. `reply_s` are the seconds until an episode has a complete reply."""
+        """Make the rollout. `reply_s` are the seconds after which an episode receives a complete
+        reply.
+        """
         self.reply_s = reply_s
         self.slots = limits.slots
         self._limits = limits
@@ -204,7 +208,7 @@ class SimulatedRollout:
         self.wait_times = Stopwatch()
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         self.totals: dict[str, float] = defaultdict(float)
-        """Counts and seconds, added up over all episodes."""
+        """Counts of episodes and seconds of activities, added up over all episodes."""
         self.episodes: dict[int, SimulatedEpisode] = {}
         """Episodes by number, until they are trained on or fail."""
         self._pending = pending
@@ -213,7 +217,9 @@ class SimulatedRollout:
         self._random = np.random.default_rng([seed, 2])
         self._tool_s: list[float] = []
         self._group_tool_s: dict[int, NDArray[np.float64]] = {}
-        """Seconds of the tool calls of each group, in order, if they are equal for its episodes."""
+        """Seconds of the tool calls of each group, in order. Used if they are the same for all its
+        episodes.
+        """
         shuffled = np.random.default_rng([seed, 3]).permutation(len(workload.recorded))
         self._order: list[int] = shuffled.tolist()
 
@@ -241,9 +247,10 @@ class SimulatedRollout:
     async def _stage(
         self, request: GroupRequest, size: int, random: np.random.Generator, *, begun: int
     ) -> list[Trajectory | Failure]:
-        """Run `size` episodes of a group at the same time. Return their results as they end.
+        """Run `size` episodes of a group at the same time. Return their results, the first to end
+        first.
 
-        `begun` episodes of the group were run before.
+        `begun` is the number of episodes of the group that ran before.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         siblings: list[SimulatedEpisode | None] = []
@@ -269,10 +276,10 @@ class SimulatedRollout:
         ]
 
     def _recorded_number(self, request: int, begun: int) -> int | None:
-        """Return the number of the recorded group for a request.
+        """Return the number of the recorded group that is used for request `request`.
 
-        All groups are used, in random order, before one is used again. Further episodes of a group
-        are those of any group.
+        All recorded groups are used, in random order, before one is used again. The result is None,
+        for a random group, if none is recorded or if `begun` episodes of the request ran before.
         """
         if begun or not self._order:
             return None
@@ -280,9 +287,9 @@ class SimulatedRollout:
         return turn * len(self._order) + self._order[index]
 
     def tool_s(self, group: int, begun: int, calls: int) -> float:
-        """Return the total duration of `calls` tool calls, drawn at random.
+        """Return the total seconds of `calls` tool calls, drawn at random.
 
-        An episode of group `group` makes them after `begun` others.
+        The calls are made by an episode of group `group` that has made `begun` calls before.
         """
         if not calls:
             return 0.0
