@@ -44,8 +44,8 @@ class RankedTrainer:
         self.results = StepResults({}, [], [], [], [])
         """The results of the last batch."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """Called before the ranks need the old log-probabilities of a batch. With None in place of
-        the batch, it collects all values that were requested.
+        """A function that is called before the ranks need the old log-probabilities of a batch. It
+        waits for those of the batch, or if called with None, for all that were requested.
         """
         self._steps_left = 0
         self._posted: PostedStep | None = None

@@ -41,11 +41,15 @@ class Eager(OldLogps):
         self._scorer = scorer
         self._cache = LogpCache(scorer)
         self._arrived: deque[tuple[Sequence[PendingPiece], bool]] = deque()
-        """Pieces that are not in a queue yet, and whether their episodes have ended."""
+        """Lists of pieces (runs of sampled tokens) that are not in a queue yet. True marks a list
+        of an episode that has ended.
+        """
         self._ended: dict[int, ScoreQueue] = {}
         """By version, pieces (runs of tokens) of ended episodes that have no score."""
         self._open: dict[int, ScoreQueue] = {}
-        """By version, those of unfinished episodes, to which the version adds no token any more."""
+        """By version, pieces of unfinished episodes that have no score. Their version samples no
+        more tokens.
+        """
         self._num_tokens = 0
         self._num_covered = 0
 
@@ -133,7 +137,9 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Give the fallback route the pieces that had no score when the checkpoint was written."""
+        """Give the fallback route the pieces (runs of sampled tokens) that had no score when the
+        checkpoint was written.
+        """
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights

@@ -76,9 +76,9 @@ class Evaluation:
 
     measure: Callable[..., Awaitable[list[bool | None]]]
     """A function that runs `samples` episodes on each task. It returns the success of each episode,
-    or None for a failed one. Those of one task are neighbours. The argument `progress` is called
-    with a text, the numbers `done` and `total`, and a function `detail` that returns what the
-    episodes wait for.
+    or None for a failed one. The results of one task follow each other. The argument `progress` is
+    called with a text, the numbers `done` and `total`, and a function `detail` that returns what
+    the episodes wait for.
     """
     samples: int = 1
     """Number of episodes on each held-out task."""

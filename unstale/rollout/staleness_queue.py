@@ -72,7 +72,9 @@ class StalenessQueue:
         """Finished groups that were not taken yet, with their positions."""
         self._ticket_free = asyncio.Event()
         self._ready = asyncio.Event()
-        """Set when `_num_wanted` groups may be taken."""
+        """An event that is set when as many groups as the waiting caller wants (`_num_wanted`) may
+        be taken.
+        """
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
         """Number of groups that the waiting caller's batch still lacks."""
@@ -343,8 +345,8 @@ class PendingPieces:
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.changed = asyncio.Event()
-        """Set by `end`, and when the pieces of a version are complete. Whoever waits clears it
-        before.
+        """An event that is set by `end`, and when the pieces of a version are complete. A caller
+        that waits for it clears it first.
         """
 
     def add(self, piece: PendingPiece) -> None:

@@ -102,7 +102,9 @@ class ArmRecord:
     worse: int
     """The number of settings in which the arm had significantly less success than the reference."""
     difference: PairedDifference
-    """The same difference as in `Case`, over all pairs of these settings, taken as independent."""
+    """Mean difference in held-out success from the reference, over all pairs of runs in these
+    settings. Pairs are taken as independent.
+    """
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class ComparisonTable:
 
     @cached_property
     def cases(self) -> list[Case]:
-        """The arms whose difference in success has a known spread.
+        """The configurations (arms) whose difference in success has a known spread.
 
-        Arms with a single pair, or with equal differences in all pairs, are left out.
+        Arms with a single pair of runs, or with equal differences in all pairs, are left out.
         """
         return [
             Case(
@@ -185,8 +187,8 @@ def measure(folders: Sequence[Path]) -> tuple[list[Row], list[Path]]:
     """Return a row of the table for each setting in the folders of comparisons and studies.
 
     A study is a folder with one comparison for each setting. Settings without a finished run of an
-    exact reference have no row. The second list has their folders. Raises `ConfigError` for a
-    folder without a comparison, or a setting that occurs twice.
+    exact reference have no row; the second list has the folders of these settings. Raises
+    `ConfigError` for a folder without a comparison, or a setting that occurs twice.
     """
     rows: list[tuple[Path, Row | None]] = []
     for folder in folders:

@@ -107,8 +107,9 @@ FIGURES = {
     "live_versions": ("", "versions whose tokens wait for training, at most"),
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
-"""Unit and meaning of each figure. A figure `changed/NAME` is `changed_by_route` for the route
-NAME, if its ratios can be computed from exact ratios.
+"""Unit and meaning of each figure. There is also a figure `changed/NAME`, with the meaning of
+`changed_by_route`, for each route NAME (way to get `old_logp`) whose ratios follow from the exact
+ones.
 """
 
 Row4 = tuple[float, float, float, float]
@@ -119,7 +120,8 @@ MAX_TOKENS = 200_000
 MIN_LAG_0 = 100
 """Smallest number of tokens of lag 0 (no staleness) from which the spread of D is estimated."""
 MIN_OF_BLOCK = 100
-"""Smallest number of tokens in a block of the sample in audit.json. Blocks take the place of steps.
+"""Smallest number of tokens in a block of the sample in audit.json. The sample has no steps, so
+standard errors are computed from such blocks.
 """
 MIN_OF_LAG = 50
 """Smallest number of equally stale tokens from which the reach of a clip is computed."""
@@ -214,7 +216,10 @@ class TokenSample:
 
 
 def read_sample(folder: RunFolder) -> TokenSample:
-    """Read the sample of trained tokens from a run's journal. Problems become gaps of `folder`."""
+    """Read the sample of trained tokens from a run's journal.
+
+    If the journal is missing or damaged, the sample is empty and `folder.gaps` says why.
+    """
     from unstale.durability.journal import JOURNAL, Journal, JournalError  # this imports torch
 
     tokens: list[Row4] = []
@@ -300,8 +305,8 @@ def of_sample(
 ) -> dict[str, float]:
     """Return the figures of a sample of tokens with the exact ratios `true`.
 
-    `present` has the ratios of the run's route. With the source `lag 0`, `true` has log D of tokens
-    of lag 0, and `present` has pi / mu of all tokens.
+    `present` has the ratios of the run's route. With the source `lag 0`, `true` has log D of the
+    tokens of lag 0 (no staleness), and `present` has pi / mu of all tokens.
     """
     if not len(true):
         return {}

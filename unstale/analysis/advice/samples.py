@@ -225,7 +225,8 @@ class Thresholds:
     def dropped(self, factors: Factors, rows: Column) -> Column:
         """Return True for tokens whose log D is outside the correction's limits (the band).
 
-        `rows` has indices in `factors`, `[U, n]`, and so has the result.
+        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`. The result has
+        the same shape.
         """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
@@ -330,8 +331,8 @@ def difference(reference: Column, other: Column, *, effective: int) -> Differenc
 def share_in_s(present: Factors) -> float | None:
     """Return the slope of log S on log(pi / mu): the part of the ratio on which a clip on S acts.
 
-    It is 1 for the route `rollout`, 0 if S is always 1, and 1 - alpha for log-linear interpolation.
-    None if pi / mu is constant.
+    It is 1 for the route `rollout`, 0 if S is always 1, and 1 - alpha for a log-linear mixture of
+    the two policies. None if pi / mu is constant.
     """
     ratio = present.log_ratio
     variance = ratio.var().item() if len(present) > 1 else 0.0

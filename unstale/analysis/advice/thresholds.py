@@ -25,7 +25,7 @@ FAR = 1.25
 value, or below 1 divided by it.
 """
 NOISE = 3.0
-"""Noise decides which tokens are dropped if a limit on log D is below this multiple of it."""
+"""A limit on log D that is below this multiple of the numerical noise drops tokens by chance."""
 FEW = 4000
 """Smallest number of tokens with which the 95% interval of a share of 0 is below `rules.SAME`."""
 

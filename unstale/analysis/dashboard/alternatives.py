@@ -71,10 +71,10 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The result of some settings for the sampled tokens of a group, arrays `[n]`."""
+    """The flags and weights that some settings give the sampled tokens of a group, arrays `[n]`."""
 
     flags: Any
-    """Sums of the flags in `USED`."""
+    """For each token, the sum of those flags in `USED` that it has."""
     weight: Any
     """Size of the loss's derivative by the token's `logp`, divided by the advantage. NaN where the
     advantage is 0.
@@ -216,7 +216,9 @@ class Outcomes:
     chosen: Any
     """True for the tokens that were chosen and whose values are known."""
     unknown: int
-    """Number of chosen tokens whose values cannot be computed for the route of other settings."""
+    """Number of chosen tokens whose `old_logp` cannot be computed for the route of the other
+    settings.
+    """
     run: Any
     """Outcomes in the run, as positions in `OUTCOME_NAMES`."""
     other: Any
@@ -319,7 +321,8 @@ class _Tally:
     def add_not_run(self, values: Sequence[TrainedTokens]) -> None:
         """Count the tokens of episodes on which no training pass was run.
 
-        Of episodes with an advantage, all tokens had been dropped. They are also counted apart.
+        If such an episode has an advantage, all its tokens had been dropped. These are counted
+        separately, too.
         """
         for each in values:
             self._not_run += len(each.flags)

@@ -51,7 +51,7 @@ COLUMNS = (
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
 """Columns of the table of episodes. A column by which many episodes are sorted gets a database
-index, so that the next page is read without sorting. Others have none, because keeping 21 indexes
+index when it is first needed, so that the next page is read without sorting. Keeping all 21 indexes
 would take as long as reading the episodes of a live run.
 """
 

@@ -64,9 +64,9 @@ class TokenColumns:
     lag: Any
     """Number of versions published between sampling and training."""
     flags: Any
-    """Sums of `TokenFlag`."""
+    """For each token, the sum of its `TokenFlag` values."""
     outcome: Any
-    """Positions in `OUTCOME_NAMES`."""
+    """The outcome of each token, as a position in `OUTCOME_NAMES`."""
     episode: Any
     token: Any
     """Position of the token in its episode, counting context tokens."""

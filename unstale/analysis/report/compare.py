@@ -37,7 +37,7 @@ KEPT, CLIPPED, EXACT_SHARE = (
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "rollout/sampled_tokens"
 TRAINED = "trainer/action_tokens"
-"""The metric that replaces `TOKENS` in old runs without it. In these it has the same value."""
+"""Name of the metric that old runs have instead of `TOKENS`, with the same value."""
 UNCOUNTED = "The number of sampled tokens was not recorded."
 
 Point = tuple[float, float]
@@ -370,7 +370,9 @@ class Comparison:
         return ""
 
     def launched(self, name: str) -> list[str]:
-        """Return the different values of a field of `launches.jsonl`, such as `commit`."""
+        """Return the different values of a field of the lines in `launches.jsonl`, such as
+        `commit`.
+        """
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:

@@ -487,8 +487,8 @@ def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
 def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
     """Return the mean success of an arm after amounts of training from 0 to `budget`.
 
-    `budget`, divided into `GRID` equal parts, is the amount that all runs reached. A longer axis
-    for the longest run would compress the curves of the others.
+    The points divide `budget`, the amount that all runs reached, into `GRID` equal parts. A longer
+    axis for the longest run would compress the curves of the others.
     """
     at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [

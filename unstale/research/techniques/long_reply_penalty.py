@@ -31,7 +31,7 @@ class LongReplyPenaltyConfig(Section):
     """A lower reward for replies near the limit of their length (DAPO)."""
 
     penalty: Positive = 1.0
-    """What an episode gets less if its longest reply has the largest allowed length."""
+    """Amount by which the reward is lower if the longest reply has the largest allowed length."""
     start: Count = 0
     """Number of tokens of a reply from which the reward falls; 0 is 80% of
     `engine.max_completion_tokens`.

@@ -6,11 +6,12 @@ minus the mean R over all turns of the group with the same last k observations, 
 standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another such
 turn.
 
-`gigpo`: A_E + weight * a_1. GiGPO (arXiv 2505.10978). `hgpo`: the mean of A_E and a_1, ..., a_K+1
-with weights (k + 1)^alpha, where k is 0 for A_E. Terms that are exactly 0 are left out. K is
-`history`. HGPO. `salt`: the mean of A_E over all turns of the group with the same observation,
-action and next observation. SALT. `two_level`: A_E + weight * a, where a compares turns with the
-same number. UI-S1.
+`gigpo`: A_E + weight * a_1. From GiGPO (arXiv 2505.10978).
+`hgpo`: the mean of A_E and a_1, ..., a_K+1 with weights (k + 1)^alpha, where k is 0 for A_E. Terms
+that are exactly 0 are left out. K is `history`. From HGPO.
+`salt`: the mean of A_E over all turns of the group with the same observation, action and next
+observation. From SALT.
+`two_level`: A_E + weight * a, where a compares turns with the same number. From UI-S1.
 """
 
 from __future__ import annotations

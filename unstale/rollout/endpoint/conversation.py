@@ -64,9 +64,10 @@ class Call:
 
     @cached_property
     def form(self) -> str:
-        """A text that identifies the tools and template variables, or the type of another prompt.
+        """A text that identifies the tools and template variables, or the type of a prompt.
 
-        All calls of a branch (a conversation) have the same text.
+        It is the type (text or tokens) for a prompt without messages. All calls of a branch (a
+        conversation) have the same text.
         """
         first = self.history[0] if self.history else ""
         variables = json.dumps(self.template_kwargs) if self.template_kwargs else ""
@@ -168,7 +169,11 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The answer before a prompt: True if its tokens include the end token, and its tool calls."""
+    """The end of the answer before a prompt.
+
+    `ended` is True if the answer's tokens include the token that ends a reply. `calls` are its tool
+    calls.
+    """
 
     ended: bool
     calls: Sequence[ToolCall]
