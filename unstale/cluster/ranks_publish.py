@@ -23,8 +23,8 @@ class RankedPublisher(DirectPublisher):
     Each rank writes its part of a version to disk, as the difference from the version before, and
     returns it as an object in Ray's store. Engine hosts fetch these objects from `posts`. Without
     engine hosts, an engine that takes deltas applies them to the weights that it has. Other engines
-    load the driver's copy of the weights, which is changed first, in the precision `dtype`. No rank
-    gathers whole weights for it.
+    load the copy of the weights in the run's main process, which is changed first, in the precision
+    `dtype`. No rank gathers whole weights for it.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Factor:
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """Return the discrepancy D and the staleness ratio S, with what they contain here."""
+    """Return the discrepancy D and the staleness ratio S, with what they contain in this run."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),

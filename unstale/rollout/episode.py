@@ -154,7 +154,8 @@ class Rollout:
     """Runs episodes of the policy in the environments of a task set.
 
     `on_piece` is called with each piece (run of tokens) as soon as it is sampled, and `on_end` with
-    the number of each episode that has ended with a trajectory, and of its branches.
+    the number of each episode that has ended with a trajectory, and of its branches (further
+    conversations of its agent).
     """
 
     def __init__(  # noqa: PLR0913 - five of them are callbacks
@@ -515,10 +516,10 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
-        The last turn has the facts of all turns; a later fact replaces an earlier one of the same
-        name. `begun` are the first turn and the rewards of earlier replies; later rewards are added
-        to this list. `limit` is a further limit of the turns, and `budget_use` counts the episode's
-        use of its budget.
+        The last turn has the facts (reported numbers) of all turns; a later fact replaces an
+        earlier one of the same name. `begun` are the first turn and the rewards of earlier replies;
+        later rewards are added to this list. `limit` is a further limit of the turns, and
+        `budget_use` counts the episode's use of its budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -703,7 +704,7 @@ class _OpenEnvironment:
 async def _in_slot(
     slot: EpisodeSlot, episode: Callable[[], Awaitable[Trajectory | Failure]]
 ) -> Trajectory | Failure:
-    """Wait for the slot, and run the episode in it."""
+    """Wait for the slot (permission to run), and run the episode in it."""
     async with slot:
         return await episode()
 

@@ -345,22 +345,26 @@ class PendingPieces:
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.changed = asyncio.Event()
-        """An event that is set by `end`, and when the pieces of a version are complete. A caller
-        that waits for it clears it first.
+        """An event that is set by `end`, and when the pieces (runs of sampled tokens) of a version
+        are complete. A caller that waits for it clears it first.
         """
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def end(self, episode: int) -> list[PendingPiece]:
-        """Return all pieces of an episode that has ended, and set the event `changed`."""
+        """Return all pieces (runs of sampled tokens) of an episode that has ended, and set the
+        event `changed`.
+        """
         self.changed.set()
         return [
             piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
         ]
 
     def discard(self, episodes: Collection[int]) -> None:
-        """Remove the pieces of episodes that were trained on or have failed."""
+        """Remove the pieces (runs of sampled tokens) of episodes that were trained on or have
+        failed.
+        """
         for version in self.versions:
             by_episode = self._pieces[version]
             for episode in episodes:
@@ -370,16 +374,22 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions of the weights that sampled at least one of these pieces."""
+        """The versions of the weights that sampled at least one of these pieces (runs of sampled
+        tokens).
+        """
         return frozenset(self._pieces)
 
     def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces of earlier versions, without those of the excluded episodes."""
+        """Return the pieces (runs of sampled tokens) of earlier versions, without those of the
+        excluded episodes.
+        """
         earlier = sorted(each for each in self._pieces if each < version)
         return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces that one version sampled, without those of the excluded episodes."""
+        """Return the pieces (runs of sampled tokens) that one version sampled, without those of the
+        excluded episodes.
+        """
         excluded = frozenset(excluding)
         by_episode = self._pieces.get(version, {})
         return [

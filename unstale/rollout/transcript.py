@@ -99,18 +99,18 @@ class Transcript:
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
         self.tokens = EpisodeTokens()
-        """The tokens of all pieces so far. Tokens are only ever added."""
+        """The tokens of all pieces (runs of sampled tokens) so far. Tokens are only ever added."""
         self.branches: list[Transcript] = []
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
         self._recorded = [*record.pieces] if record else []
-        """Recorded pieces that are still to be replayed."""
+        """Recorded pieces (runs of sampled tokens) that are still to be replayed."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """True for a new branch before its first reply. A branch without replies is not
-        recorded.
+        """True for a new branch (further conversation) before its first reply. A branch without
+        replies is not recorded.
         """
         if not self._opens_at_reply:
             self._open(again=record is not None)
@@ -124,7 +124,7 @@ class Transcript:
         self._opens_at_reply = False
 
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a branch, with a separate seed for sampling.
+        """Begin a branch (further conversation), with a separate seed for sampling.
 
         The branch is recorded as episode number `episode`.
         """
@@ -141,8 +141,8 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True while the attempt, or a branch of it, still repeats what was recorded before a
-        resume.
+        """True while the attempt, or a branch (further conversation) of it, still repeats what was
+        recorded before a resume.
         """
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
@@ -175,11 +175,10 @@ class Transcript:
     async def save_snapshot(
         self, caller: EnvCaller, turn: Turn, turn_rewards: Sequence[float]
     ) -> None:
-        """Record the state of a `Resumable` environment, unless the attempt still repeats its
-        record.
+        """Record the state of a `Resumable` environment.
 
-        `turn` is the environment's last answer, whose rewards and facts are recorded with the
-        state.
+        Do nothing while the attempt still repeats its record. `turn` is the environment's last
+        answer, whose rewards and facts (reported numbers) are recorded with the state.
         """
         if self._recorded:
             return
@@ -233,11 +232,10 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_experts(self) -> tuple[int, int]:
-        """Return the version of the last sampled piece, and for how many tokens its experts are
-        recorded.
+        """Return the version of the last sampled piece, and how many tokens have recorded experts.
 
-        These are the experts of a mixture-of-experts model. Without recorded experts, return (-1,
-        0).
+        A piece is a run of tokens of one version. The experts are those of a mixture-of-experts
+        model. Without recorded experts, return (-1, 0).
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (

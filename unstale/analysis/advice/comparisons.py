@@ -36,8 +36,9 @@ DESCRIBED = (
 class SettingKind:
     """The properties in which a run and a setting of the table must agree to be compared.
 
-    With one minibatch per batch, the route `current_recompute` has S = 1, so a clip on S never
-    acts. With several it does. Limits on ratios of sequences are far narrower than on tokens.
+    With one minibatch per batch, the route `current_recompute` (a way to get `old_logp`) has S = 1,
+    so a clip on S never acts. With several it does. Limits on ratios of sequences are far narrower
+    than on tokens.
     """
 
     one_minibatch: bool
@@ -77,8 +78,8 @@ class Case:
     """Name of the study and of the setting in it."""
     kind: SettingKind | None
     arm: str
-    """Name of the arm: its route, with a word if its limits differ from the reference's, and the
-    route's options.
+    """Name of the arm (configuration): its route (way to get `old_logp`), with a word if its limits
+    differ from the reference's, and the route's options.
     """
     difference: PairedDifference
     """Held-out success of this configuration minus that of the reference, over pairs of runs."""
@@ -95,12 +96,17 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class ArmRecord:
-    """The results of an arm (a way to get `old_logp`, and thresholds) in settings of one kind."""
+    """The results of one configuration (arm) in settings of one kind.
+
+    Its name has a way to get `old_logp`, and thresholds if they differ from the reference's.
+    """
 
     arm: str
     settings: int
     worse: int
-    """The number of settings in which the arm had significantly less success than the reference."""
+    """The number of settings in which the arm (configuration) had significantly less success than
+    the reference.
+    """
     difference: PairedDifference
     """Mean difference in held-out success from the reference, over all pairs of runs in these
     settings. Pairs are taken as independent.
@@ -139,7 +145,9 @@ class ComparisonTable:
         ]
 
     def records(self, kind: SettingKind) -> list[ArmRecord]:
-        """Return the results of each arm in settings of a kind, the most successful arm first."""
+        """Return the results of each arm (configuration) in settings of a kind, the most successful
+        arm first.
+        """
         cases = [case for case in self.cases if case.kind == kind]
         found = []
         for arm in dict.fromkeys(case.arm for case in cases):
@@ -170,7 +178,9 @@ class ComparisonTable:
 
 
 def label_of(config: RunConfig) -> str:
-    """Return the name in the table of an arm (configuration) with the route of this run."""
+    """Return the name in the table of an arm (configuration) with the route (way to get `old_logp`)
+    of this run.
+    """
     return _label(config.old_logps.route, _route_options(config))
 
 
@@ -240,7 +250,9 @@ def _config(folder: Path, arm: ArmResult) -> RunConfig | None:
 
 
 def _row(comparison: Comparison, arm: ArmResult, config: RunConfig) -> Row:
-    """Return the table's row of an arm: its difference in held-out success from the reference."""
+    """Return the table's row of an arm (configuration): its difference in held-out success from the
+    reference.
+    """
     pairs = comparison.pairs(arm)
     paired = paired_difference(pairs)
     return {

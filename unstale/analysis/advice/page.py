@@ -122,7 +122,9 @@ def _rows(evidence: Evidence, conclusion: Conclusion) -> Table:
 
 
 def _compared(evidence: Evidence, comparisons: ComparisonTable) -> list[RenderableType]:
-    """Return the results that the table of comparisons has for each route, in similar settings."""
+    """Return the results that the table of comparisons has for each route (way to get `old_logp`),
+    in similar settings.
+    """
     kind = SettingKind.of(evidence.config)
     if kind is None:
         return [Text("The table has only comparisons of objectives that stop tokens by a clip.")]

@@ -54,7 +54,9 @@ def outwards(low: float, high: float) -> tuple[float, float]:
 
 
 def select_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route, and the mode of correction that this route needs."""
+    """Return the options that select a route (way to get `old_logp`), and the mode of correction
+    that this route needs.
+    """
     changed = with_route(config, route).correction
     fix = use_route(config, route)
     if changed.mode != config.correction.mode:

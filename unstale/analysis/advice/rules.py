@@ -330,7 +330,9 @@ def _cost(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_audited(evidence: Evidence) -> Conclusion | None:
-    """Name what is unknown about an inexact route without an audit, and a command to measure it."""
+    """Name what is unknown about an inexact route (way to get `old_logp`) without an audit, and a
+    command to measure it.
+    """
     if evidence.config.old_logps.exact or not evidence.get("steps"):
         return None
     if evidence.source in ("audited", "replayed"):

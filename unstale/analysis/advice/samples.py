@@ -35,7 +35,7 @@ class Factors:
 
     @classmethod
     def of(cls, rows: list[tuple[float, float, float, float]]) -> "Factors":
-        """Make the columns from rows of log D, log S, lag and step."""
+        """Make the columns from rows of log D, log S, lag (staleness) and step."""
         columns = numpy.array(rows, dtype=float).reshape(-1, 4).T
         return cls(*columns)
 
@@ -268,8 +268,8 @@ def is_computable(config: RunConfig) -> bool:
     """Return True if the route's log S follows from only pi / mu and a token's lag (staleness).
 
     That is so for routes that mix the policies pi and mu. With several minibatches, the pi in the
-    journal is that after some of the batch's updates. Then the route must mix this pi, or use only
-    mu.
+    journal is that after some of the batch's updates. Then the route (way to get `old_logp`) must
+    mix this pi, or use only mu.
     """
     old = config.old_logps
     needs = old.needs
@@ -282,8 +282,8 @@ def is_computable(config: RunConfig) -> bool:
 def factors_of_route(config: RunConfig, true: Factors) -> Factors:
     """Return the log D and log S that the route of `config` gives tokens with exact ratios `true`.
 
-    The route must satisfy `is_computable`. The ratios are those before the first optimizer step on
-    the batch.
+    The route (way to get `old_logp`) must satisfy `is_computable`. The ratios are those before the
+    first optimizer step on the batch.
     """
     ratio = true.log_ratio
     log_s = numpy.zeros(len(true))

@@ -351,7 +351,7 @@ class _Tally:
         del self._listed[MAX_LISTED:]
 
     def answer(self) -> Row:
-        """Return the counts by lag, the differences, and what could not be computed."""
+        """Return the counts by lag (staleness), the differences, and what could not be computed."""
         return {
             "compared": self._compared,
             "not_run": self._not_run,

@@ -66,7 +66,7 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
 def add_outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
     """Return the columns on an episode's end, and write its rewards and facts to `figures`.
 
-    `end` is the journal's row on the end.
+    Facts are numbers that the environment reports. `end` is the journal's row on the end.
     """
     episode, stop, rewards, facts, stage, error, reason, step, *_ = end
     if stop is None:

@@ -347,7 +347,8 @@ def _episode(journal: JournalReader, number: int, *, with_values: bool) -> Row:
 def _brushed(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
     """Yield the chosen tokens inside the selection's brush, in order of steps, groups and episodes.
 
-    Without a brush, all chosen tokens are yielded, also those without a log D or log S.
+    Without a brush (selected rectangle), all chosen tokens are yielded, also those without a log D
+    or log S.
     """
     with open_journal(index.folder) as journal:
         rows = find_rows(journal, selection.choice, limit=2**62).rows

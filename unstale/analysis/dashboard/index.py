@@ -454,7 +454,8 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
     """Add an episode that has begun to the run's index, a database.
 
-    Further attempts at an episode have the same seed. Its branches have others.
+    Further attempts at an episode have the same seed. Its branches (further conversations) have
+    others.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(

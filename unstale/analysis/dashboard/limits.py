@@ -44,10 +44,10 @@ REACH = 8.0
 """Largest |log pi - log mu|, in nats, at which the limits on D and S are searched."""
 
 CURVE_POINTS = 81
-"""Number of points of a route's curve, evenly spaced in the scale of the axes (`to_axis`).
+"""Number of points of the curve of one way to get `old_logp`, evenly spaced on the axes.
 
-With straight lines between them, the curves of `interp_prox_*` are off by less than 0.005 of that
-scale. An axis is about 20 long, so this is a fifth of a pixel.
+With straight lines between them, the curves of `interp_prox_*` are off by less than 0.005 in the
+scale of the axes (`to_axis`). An axis is about 20 long, so this is a fifth of a pixel.
 """
 
 LAGS = 6
@@ -59,7 +59,9 @@ class Settings:
     """How to treat a run's tokens: the way to get `old_logp`, correction, objective, techniques."""
 
     config: RunConfig
-    """The options of the run, in which route, correction and objective may be changed."""
+    """The options of the run, in which route (way to get `old_logp`), correction and objective may
+    be changed.
+    """
     route: str
     """The method (route) by which `old_logp` is computed. "" if the stored values are used."""
 
@@ -203,8 +205,8 @@ def choices(own: Settings) -> Row:
     """Return the content of the form for other settings.
 
     `options` has name, allowed words, the run's value and explanation of each option in the form.
-    `routes` has the reason why each route cannot be computed, or "". `computed` is True if the
-    options of the run's own route can be changed.
+    `routes` has each route (way to get `old_logp`) with the reason why it cannot be computed, or
+    "". `computed` is True if the options of the run's own route can be changed.
     """
     known = options()
     found = []
@@ -247,7 +249,9 @@ def make_route(settings: Settings, *, version: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The part of a scorer that routes without other weights use: versions, and their ages."""
+    """The part of a scorer that routes (ways to get `old_logp`) without other weights use:
+    versions, and their ages.
+    """
 
     version: int
     weights_match_version: bool = True
@@ -261,7 +265,8 @@ def lines(settings: Settings, *, lag_max: int) -> list[Row]:
     """Return the lines that show the limits of some settings, each with a sentence.
 
     With the stored values, lines are vertical or horizontal; that of `ratio_cap` is diagonal. With
-    a route that mixes `behavior_logp` and `logp`, lines are diagonal and may differ between lags.
+    a route (way to get `old_logp`) that mixes `behavior_logp` and `logp`, lines are diagonal and
+    may differ between lags.
     """
     found = bounds(settings.correction, settings.objective)
     own = [line for each in found for line in _lines(each)]
@@ -291,7 +296,7 @@ def _lines(limit: Bounds) -> Iterator[Row]:
 
 
 def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
-    """Yield the curve on which all tokens of an approximate route lie, for each lag.
+    """Yield the curve on which all tokens of an approximate route lie, for each lag (staleness).
 
     The curve exists if the route computes `old_logp` from only `behavior_logp` and `logp`.
     """
@@ -326,9 +331,10 @@ def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
 
 
 def _factors(settings: Settings, lag: int, ratio: Any) -> tuple[Any, Any]:
-    """Return log D and log S of a route at values of log pi - log mu, for tokens of one lag.
+    """Return log D and log S at values of log pi - log mu, for tokens of one lag (staleness).
 
-    The route itself computes them. `ratio` and both results are `[n]` float64.
+    The route (way to get `old_logp`) of `settings` computes them. `ratio` and both results are
+    `[n]` float64.
     """
     import torch
 
@@ -362,9 +368,10 @@ def _tokens(behavior_logp: "Tensor") -> "Batch":
 
 
 def _on_ratio(line: Row, settings: Settings, lag_max: int) -> Iterator[Row]:
-    """Yield the lines on log D + log S that correspond to `line`, for a route that mixes pi and mu.
+    """Yield the lines on log D + log S that correspond to `line`.
 
-    Lags up to `lag_max` may have different lines.
+    The route (way to get `old_logp`) of the settings must mix pi and mu. Lags (staleness) up to
+    `lag_max` may have different lines.
     """
     import numpy as np
 

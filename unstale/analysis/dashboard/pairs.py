@@ -37,8 +37,8 @@ def pairs(a: Database, b: Database) -> Row:
 def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
     """Return the mean of each of `FIGURES` in a run's finished groups, by group number and task.
 
-    A group is finished if none of its episodes that have begun is open. Branches of an episode are
-    left out, because they have its reward.
+    A group is finished if none of its episodes that have begun is open. Branches (further
+    conversations) of an episode are left out, because they have its reward.
     """
     means = ", ".join(f"avg({name})" for name in FIGURES)
     rows = database.rows(

@@ -23,7 +23,9 @@ MAX_SIBLING_TOKENS = 3000
 MAX_SIBLINGS = 32
 
 WINDOW_BEFORE = 100
-"""Number of tokens that are shown before a difference between siblings."""
+"""Number of tokens that are shown before a difference between siblings (episodes of the same
+group).
+"""
 
 WINDOW_TOKENS = 500
 """Number of tokens that are shown around a difference after the first `MAX_SIBLING_TOKENS`."""

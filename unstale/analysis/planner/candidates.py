@@ -390,10 +390,9 @@ def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, Train
 
 
 def divisions(candidate: Candidate) -> list[Candidate]:
-    """Return a candidate for each division of the devices, with the given schedule and route.
+    """Return a candidate for each division of the devices, with the schedule of `candidate`.
 
-    Of two candidates with the same division, the one with or without gradient checkpointing that is
-    faster is kept.
+    The way to get `old_logp` is also the same. Gradient checkpointing is used where it is faster.
     """
     ranked = sorted(
         candidates(candidate.request, candidate.name, candidate.schedule),
@@ -424,8 +423,8 @@ def with_route(candidate: Candidate, name: str) -> Candidate | None:
 def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | None:
     """Return the best candidate that trains synchronously, or None if none fits the devices.
 
-    All devices sample and train in turns. The route is `current_recompute`, which is exact here
-    because the current weights sampled all tokens.
+    All devices sample and train in turns. The route (way to get `old_logp`) is `current_recompute`,
+    which is exact here because the current weights sampled all tokens.
     """
     in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
     options = candidates(request, SYNCHRONOUS_ROUTE, in_turns, colocated=True)

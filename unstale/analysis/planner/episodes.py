@@ -49,10 +49,11 @@ class SimulatedEpisode:
         budget: EpisodeBudget,
         on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """Start an episode. If `budget` has segments, it first waits for a slot.
+        """Start an episode.
 
-        `age` is the number of the episode's group and its index there. `on_end` is called with the
-        finished episode, or with None if all attempts failed.
+        If its `budget` has segments, it first waits for a slot, the permission to run. `age` is the
+        number of the episode's group and its index there. `on_end` is called with the finished
+        episode, or with None if all attempts failed.
         """
         self.rollout = rollout
         self.shape = shape
@@ -65,7 +66,9 @@ class SimulatedEpisode:
         self._take_slot(self._begin)
 
     def _take_slot(self, start: Callable[[], None]) -> None:
-        """Call `start`, in a run with segments after the episode has got a slot."""
+        """Call `start`, in a run with segments after the episode has got a slot (permission to
+        run).
+        """
         if self.rollout.slots is None:
             start()
             return

@@ -226,7 +226,9 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
 
 
 def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
-    """Yield sentences that compare memory and time of the suggested exact route with `AVERAGE`."""
+    """Yield sentences that compare memory and time of the suggested exact route (way to get
+    `old_logp`) with `AVERAGE`.
+    """
     best = suggestion.best.candidate
     average = suggestion.simulated.get(AVERAGE)
     if average is None or not best.costs.route.exact:

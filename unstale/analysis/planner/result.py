@@ -81,8 +81,8 @@ class SimulationResult:
     ready_s: float
     """Mean seconds from the end of an episode to the step that trains on it."""
     slot_share: float = 0.0
-    """Share of an episode's time in which it waits for a slot. 0 unless episodes run in
-    segments.
+    """Share of an episode's time in which it waits for a slot (permission to run). 0 unless
+    episodes run in segments.
     """
     waiting: Waiting
     """Shares of the time that decide which bottleneck a report names."""

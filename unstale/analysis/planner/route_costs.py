@@ -51,7 +51,7 @@ class RouteCost:
         return (live - 1) * delta_bytes(model.parameters, rate) if self.needs.snapshots else 0.0
 
     def main_bytes(self, model: Model, *, live: int, rate: float) -> float:
-        """Return the bytes of main memory that the route takes on all training ranks together.
+        """Return the bytes of main memory that computing `old_logp` takes on all training ranks.
 
         They hold `live` versions, as deltas or whole. If past weights are loaded into the trained
         model, main memory also holds the past version or the float32 averages and, while they are
@@ -64,8 +64,8 @@ class RouteCost:
         return kept + (loaded + _FLOAT32) * model.parameters * self.in_place
 
     def device_bytes(self, model: Model) -> float:
-        """Return the bytes of device memory that the route needs, on all trainer devices
-        together.
+        """Return the bytes of device memory that the route (way to get `old_logp`) needs, on all
+        trainer devices together.
         """
         copies = 0 if self.needs.own_process else self.needs.resident_models
         averages = 0 if self.in_place else self.needs.averages

@@ -406,7 +406,7 @@ class SimulatedRecorder:
         self.ends: list[float] = [0.0]
         """Seconds at which each step ended, beginning with 0."""
         self._lanes: dict[str, float] = defaultdict(float)
-        """Seconds of the recorded spans, added up by lane."""
+        """Seconds of the recorded spans, added up by lane (row of the timeline)."""
         self._seconds: list[dict[str, float]] = [{}]
         self.rows: list[dict[str, float]] = [{"time_s": 0.0}]
         """The metrics of each step under the names that a run gives them."""

@@ -304,7 +304,9 @@ class SimulatedSlots:
         self._waiting: list[tuple[Age, int, Callable[[], None]]] = []
 
     def take(self, age: Age, start: Callable[[], None]) -> None:
-        """Call `start` when the episode of this age has a slot, perhaps at once."""
+        """Call `start` when the episode of this age has a slot (permission to run), perhaps at
+        once.
+        """
         if self._free:
             self._free -= 1
             start()

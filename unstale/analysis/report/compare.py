@@ -139,7 +139,9 @@ class Trial:
     series: Mapping[str, list[Point]]
     """Values of each metric in `SERIES`, as pairs (step, value)."""
     resets: int
-    """Number of times that the route reset its moving average of the weights."""
+    """Number of times that the route (way to get `old_logp`) reset its moving average of the
+    weights.
+    """
     launch: Row
     """The line of `launches.jsonl` about the start of this run. Empty if there is none."""
 
@@ -392,7 +394,7 @@ class Comparison:
         value: Callable[[Trial], float | None],
         reference_value: Callable[[Trial], float | None],
     ) -> list[float]:
-        """Return `value` of each run of an arm minus `reference_value` of the reference's run.
+        """Return `value` of each run of a configuration minus `reference_value` of the reference's.
 
         Both runs have the same seed. Seeds are left out if a run has not finished or has no value.
         """
@@ -411,7 +413,11 @@ class Comparison:
         return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return an arm's mean held-out success over its seeds, at the end or after `budget`."""
+        """Return the mean held-out success of a configuration (arm) over its seeds.
+
+        It is the success at the end of training, or with `budget`, that after this amount of
+        training.
+        """
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
@@ -420,7 +426,9 @@ class Comparison:
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return the options that differ between runs of the comparison, with this arm's values."""
+        """Return the options that differ between runs of the comparison, with their values in
+        `arm`.
+        """
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {
@@ -436,7 +444,7 @@ def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
 
 
 def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each warning once, preceded by the names of the arms that have it.
+    """Return each warning once, preceded by the names of the arms (configurations) that have it.
 
     >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
     ['a, c: nothing bounds S']

@@ -42,7 +42,9 @@ def _of_every_run() -> dict[str, Any]:
 
 
 def _of_sections(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of a run's route, environment and techniques."""
+    """Return the defaults of the options of a run's route (way to get `old_logp`), environment and
+    techniques.
+    """
     found: dict[str, Any] = {}
     route, env = (str(options.get(name)) for name in ("old_logps.route", "task.env"))
     if route in routes():

@@ -32,7 +32,9 @@ LANES = (
 """Lanes (rows) of the timeline: recorded name, name on the page, and colour."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "wait", "eval", "publish", "checkpoint")
-"""Lanes by priority. Time in which activities overlap counts for the first of their lanes here."""
+"""Lanes (rows of the timeline) by priority. Time in which activities overlap counts for the first
+of their lanes here.
+"""
 
 _WORK = {
     "scoring": "Scoring old log-probabilities",

@@ -457,8 +457,8 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield each row of token values: group, step, route, number of tokens and the packed
-        values.
+        """Yield each row of token values: group, step, route (way to get `old_logp`), number of
+        tokens and the packed values.
         """
         for group in self.token_steps():
             yield from self.rows(
@@ -472,12 +472,12 @@ class JournalReader:
     ) -> list[TrainedTokens]:
         """Return the values of the trained tokens of a group, one element per episode and step.
 
-        Each element has arrays `[n]` over the tokens of the episode's `Sampled` pieces, in order.
-        Only episodes in the batch are returned, in the order of the steps, then of the batch.
-        Without `step`, all steps that trained on the group are included. With `episode`, only this
-        episode is returned. Empty if the run does not keep the values of this group. A step's
-        values are available as soon as the step is committed, before its checkpoint. Raises
-        `JournalError` if a row is damaged.
+        Each element has arrays `[n]` over the tokens of the episode's `Sampled` pieces (runs of
+        sampled tokens), in order. Only episodes in the batch are returned, in the order of the
+        steps, then of the batch. Without `step`, all steps that trained on the group are included.
+        With `episode`, only this episode is returned. Empty if the run does not keep the values of
+        this group. A step's values are available as soon as the step is committed, before its
+        checkpoint. Raises `JournalError` if a row is damaged.
         """
         found: list[TrainedTokens] = []
         for row in self._token_rows(group, step):
@@ -489,8 +489,9 @@ class JournalReader:
         """Return the values of the trained tokens of a group in a step, one element per episode.
 
         The values are as in `trained_tokens`, but without `logp`, `old_logp` and `behavior_logp`,
-        which are computed from the pieces. This takes a third of the time. The number of tokens is
-        not compared with the pieces. Raises `JournalError` if the row is damaged.
+        which are computed from the pieces (runs of sampled tokens). This takes a third of the time.
+        The number of tokens is not compared with the pieces. Raises `JournalError` if the row is
+        damaged.
         """
         found: list[TokenValues] = []
         for row in self._token_rows(group, step):
@@ -648,7 +649,9 @@ class JournalReader:
         )
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure | None:
-        """Return the result of an attempt with its branches. None if the attempt has not ended."""
+        """Return the result of an attempt with its branches (further conversations). None if the
+        attempt has not ended.
+        """
         for row in self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
         ):

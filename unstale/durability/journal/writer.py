@@ -134,7 +134,8 @@ class Journal:
     def read(run: Path, *, routed_experts: bool = False) -> JournalReader:
         """Open the journal of a run folder for reading. The run may still be active.
 
-        With `routed_experts`, sampled pieces have the recorded experts of an MoE model.
+        With `routed_experts`, sampled pieces (runs of sampled tokens) have the recorded experts of
+        an MoE model.
         """
         return JournalReader(
             run / JOURNAL, ExpertFiles(run / ROUTED_EXPERTS) if routed_experts else None

@@ -84,7 +84,9 @@ class LogpCache:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """Log-probabilities by piece, in the order in which pieces were added."""
+        """Log-probabilities by piece (run of sampled tokens), in the order in which pieces were
+        added.
+        """
 
     def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities that another process computed.
@@ -96,7 +98,9 @@ class LogpCache:
             self._add(PieceKey(*key), torch.tensor(values, dtype=dtype))
 
     def score(self, pieces: Pieces, version: int | None = None) -> None:
-        """Score pieces with the weights of `version`, or with the current weights if it is None."""
+        """Score pieces (runs of sampled tokens) with the weights of `version`, or with the current
+        weights if it is None.
+        """
         for key, logp in score_pieces(self._scorer, pieces, version).items():
             self._add(key, logp)
 
@@ -105,7 +109,9 @@ class LogpCache:
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score those pieces of past versions that have no score, with weights read from disk."""
+        """Score those pieces (runs of sampled tokens) of past versions that have no score, with
+        weights read from disk.
+        """
         missing = {version: self.missing(pieces) for version, pieces in past.items()}
         if not any(missing.values()):
             return
@@ -174,9 +180,9 @@ class LogpCache:
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all scores in one tensor, and one row per piece that says where they are.
+        """Return all scores in one tensor, and a row for each piece that gives their place in it.
 
-        A row is `(version, episode, start, length)`.
+        Pieces are runs of sampled tokens. A row is `(version, episode, start, length)`.
         """
         places = [(*key, len(logp)) for key, logp in self._logps.items()]
         return {

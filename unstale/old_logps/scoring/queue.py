@@ -28,11 +28,11 @@ class PieceText(NamedTuple):
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that the piece's version chose for `tokens`."""
+    """The experts that the model chose for `tokens`, with the weights of the piece's version."""
 
 
 Pieces = dict[PieceKey, PieceText]
-"""The texts of the pieces to score, by key."""
+"""The texts of the pieces (runs of sampled tokens) to score, by key."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
@@ -61,8 +61,8 @@ class ScoreQueue:
     def take(self, max_tokens: int) -> Pieces:
         """Remove and return the pieces for one forward pass, from the longest waiting episodes.
 
-        All pieces of an episode are taken together. So the pieces of a single episode may have more
-        than `max_tokens` tokens.
+        All pieces (runs of sampled tokens) of an episode are taken together. So the pieces of a
+        single episode may have more than `max_tokens` tokens.
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
@@ -74,12 +74,12 @@ class ScoreQueue:
         return taken
 
     def take_all(self) -> Pieces:
-        """Remove and return all pieces."""
+        """Remove and return all pieces (runs of sampled tokens)."""
         taken, self._episodes = self._episodes, {}
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove the pieces of some episodes."""
+        """Remove the pieces (runs of sampled tokens) of some episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 
@@ -100,7 +100,9 @@ class ScoringOrder:
         """Versions to be loaded, oldest first, with their weights."""
 
     def __bool__(self) -> bool:
-        """True if there is work to do now. Pieces of later versions do not count."""
+        """True if there is work to do now. Pieces (runs of sampled tokens) of later versions do not
+        count.
+        """
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
@@ -119,7 +121,9 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return the next pieces to be scored with the loaded weights, if any."""
+        """Remove and return the next pieces (runs of sampled tokens) to be scored with the loaded
+        weights, if any.
+        """
         queue = self._pieces.get(self._loaded)
         return queue.take(self._max_tokens) if queue else {}
 

@@ -26,7 +26,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Read messages from the route at the other end of a socket, and answer them.
+    """Score tokens for a trainer: read its messages from a socket, and answer them.
 
     `descriptor` is the file descriptor of the socket. `options` is JSON from `LocalScorer.export`.
     """
@@ -79,7 +79,9 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Score about one forward pass of pieces with the weights that are loaded now."""
+        """Score about one forward pass of pieces (runs of sampled tokens) with the weights that are
+        loaded now.
+        """
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
@@ -91,7 +93,9 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the pieces of a message, whose body holds their routed experts end to end."""
+    """Yield the pieces (runs of sampled tokens) of a message, whose body holds their routed experts
+    end to end.
+    """
     start = 0
     for fields, tokens, about in header["pieces"]:
         routed_experts = None

@@ -46,7 +46,9 @@ class BinSizesConfig(Section, BinOptions):
     max: PositiveInt = 16
     """Largest number of episodes of a group."""
     mean: Positive = 8.0
-    """Mean number of episodes of the groups in `window`. New tasks have this number."""
+    """Mean number of episodes per group, over the last `window` groups. Groups of new tasks have
+    this number.
+    """
     window: PositiveInt = 64
     """Number of past groups that are counted."""
     beta: Share = 0.1

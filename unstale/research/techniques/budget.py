@@ -80,7 +80,7 @@ def dars_further(size: int, p: float, *, by_hardness: bool = False, std: bool = 
 
 
 def v0_utility(size: int, p: float) -> float:
-    """Return the utility of `size` episodes of a task with success rate p in V0."""
+    """Return the utility of `size` episodes of a task with success rate p, as in the paper V0."""
     return size * (1 - p) * (1 - (1 - p) ** (size - 1))
 
 

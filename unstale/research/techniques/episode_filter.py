@@ -81,8 +81,8 @@ class EpisodeFilterConfig(Section):
     does not report the fact, turns count instead.
     """
     extra: str = ""
-    """Only for `clean_success`: name of a fact from 0 to 1 that is added to the penalty, such as
-    one of a wrong format. Empty adds nothing.
+    """Only for `clean_success`: name of a fact (a reported number) from 0 to 1 that is added to the
+    penalty, such as one of a wrong format. Empty adds nothing.
     """
 
     def check_combination(self) -> None:

@@ -59,7 +59,9 @@ class LongReplyPenalty:
 
 
 def longest_reply(item: Trajectory) -> int:
-    """Return the number of tokens of the longest reply of an episode and its branches."""
+    """Return the number of tokens of the longest reply of an episode and its branches (further
+    conversations).
+    """
     lengths: Counter[tuple[int, int]] = Counter()
     for number, conversation in enumerate(item.conversations):
         for _, piece, turn in walk(conversation.pieces):

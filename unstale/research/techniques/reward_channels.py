@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as in the authors' code."""
 COMBINED = "reward/"
-"""Prefix of the names of facts that hold the rewards which a task set has combined."""
+"""Prefix of the names of facts (reported numbers) that hold the rewards which a task set has
+combined.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

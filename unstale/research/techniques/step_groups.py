@@ -88,7 +88,9 @@ class _Step:
 
 
 class StepGroups:
-    """A technique that gives each turn an advantage by comparison with turns of siblings."""
+    """A technique that gives each turn an advantage by comparison with turns of siblings (episodes
+    of the same group).
+    """
 
     def __init__(self, options: StepGroupsConfig) -> None:
         self._options = options
@@ -185,8 +187,9 @@ def _per_turn(scored: ScoredTrajectory) -> Sequence[float]:
 def _compare(
     steps: Sequence[_Step], key: Callable[[_Step], Hashable], *, std: bool
 ) -> dict[tuple[int, int], float]:
-    """Return each turn's return minus the mean of those with the same key. `std` divides by their
-    deviation.
+    """Return each turn's return minus the mean return of the turns with the same key.
+
+    With `std` the difference is divided by the standard deviation of these returns.
     """
     returns = defaultdict(list)
     for step in steps:
@@ -214,8 +217,8 @@ def _count_shared(steps: Sequence[_Step], key: Callable[[_Step], Hashable]) -> i
 
 
 def _replaced(scored: ScoredTrajectory, values: dict[tuple[int, int], float]) -> ScoredTrajectory:
-    """Return a trajectory with the advantages of its turns. A branch keeps the advantage of its
-    episode.
+    """Return a trajectory with the advantages of its turns. A branch (further conversation) keeps
+    the advantage of its episode.
     """
     item = scored.trajectory
     turns = [values.get((item.episode, turn)) for turn in range(item.num_turns)]
