@@ -56,7 +56,9 @@ LAGS = 6
 
 @dataclass(frozen=True)
 class Settings:
-    """How to treat a run's tokens: the way to get `old_logp`, correction, objective, techniques."""
+    """The rules by which a run's tokens are treated: `old_logp`, correction, objective,
+    techniques.
+    """
 
     config: RunConfig
     """The options of the run, in which route (way to get `old_logp`), correction and objective may

@@ -40,7 +40,7 @@ SYNCHRONOUS_ROUTE = "current_recompute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a user asks the planner for. Of several lags, groups or windows, the planner chooses the
+    """A user's request to the planner. Of several lags, groups or windows, the planner chooses the
     best.
     """
 

@@ -360,8 +360,8 @@ class Fleet(Section):
     steps_per_version: PositiveInt = 1
     """Number of steps between two published versions (verl's `trigger_parameter_sync_step`)."""
     failures_per_hour: NonNegative = 0.0
-    """How often each engine fails per hour. Its replies continue on other engines from their
-    recorded tokens.
+    """Number of failures of each engine per hour, on average. Its replies continue on other engines
+    from their recorded tokens.
     """
     restart_s: NonNegative = 120.0
     """Seconds until a failed engine has restarted. It then loads the next version."""

@@ -40,7 +40,9 @@ class BinSizesConfig(Section, BinOptions):
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["sqrt", "weights"] = "sqrt"
-    """How the sizes are chosen."""
+    """The rule that chooses the sizes: by the variance of rewards in each bin, or by weights that
+    each batch changes.
+    """
     min: PositiveInt = 4
     """Smallest number of episodes of a group."""
     max: PositiveInt = 16

@@ -141,7 +141,7 @@ class Match:
     end: int
     """Index in the call's history after the last exchange that agrees."""
     difference: str = ""
-    """Why the call cannot continue the branch (conversation). Empty if it can."""
+    """The reason why the call cannot continue the branch (conversation). Empty if it can."""
     differs_at: int = 0
     """Index of the first message, character or token of the history that differs from the branch
     (conversation).
@@ -162,8 +162,8 @@ class Continuation:
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """Where a new branch (conversation) leaves the branch from which it starts. None if it starts
-    from no other branch.
+    """The place at which a new branch (conversation) leaves the branch from which it starts. None
+    if it starts from no other branch.
     """
     resumed: bool = False
     """True if the request continues an answer whose client had disconnected."""

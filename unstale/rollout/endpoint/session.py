@@ -59,8 +59,8 @@ class AgentSession:
     "done" if the last call was not refused.
     """
     broken: str = ""
-    """Why the episode cannot continue after a resume: how the agent's calls differ from the
-    recorded ones. Empty if it can continue.
+    """The reason why the episode cannot continue after a resume: how the agent's calls differ from
+    the recorded ones. Empty if it can continue.
     """
     own_end: Stop = "done"
     """The stop reason of an episode that the agent itself ends: "cut_reply" if a limit cut its last
