@@ -1,7 +1,7 @@
-"""The driver's side of the components that run on trainer ranks.
+"""The components of the run's main process (driver) that are divided among trainer ranks.
 
     RankedTrainer        a `Trainer`
-    RankedOldLogps       a route to old log-probabilities
+    RankedOldLogps       a route (way) to old log-probabilities
     RankedAuditor        the audit
     RankedCheckpoints    checkpoints that the ranks write
 

@@ -1,4 +1,4 @@
-"""One rank of a trainer with several ranks: the components that its driver calls.
+"""One rank of a trainer with several ranks: the components that the main process calls.
 
 All ranks receive the same calls in the same order. Only the first rank's answers are used.
 """

@@ -102,7 +102,7 @@ class RanksLink:
         """Keeps `_calls` in the order in which the thread runs them."""
 
     def load(self, version: int, step: PostedStep) -> None:
-        """Send the deltas that lead from the version sent before to this one."""
+        """Send the deltas (differences) that lead from the version sent before to `version`."""
         self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:

@@ -222,8 +222,8 @@ class DividedLayout:
     ) -> tuple[Tensor, Tensor]:
         """Do the same as `TreeLayout.attend_backward`.
 
-        The inputs are exchanged between the ranks again, because this takes less than keeping them
-        since the forward pass.
+        The inputs are exchanged between the ranks again, because keeping them since the forward
+        pass would cost more.
         """
         group, (out, lse, grad) = self.group, results
         queries, keys, values = map(group.to_heads, (query, key, value))

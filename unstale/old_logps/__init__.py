@@ -112,7 +112,7 @@ class OldLogps:
         """
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of the route as metrics, by the name after `old_logps/`.
+        """Return the costs of computing `old_logp` as metrics, by the name after `old_logps/`.
 
         Tokens and seconds are counted since the last call. Bytes are those held at the time of the
         call.

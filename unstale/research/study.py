@@ -1,4 +1,4 @@
-"""Read a study: a TOML file of settings, and of the arms that are compared in each setting.
+"""Read a study: a TOML file of settings, and of the configurations (arms) to compare in each.
 
 A study is a folder with one comparison per setting. docs/studies.md explains the file.
 """
@@ -330,7 +330,7 @@ def _joined(tables: Sequence[Values], where: str) -> Values:
 def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
     """Return the runs of the settings that the command `chosen` selects, with its options.
 
-    Raises `ConfigError` if the linter refuses an arm in a setting.
+    Raises `ConfigError` if the linter refuses a configuration (arm) in a setting.
     """
     shared = merged(study.options, chosen.values)
     folder = configure_recipe(study.recipe, shared).runs / (shared.pop("name", "") or study.name)

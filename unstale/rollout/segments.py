@@ -127,7 +127,7 @@ class BudgetUse:
         self.budget = budget
         self._slot = slot
         self.segment = 1
-        """The number of the present segment, from 1."""
+        """The number of the present segment of the episode, from 1."""
         self._tokens = 0
         """Number of sampled tokens of the segment."""
         self._segment_calls = 0
@@ -222,6 +222,6 @@ class BudgetUse:
 
     @property
     def _is_over(self) -> bool:
-        """True if the present segment has ended."""
+        """True if the present segment of the episode has ended."""
         calls = self.budget.segment_calls
         return self._tokens >= self._segment_limit or bool(calls and self._segment_calls >= calls)

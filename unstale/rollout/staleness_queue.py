@@ -62,7 +62,9 @@ class StalenessQueue:
         self.bound = staleness_bound(max_staleness, groups_per_step, lookahead_window)
         self._most_tickets = (max_staleness + 1) * groups_per_step
         self._num_tickets = self._most_tickets
-        """Number of tickets that may be in use now. With `adaptive_window` it changes."""
+        """Number of tickets (permissions to start a group) that may be in use now. With
+        `adaptive_window` it changes.
+        """
         self._num_live = 0
         self._num_unreleased = 0
         self._num_admitted = 0
@@ -225,10 +227,11 @@ class StalenessQueue:
         return await self._take(missing, missing=missing)
 
     def leave_out(self, count: int) -> None:
-        """Free the tickets of `count` taken groups that no step is trained on.
+        """Free the tickets (permissions to start) of taken groups that no step is trained on.
 
-        Other groups start in their place now, and the batch takes as many more. The bound stays,
-        because the new groups are behind all others. Not for a queue with `adaptive_window`.
+        `count` is their number. Other groups start in their place now, and the batch takes as many
+        more. The bound stays, because the new groups are behind all others. Not for a queue with
+        `adaptive_window`.
         """
         self._num_live -= count
         self._num_unreleased -= count
@@ -271,9 +274,9 @@ class StalenessQueue:
     def _adapt_tickets(self) -> None:
         """Change the number of tickets, depending on what the last group of a batch waited for.
 
-        A ticket that is not given out leaves a place in a batch free, so finished groups may enter
-        a batch before slow ones. There are always enough tickets for a batch in training and
-        another one.
+        A ticket is the permission to start a group. One that is not given out leaves a place in a
+        batch free, so finished groups may enter a batch before slow ones. There are always enough
+        tickets for a batch in training and another one.
         """
         change = max(1, self.groups_per_step // TICKET_SHARE)
         if self._waited_for == "deadline":

@@ -1,4 +1,4 @@
-"""A recording of a run's versions and batches, on which `unstale audit` tests the old-logp routes.
+"""A recording of a run's versions and batches, on which `unstale audit` tests `old_logp`.
 
     recorded/versions/000012.safetensors    the weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on

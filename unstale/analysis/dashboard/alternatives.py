@@ -1,11 +1,13 @@
-"""Compute which tokens another route or other limits would have kept and clipped in the same run.
+"""Compute which tokens another `old_logp` or other limits would have kept and clipped in a run.
 
-The trainer's own correction and objective (`trainer.rules.LossSpec`) are applied to whole sequences
-of values in the journal. The tokens and their `logp` are those of the run. With other options the
-run would have learnt something else, and later steps would have had other tokens.
+A route is a way to get `old_logp`. The trainer's own correction and objective
+(`trainer.rules.LossSpec`) are applied to whole sequences of values in the journal. The tokens and
+their `logp` are those of the run. With other options the run would have learnt something else, and
+later steps would have had other tokens.
 
 Log D and log S are stored as float16, so a token next to a limit may come out on its other side.
-`rounding` counts the tokens to which even the run's own options give other flags than stored.
+The figure `rounding` of an answer counts the tokens to which even the run's own options give other
+flags than the stored ones.
 """
 
 from collections import Counter

@@ -114,9 +114,9 @@ def own_settings(folder: Path) -> Settings:
 def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
     """Return the settings of a run with `changes`: full names of options -> values as texts.
 
-    With another route, the options of the run's route do not apply. If the run's route is exact,
-    other exact routes have the stored values. Raises `BadQuestion` for an unknown option or value,
-    and for a route whose `old_logp` does not follow from the journal.
+    With another route (way to get `old_logp`), the options of the run's route do not apply. If the
+    run's route is exact, other exact routes have the stored values. Raises `BadQuestion` for an
+    unknown option or value, and for a route whose `old_logp` does not follow from the journal.
     """
     config = own.config
     known = options()

@@ -603,11 +603,10 @@ class AnalyticCosts:
 
     @property
     def driver_s(self) -> float:
-        """Seconds in which the run's own process applies the deltas of all trainer ranks, on one
-        core.
+        """Seconds in which the run's own process applies the deltas of all ranks, on one core.
 
-        It does so only for a sharded trainer whose engines load whole weights, not deltas.
-        Otherwise 0.
+        Deltas are differences between two versions of the weights. It applies them only for a
+        sharded trainer whose engines load whole weights. Otherwise 0.
         """
         setup = self.setup
         ranked = setup.is_sharded(self.placement.trainers) and not setup.lora_rank
@@ -622,8 +621,8 @@ class AnalyticCosts:
     def sends_deltas(self) -> bool:
         """True if engines receive deltas (differences between versions), not whole weights.
 
-        A single engine on the trainer's node and hosts on other nodes can. With LoRA adapters all
-        engines receive whole weights, into which the adapters are merged.
+        Deltas suit a single engine on the trainer's node, and hosts on other nodes. With LoRA
+        adapters all engines receive whole weights, into which the adapters are merged.
         """
         has_deltas = self.route.needs.snapshots or self.setup.is_sharded(self.placement.trainers)
         has_base = self.placement.engines == 1 or not self.is_one_node

@@ -73,7 +73,7 @@ class LinearCosts:
     decode_context: float = 0.0
     """Seconds that each token of context of a running reply adds to a decoding step."""
     prefill_token: float = 0.0
-    """Seconds to compute one token of context."""
+    """Seconds in which an engine computes the keys and values of one context token."""
     transfer: float = 0.0
     """Seconds to send the keys and values of a context to another engine, whatever its length."""
     transfer_token: float = 0.0

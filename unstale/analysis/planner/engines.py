@@ -111,7 +111,7 @@ class SimulatedEngine:
         self.restarted_at = 0.0
         self.paused = True
         self.prefixes: set[int] = set()
-        """Names of the prefixes that this engine has computed."""
+        """Names of the prefixes (first tokens of contexts) that this engine has computed."""
         self.busy_s = 0.0
         self.sampled = 0
         self.steps = 0

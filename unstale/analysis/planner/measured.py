@@ -130,8 +130,9 @@ def recorded_workload(
 
 
 def recorded_overheads(run: RecordedRun, fitted: FittedCosts) -> Overheads:
-    """Return the seconds of a run's smaller parts, and the ratio of its steps to their fitted
-    costs.
+    """Return the seconds of a run's smaller parts, and the paces of its steps.
+
+    A pace is a measured duration, divided by the fitted one.
     """
     between = [each.between for each in run.steps if each.between is not None]
     written = [each.checkpoint for each in run.steps if each.checkpoint]

@@ -35,7 +35,7 @@ OPEN = 0.15
 the step.
 """
 MAX_STEPS = 200
-"""Largest number of steps that are simulated of a run's own settings, after those that fill the
+"""Largest number of steps for which a run's own settings are simulated, after those that fill the
 queue.
 """
 
@@ -425,4 +425,6 @@ _SAME = (
     "trainer.lora_rank",
     "old_logps.route",
 )
-"""Options that change durations. They must be the same in all runs of `--like`."""
+"""Options that change durations. They must be the same in all runs that `unstale simulate --like`
+names.
+"""

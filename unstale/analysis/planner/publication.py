@@ -38,9 +38,9 @@ def decode_s(words: float, rate: float, *, cores: float) -> float:
 
 
 def reference_s(model: "Model") -> float:
-    """Return the seconds in which a core computes the log-probabilities of the probe's tokens.
+    """Return the seconds in which a core computes the log-probabilities of a probe's tokens.
 
-    Each expert that these tokens use is read once.
+    The probe is a short reply that tests new weights. Each expert that its tokens use is read once.
     """
     tokens = PROBE_PROMPT + PROBE_REPLY
     computed = tokens * model.forward_flops(tokens / 2)

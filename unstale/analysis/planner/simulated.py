@@ -404,7 +404,7 @@ class SimulatedRecorder:
         self._engines = engines
         self._trainer = trainer
         self.ends: list[float] = [0.0]
-        """Seconds at which each step ended, beginning with 0."""
+        """Simulated times, in seconds, at which the steps ended. The first entry is 0."""
         self._lanes: dict[str, float] = defaultdict(float)
         """Seconds of the recorded spans, added up by lane (row of the timeline)."""
         self._seconds: list[dict[str, float]] = [{}]

@@ -1,4 +1,4 @@
-"""The tables of the journal, and how pieces, groups and results are written as rows."""
+"""The tables of the journal, and how pieces (runs of tokens), groups and results become rows."""
 
 import json
 import struct

@@ -1,4 +1,7 @@
-"""The part shared by routes that keep the scores of pieces until their batch needs them."""
+"""The part shared by routes that keep the scores of tokens until their batch needs them.
+
+A route is a way to get `old_logp`.
+"""
 
 from __future__ import annotations
 

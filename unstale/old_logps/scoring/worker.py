@@ -1,4 +1,4 @@
-"""The child process of the route `old_logit_model`, which scores tokens and loads new versions.
+"""The child process of the route `old_logit_model`, which computes old log-probabilities.
 
 The process scores all tokens of a version before it loads the next version. It keeps its replies in
 memory until the trainer reads them, so the process never waits for the socket. It ends when the

@@ -28,7 +28,7 @@ class Segment:
 
 
 def segments(utility: Sequence[float]) -> list[Segment]:
-    """Return the upper concave hull of a utility, as far as it rises.
+    """Return the upper concave hull of a utility, as far as it rises, in segments of equal slope.
 
     `utility[k]` is the utility with k more episodes than the smallest size.
 
