@@ -373,7 +373,10 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, tensors)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a delta that fits leads to each version but the first."""
+        """Raise ValueError unless the deltas lead from each stored version to the next, and fit.
+
+        With `storage="full"`, each delta must have all weights of its version instead.
+        """
         versions = state["versions"]
         at = state["at"]
         pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))

@@ -47,14 +47,18 @@ class SettingKind:
 
     @classmethod
     def of(cls, config: RunConfig) -> "SettingKind | None":
-        """Return the kind of a run. None if its objective has no clip that stops tokens."""
+        """Return the properties of a run by which it is compared with settings of the table.
+
+        None if its objective has no clip that stops tokens.
+        """
         return cls.of_options(described(config))
 
     @classmethod
     def of_options(cls, values: Row) -> "SettingKind | None":
-        """Return the kind of a setting from the options of its reference, by full name.
+        """Return the properties of a setting of the table, from the options of its reference.
 
-        None if the objective has no clip that stops tokens.
+        `values` has these options by full name. None if the objective has no clip that stops
+        tokens.
         """
         unit = values.get("objective.unit", "token")
         objective = ObjectiveConfig(loss_type=values["objective.loss_type"], unit=unit)

@@ -256,9 +256,9 @@ class ThroughputEstimate(NamedTuple):
 def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
     """Return the schedule in which no token is older than `lag` versions.
 
-    `groups` are the groups per step and `window` is the look-ahead window, which can make tokens
-    older. `max_staleness` is lower than `lag` by the versions that it can add. Raises `ConfigError`
-    if `lag` is too small for the window.
+    `groups` are the groups per step. `window` is the look-ahead window, which can make tokens
+    older. So `max_staleness` is lower than `lag` by the versions that the window can add. Raises
+    `ConfigError` if `lag` is too small for the window.
     """
     smallest = staleness_bound(1, groups, window)
     if 0 < lag < smallest:

@@ -143,9 +143,9 @@ def suggest(request: PlanRequest) -> Suggestion:
 def _best_schedule(
     request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
-    """Return the best candidate of each schedule near the best, simulated, and the chosen one.
+    """Return the simulated candidates, each the best for one schedule, and the chosen one.
 
-    `_smallest` chooses it.
+    Only the schedules with the highest estimates are simulated. `_smallest` chooses among them.
     """
     window = request.windows[0] if request.windows else 1
     candidates = []

@@ -141,8 +141,8 @@ class RewardChannels:
 def named_rewards(item: Trajectory) -> Mapping[str, float]:
     """Return the rewards of an episode by name.
 
-    If the task set combined rewards, they are the rewards before that, and the terms that
-    techniques added.
+    If the task set has combined several rewards into one, the separate rewards are returned, with
+    the terms that techniques added.
     """
     parts = {
         name.removeprefix(COMBINED): value
