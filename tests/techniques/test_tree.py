@@ -7,7 +7,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from unstale.records import Fork, Group, Sampled, ScoredTrajectory, Task, Trajectory
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override
+from unstale.records import (
+    ContextPiece,
+    Failure,
+    Fork,
+    Group,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+)
+from unstale.research.techniques.tree import Tree, TreeConfig
 from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
 from unstale.techniques.hooks import CreditContext
 
@@ -176,3 +188,45 @@ def test_leave_one_out_over_branches_is_unbiased_if_forks_look_at_the_past_only(
 def test_the_biases_are_those_of_the_table() -> None:
     found = {name: round(float(np.mean(values)), 3) for name, values in biases(12).items()}
     assert found == {"loo": 0.0, "pooled": 0.430, "depth": 0.575, "retro": 0.185}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"techniques": "tree"}, "needs the technique tree_advantage"),
+        ({"techniques": "tree_advantage"}, "needs the technique tree"),
+        ({"schedule.group_size": 9}, "must be a multiple of 2 and at least 4, got 9"),
+        ({"schedule.group_size": 2}, "must be a multiple of 2 and at least 4, got 2"),
+        ({"techniques": "tree tree_advantage allocate"}, "cannot be used with allocate"),
+        ({"techniques": "tree tree_advantage minpro"}, "cannot be used with minpro"),
+        ({"correction.unit": "sequence"}, "needs correction.unit = token, got sequence"),
+        ({"correction.token_veto_threshold": 0.1}, "needs correction.token_veto_threshold = 0"),
+        ({"objective.loss_type": "gspo"}, "cannot be used with objective.loss_type = gspo"),
+        ({"objective.loss_aggregation": "sequence_mean"}, "than sequence_mean"),
+        ({"trainer.routing_replay": True}, "needs trainer.routing_replay = false"),
+    ],
+)
+def test_what_a_tree_would_make_wrong_is_refused_with_the_reason(
+    options: dict[str, object], told: str
+) -> None:
+    fits = {"techniques": "tree tree_advantage", "schedule.group_size": 8}
+    override(RunConfig(recipe=""), fits)
+    with pytest.raises(ConfigError, match=told):
+        override(RunConfig(recipe=""), fits | options)
+
+
+def test_each_root_has_as_many_forks_as_its_group_was_given_episodes() -> None:
+    tree = Tree(TreeConfig(branch="unlikely", places=3, continuations=2))
+    assert tree.roots(14) == 2
+    pieces = (
+        ContextPiece((1, 2)),
+        Sampled((3, 4, 5), (-0.1, -3.0, -0.2), 0),
+        ContextPiece((6,)),
+        Sampled((7, 8), (-2.0, -1.0), 0),
+    )
+    trunk = Trajectory(pieces, {"reward": 1.0}, "done", TASK, seed=0, episode=9)
+    forks = tree.forks([trunk, Failure(TASK, "begin", "broken")])
+    assert forks == [Fork(9, at) for at in (3, 6, 7, 3, 6, 7)]
+    turns = Tree(TreeConfig(turn=2, continuations=3))
+    assert turns.roots(8) == 2 and turns.forks([trunk]) == [Fork(9, 6)] * 3
+    assert Tree(TreeConfig(turn=3)).forks([trunk]) == []
