@@ -30,6 +30,7 @@ from unstale.old_logps import OldLogps
 from unstale.records import (
     Batch,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     ScoredTrajectory,
@@ -74,10 +75,13 @@ class TechniqueHooks(Protocol):
         """True if a technique uses hidden states of the policy."""
         ...
 
-    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
-        """Return the number of episodes to add to a group whose episodes have all ended.
+    def more(
+        self, request: GroupRequest, results: Sequence[Trajectory | Failure]
+    ) -> Sequence[Fork | None]:
+        """Return an element for each episode to add to a group whose episodes have all ended.
 
-        The caller records the new size of the group in the journal.
+        It is the place at which the episode is forked from an earlier one, or None for an episode
+        with its own beginning. A new size of the group is recorded in the journal.
         """
         ...
 

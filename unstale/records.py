@@ -37,6 +37,10 @@ class Provenance(IntEnum):
     """Text that another policy wrote."""
     REPLAYED = 5
     """Sampled by the policy, and trained on again in a later step."""
+    SHARED = 6
+    """Sampled by the policy in another episode of the group, from which this episode was forked.
+    Only the other episode has the token's `behavior_logp`, version and loss.
+    """
 
 
 HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
@@ -179,6 +183,42 @@ def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """The place at which an episode was forked from another one of its group.
+
+    The forked episode begins with the first `at` tokens of the episode `parent`. It continues with
+    other random numbers.
+    """
+
+    parent: int
+    """The number of the other episode in the run."""
+    at: int
+    """Number of tokens that both episodes have in common, with prompts and answers."""
+
+    def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Return the parent's first `at` tokens, with its sampled tokens as SHARED context.
+
+        `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
+        tokens.
+        """
+        taken: list[Piece] = []
+        left = self.at
+        for piece in pieces:
+            tokens = piece.tokens[:left]
+            if tokens:
+                sampled = isinstance(piece, Sampled)
+                source = Provenance.SHARED if sampled else piece.provenance
+                taken.append(ContextPiece(tokens, source))
+                left -= len(tokens)
+        if left > 0:
+            raise ValueError(
+                f"episode {self.parent} has {self.at - left} tokens: it cannot be forked after "
+                f"{self.at}"
+            )
+        return tuple(taken)
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished episode: its pieces, the reason of its end and its rewards by name.
 
@@ -200,6 +240,9 @@ class Trajectory:
     branches: tuple["Trajectory", ...] = ()
     """Further conversations of the episode, such as those of sub-agents. Each gets the episode's
     reward and advantage.
+    """
+    fork: Fork | None = None
+    """The place at which the episode was forked from another one. None if it has its own beginning.
     """
 
     @property
@@ -460,6 +503,9 @@ class EpisodeRecord:
     """
     branches: tuple["EpisodeRecord", ...] = ()
     """Further conversations of the attempt, such as those of sub-agents."""
+    fork: Fork | None = None
+    """The place at which the episode was forked from another one. None if it has its own beginning.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,9 @@ def test_configuration_of_an_earlier_run_has_former_names_of_techniques() -> Non
 
 
 POOL = {"selection.pool": 64}
+ESTIMATOR = {"advantage.estimator": "grpo"}
+"""An estimator technique asks for this if the recipe has another estimator."""
+
 CONDITIONS = {
     "baseline": POOL,
     "beta_sampler": POOL,
@@ -103,10 +106,10 @@ CONDITIONS = {
     "opmd": {"objective.loss_type": "none"},
     "episode_filter": {"schedule.group_size": 8},
     "preserve_clip": {"objective.loss_type": "ppo_clip"},
+    "tree": {"techniques": "tree tree_advantage", **ESTIMATOR},
+    "tree_advantage": {"techniques": "tree tree_advantage", **ESTIMATOR},
 }
 """The one option that a technique may ask for before it is admitted with its defaults."""
-ESTIMATOR = {"advantage.estimator": "grpo"}
-"""An estimator technique asks for this if the recipe has another estimator."""
 
 
 @pytest.mark.parametrize("name", techniques())

@@ -273,6 +273,11 @@ def build_rollout(
             f"the technique {limiters[0]} cannot be used with an ExternalAgent, which counts its "
             "turns and calls itself: remove it from techniques, and set rollout.max_turns"
         )
+    if forking := [each.name for each in chosen(config.techniques) if each.slot == "strategy"]:
+        raise ConfigError(
+            f"the technique {forking[0]} cannot be used with an ExternalAgent, which cannot be "
+            "started again in the middle of an episode: remove it from techniques"
+        )
     if config.deterministic:
         raise ConfigError(
             "deterministic must be false with an ExternalAgent: "

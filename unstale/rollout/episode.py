@@ -56,6 +56,7 @@ from unstale.records import (
     EpisodeBudget,
     EpisodeRecord,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     PendingPiece,
@@ -235,8 +236,9 @@ class Rollout:
         """Run `size` episodes of one task concurrently.
 
         Episodes that were recorded before a resume continue from their record. If there are more
-        records than `size`, all of them continue. When all episodes have ended, `more` returns the
-        number of further episodes to run, until this is 0.
+        records than `size`, all of them continue. When all episodes have ended, `more` returns an
+        element for each further episode to run, until it returns none: the place at which the
+        episode is forked from an earlier one, or None for an episode with its own beginning.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
@@ -247,34 +249,46 @@ class Rollout:
         env_seed = derive_seed(request.seed, request.task.key)
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
-        num_more = max(size, len(request.past))
+        forks = [record.fork for record in request.past]
+        forks += [None] * (size - len(forks))
         number = self._failures.begin()
         try:
-            while num_more:
-                indices = range(len(results), len(results) + num_more)
+            while len(results) < len(forks):
                 async with asyncio.TaskGroup() as siblings:
                     running = [
-                        siblings.create_task(self._tried(request, index, env_seed, open_writer))
-                        for index in indices
+                        siblings.create_task(
+                            self._tried(request, index, env_seed, open_writer, start)
+                        )
+                        for index, start in _starts(request, results, forks)
                     ]
                 results += [episode.result() for episode in running]
-                num_more = more(results)
+                forks += more(results)
             self._failures.count(number, results)
         finally:
             self._failures.end(number)
         return _group(request, results)
 
     async def _tried(
-        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+        self,
+        request: GroupRequest,
+        index: int,
+        env_seed: int,
+        open_writer: OpenWriter,
+        start: "Start",
     ) -> Trajectory | Failure:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
-        outcome = await self._sibling(request, index, env_seed, open_writer)
+        outcome = await self._sibling(request, index, env_seed, open_writer, start)
         if isinstance(outcome, Failure):
             self.quarantined.add(await self._identities.find(request.task))
         return outcome
 
     def _sibling(
-        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+        self,
+        request: GroupRequest,
+        index: int,
+        env_seed: int,
+        open_writer: OpenWriter,
+        start: "Start",
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode of a group with this index.
 
@@ -291,6 +305,7 @@ class Rollout:
             noise_seed=derive_seed(env_seed, index),
             open_writer=partial(open_writer, request.number, index),
             record=request.past[index] if index < len(request.past) else None,
+            start=start,
             limit=request.turn_limit,
             budget=request.budget,
             slot=slot,
@@ -333,6 +348,7 @@ class Rollout:
         noise_seed: int,
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
+        start: "Start" = (None, ()),
         limit: TurnLimit | None = None,
         budget: EpisodeBudget = NO_BUDGET,
         slot: EpisodeSlot | None = None,
@@ -341,18 +357,27 @@ class Rollout:
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning. This does not count as a
-        failure. `limit` is a further limit of the episode's turns. Each attempt may use the whole
-        `budget`. Between two segments, the episode gives its `slot` to other episodes.
+        failure, unless the episode was forked. `start` is the place of the fork and the pieces
+        (runs of tokens) before it. `limit` is a further limit of the episode's turns. Each attempt
+        may use the whole `budget`. Between two segments, the episode gives its `slot` to other
+        episodes.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
             if isinstance(record.outcome, Trajectory) or failures > self.config.retries:
                 return record.outcome
             record = None
+        fork, prefix = start
         while True:
             number = record.episode if record else self.next_episode()
             transcript = Transcript(
-                number, noise_seed, open_writer, record=record, on_piece=self.on_piece
+                number,
+                noise_seed,
+                open_writer,
+                record=record,
+                on_piece=self.on_piece,
+                fork=fork,
+                prefix=prefix,
             )
             record = None
             try:
@@ -376,7 +401,7 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
-            if transcript.replaying:
+            if transcript.replaying and fork is None:
                 transcript.writer.write_restart(
                     f"{failure.stage}: {failure.error}",
                     turns=failure.turns,
@@ -444,6 +469,8 @@ class Rollout:
                 transcript, caller, chat, (turn, turn_rewards), limit, budget_use
             )
         transcript.require_replayed()
+        # the rewards of replies before a fork belong to the episode that sampled them
+        own_rewards = turn_rewards[len(turn_rewards) - count_turns(transcript.pieces) :]
         num_cut = count_cut_replies(transcript.pieces, chat.stop_tokens)
         cut = {CUT_REPLIES: float(num_cut)} if num_cut else {}
         return Trajectory(
@@ -453,8 +480,9 @@ class Rollout:
             task=task,
             seed=transcript.seed,
             episode=transcript.episode,
-            turn_rewards=tuple(turn_rewards) if any(turn_rewards) else (),
+            turn_rewards=tuple(own_rewards) if any(own_rewards) else (),
             facts={**turn.facts, **budget_use.facts(), **cut},
+            fork=transcript.fork,
         )
 
     async def make_env(self, task: Task, seed: int) -> EnvCaller:
@@ -740,6 +768,32 @@ def _require_few_hung(failure: Failure) -> None:
             f"cannot be ended; the last one in {failure.stage} of {failure.task.key}: "
             f"{failure.error}. With task.isolate = process their processes are ended"
         )
+
+
+Start = tuple[Fork | None, Sequence[Piece]]
+"""The place at which an episode was forked, and the pieces (runs of tokens) before it. None and no
+pieces for an episode with its own beginning.
+"""
+
+
+def _starts(
+    request: GroupRequest,
+    results: Sequence[Trajectory | Failure],
+    forks: Sequence[Fork | None],
+) -> Iterator[tuple[int, Start]]:
+    """Yield the index and the start of each episode of a group that has no result yet.
+
+    Raises ValueError if an episode is forked from one that is not finished.
+    """
+    past = [record.outcome for record in request.past]
+    parents = {each.episode: each for each in (*past, *results) if isinstance(each, Trajectory)}
+    for index, fork in enumerate(forks[len(results) :], start=len(results)):
+        if fork is None:
+            yield index, (None, ())
+        elif fork.parent in parents:
+            yield index, (fork, fork.prefix_of(parents[fork.parent].pieces))
+        else:
+            raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
 
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:

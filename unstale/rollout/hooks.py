@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from unstale.records import (
         Batch,
         Failure,
+        Fork,
         Group,
         GroupRequest,
         ScoredTrajectory,
@@ -56,11 +57,17 @@ class RunHooks:
     def reads_states(self) -> bool:
         return bool(self.techniques.states_readers and self.hidden_states)
 
-    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
+    def more(
+        self, request: GroupRequest, results: Sequence[Trajectory | Failure]
+    ) -> Sequence[Fork | None]:
+        if strategy := self.techniques.strategy:
+            roots = request.sizes[0]
+            # a resumed group may have some of its forks already; the journal has them as episodes
+            return strategy.forks(results[:roots])[len(results) - roots :]
         count = self.selection.more(request, results)
         if count:
             self.resize(request.number, len(results) + count)
-        return count
+        return [None] * count
 
     def read_states(self, groups: Sequence[Group]) -> None:
         assert self.hidden_states, "reads_states says whether there are any"

@@ -16,8 +16,10 @@ from unstale.records import (
     ContextPiece,
     EpisodeRecord,
     Failure,
+    Fork,
     PendingPiece,
     Piece,
+    Provenance,
     Sampled,
     Trajectory,
     link_experts,
@@ -43,14 +45,23 @@ class EpisodeWriter(Protocol):
 
 OpenWriter = Callable[..., EpisodeWriter]
 """A function that opens the record of an attempt, with the arguments `episode`, `seed` and `again`.
-`again` is True if the journal already has the attempt.
+`again` is True if the journal already has the attempt. For a forked episode it also gets `fork`,
+the place of the fork, and `prefix`, the pieces (runs of tokens) before it, which it writes at once.
 """
 
 
 class NullWriter:
     """An `EpisodeWriter` that discards the record."""
 
-    def __init__(self, *_: int, episode: int, seed: int, again: bool = False) -> None: ...
+    def __init__(
+        self,
+        *_: int,
+        episode: int,
+        seed: int,
+        again: bool = False,
+        fork: Fork | None = None,
+        prefix: Sequence[Piece] = (),
+    ) -> None: ...
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -61,11 +72,17 @@ class NullWriter:
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
 
 
+def is_reply(piece: Piece) -> bool:
+    """Return True if the policy sampled the piece, in this episode or before it was forked."""
+    return isinstance(piece, Sampled) or piece.provenance == Provenance.SHARED
+
+
 class Transcript:
     """The tokens of one attempt at an episode, and of its branches.
 
     A branch is a further conversation of the attempt, which begins when an external agent edits its
     history. If `record` is given, the pieces (runs of tokens) of this record are replayed first.
+    A forked episode (`fork`) without a record replays `prefix` first, the pieces before the fork.
     `on_piece` is called with each piece that is newly sampled.
     """
 
@@ -78,6 +95,7 @@ class Transcript:
         "_snapshot",
         "branches",
         "episode",
+        "fork",
         "pieces",
         "seed",
         "tokens",
@@ -93,8 +111,11 @@ class Transcript:
         record: EpisodeRecord | None = None,
         on_piece: Callable[[PendingPiece], None] = lambda piece: None,
         is_branch: bool = False,
+        fork: Fork | None = None,
+        prefix: Sequence[Piece] = (),
     ) -> None:
         self.episode = episode
+        self.fork = fork
         self.seed = seed
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
@@ -104,8 +125,8 @@ class Transcript:
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
-        self._recorded = [*record.pieces] if record else []
-        """Recorded pieces (runs of sampled tokens) that are still to be replayed."""
+        self._recorded = [*record.pieces] if record else [*prefix]
+        """Recorded pieces (runs of tokens) that are still to be replayed."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
@@ -118,7 +139,10 @@ class Transcript:
             self.add_branch(branch.episode, branch)
 
     def _open(self, *, again: bool) -> None:
-        self.writer = self._open_writer(episode=self.episode, seed=self.seed, again=again)
+        start = {"episode": self.episode, "seed": self.seed, "again": again}
+        if self.fork and not again:
+            start |= {"fork": self.fork, "prefix": tuple(self._recorded)}
+        self.writer = self._open_writer(**start)
         for position, piece in enumerate(self.pieces):
             self.writer.write_piece(position, piece)
         self._opens_at_reply = False
@@ -205,12 +229,12 @@ class Transcript:
             )
         self._replay()
 
-    def replay_reply(self) -> Iterator[Sampled]:
+    def replay_reply(self) -> Iterator[Piece]:
         """Yield the recorded pieces of the next reply, and add them to the transcript.
 
-        A piece is a run of tokens of one version.
+        A piece is a run of tokens of one version, or of a reply before the place of a fork.
         """
-        while self._recorded and isinstance(piece := self._recorded[0], Sampled):
+        while self._recorded and is_reply(piece := self._recorded[0]):
             self._replay()
             yield piece
 

@@ -5,6 +5,9 @@ technique, and can be imported without torch. A technique is an object with the 
 
     sampler      draw(tasks, context) -> Draw       chooses the task of the next group of episodes
     allocator    first(task), more(group) -> int    chooses the number of episodes of a group
+    strategy     roots(group_size) -> int           chooses the number of episodes that begin a
+                                                    group
+                 forks(results) -> forks            and where further ones are forked from these
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
     reward       reward(groups, context)            changes the rewards of a batch's episodes
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
 
     from unstale.algorithms.objectives import Surrogate
     from unstale.config import ObjectiveConfig, RunConfig
-    from unstale.records import Batch
+    from unstale.records import Batch, Failure, Fork, Trajectory
 
 GradientPart = Literal["full", "head"]
 """The parameters of which a gradient's norm is taken: all trained ones, or only the output head."""
@@ -303,6 +306,26 @@ class Allocator(Protocol):
         ...
 
 
+@runtime_checkable
+class Strategy(Protocol):
+    """A technique that forks episodes: a group becomes one or several trees of episodes."""
+
+    def roots(self, group_size: int) -> int:
+        """Return the number of episodes with which a group begins, at least 1.
+
+        `group_size` is `schedule.group_size`, the largest number of episodes of the whole group.
+        """
+        ...
+
+    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
+        """Return the places at which further episodes are forked from finished ones.
+
+        `results` are those of the episodes that began the group, in order. All have ended. The
+        result must depend only on the arguments.
+        """
+        ...
+
+
 class GradientNorms(Protocol):
     """A function that computes the norm of the gradient of each sequence's log-probability."""
 
@@ -529,6 +552,7 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
+        self.strategy = next((each for each in values if isinstance(each, Strategy)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)

@@ -38,6 +38,7 @@ from unstale.records import (
     EpisodeBudget,
     EpisodeRecord,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     Piece,
@@ -569,8 +570,17 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
+                fork=self._fork(episode),
             )
             return StoredEpisode(trajectory, number, step)
+
+    def _fork(self, episode: int) -> Fork | None:
+        """Return where an episode was forked from another one. None if it was not forked."""
+        if "forks" not in self._tables:
+            return None
+        for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
+            return Fork(*row)
+        return None
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
@@ -618,7 +628,8 @@ class JournalReader:
         for reason in self.rows(
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
-            return EpisodeRecord(episode, (), Failure(task, "replay", *reason), failures)
+            ended = Failure(task, "replay", *reason)
+            return EpisodeRecord(episode, (), ended, failures, fork=self._fork(episode))
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -633,6 +644,7 @@ class JournalReader:
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
+            fork=self._fork(episode),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:

@@ -21,7 +21,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 5
+FORMAT = 6
 """Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
@@ -62,6 +62,8 @@ TABLES = {
     "trained_tokens": "number INTEGER NOT NULL REFERENCES finished, step INTEGER NOT NULL, "
     "version INTEGER NOT NULL, route TEXT NOT NULL, num_tokens INTEGER NOT NULL, "
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
+    "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
+    "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
     "at REAL NOT NULL, after INTEGER NOT NULL",
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -77,7 +79,7 @@ _KEYS = {
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5}
+ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
@@ -97,6 +99,7 @@ REPEATED = (
     "trajectories",
     "failures",
     "restarts",
+    "forks",
     "finished",
     "episodes",
     "groups",

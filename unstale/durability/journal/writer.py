@@ -55,6 +55,7 @@ from unstale.durability.run_folder import flush_to_disk
 from unstale.records import (
     NO_BUDGET,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     Piece,
@@ -227,16 +228,32 @@ class Journal:
         fields = json.dumps({"group": number, "size": size})
         return insert("events", time.time(), GROUP_SIZE, fields, self._checkpoint)
 
-    def begin(
-        self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
+    def begin(  # noqa: PLR0913 - two of them number the episode
+        self,
+        number: int,
+        sibling: int,
+        *,
+        episode: int,
+        seed: int,
+        again: bool = False,
+        fork: Fork | None = None,
+        prefix: Sequence[Piece] = (),
     ) -> "_EpisodeWriter":
         """Record an attempt at the episode with index `sibling` of a group. Return the writer of
         its tokens.
 
-        `again` means that the attempt is recorded already, and continues after a resume.
+        `again` means that the attempt is recorded already, and continues after a resume. `prefix`
+        has the tokens before a `fork` from another episode. They are recorded in one transaction
+        with the attempt.
         """
         if not again:
-            self._insert("episodes", episode, number, sibling, seed, time.time())
+            after = self._checkpoint
+            row = (episode, number, sibling, seed, time.time(), after)
+            records = [insert("episodes", *row)]
+            if fork:
+                records.append(insert("forks", episode, fork.parent, fork.at, after))
+            records += [piece_row(episode, i, piece, after) for i, piece in enumerate(prefix)]
+            self.transaction(records)
         return _EpisodeWriter(self, number, episode)
 
     async def finish(self, group: Group) -> None:
