@@ -294,8 +294,8 @@ ROWS: Sequence[Row] = (
         43,
         "ETTRL, arXiv 2508.11356",
         "advantages by relative entropy; trees",
-        "--techniques 'tree tree_advantage entropy_advantage_reweighting' --tree.branch unlikely are "
-        "the trees and the advantage; labels by majority vote are missing",
+        "--techniques 'tree tree_advantage entropy_advantage_reweighting' --tree.branch unlikely "
+        "are the trees and the advantage; labels by majority vote are missing",
     ),
     _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
     _row(
