@@ -6,7 +6,7 @@ taken for a complete one.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import isfinite
@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from unstale.analysis.dashboard import alternatives, limits
 from unstale.analysis.dashboard.database import COLUMNS
 from unstale.analysis.dashboard.factors import Brush, TokenChoice, find_rows, require_values
 from unstale.analysis.dashboard.index import RunIndex
@@ -35,10 +34,10 @@ from unstale.durability.run_folder import Row, dumps
 from unstale.records import Piece, Sampled, walk
 from unstale.token_values import TokenFlag
 
-Content = Literal["table", "tokens", "brushed", "changed"]
+Content = Literal["table", "tokens", "brushed"]
 """The meaning of a row of the file. `table`: an episode with the columns of the table of episodes.
 `tokens`: a finished episode with lists over its tokens, as `unstale export-trajectories` writes it.
-`brushed`: a trained token. `changed`: a trained token that other options treat differently.
+`brushed`: a trained token.
 """
 
 Format = Literal["jsonl", "parquet"]
@@ -78,8 +77,6 @@ class ExportRequest:
 
     Episodes are selected by `filter` and `search`. Trained tokens are selected by `choice` (limits
     of step and lag, exact or not) and by `brush`, a rectangle in the plane of log D and log S.
-    `changes` are option values to try instead of the run's own: `content = changed` exports the
-    tokens of `choice` whose treatment would change.
     """
 
     content: str
@@ -88,7 +85,6 @@ class ExportRequest:
     search: str = ""
     choice: TokenChoice = field(default_factory=TokenChoice)
     brush: Brush = field(default_factory=Brush)
-    changes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, allowed in (("content", get_args(Content)), ("format", get_args(Format))):
@@ -135,10 +131,6 @@ def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
             raise FileNotFoundError(problem)
         if selection.content == "brushed":
             rows = _brushed(index, selection)
-        elif selection.content == "changed":
-            own = limits.own_settings(index.folder)
-            other = limits.changed_settings(own, selection.changes)
-            rows = alternatives.changed_tokens(index.folder, selection.choice, own, other)
         else:
             with open_journal(index.folder) as journal:
                 with_values = bool(journal.num_token_values)
@@ -246,10 +238,6 @@ def _schema(pyarrow: Any, content: str) -> Any:
         columns |= {"figures": pyarrow.map_(text, number), "is_branch": pyarrow.bool_()}
         return pyarrow.schema(columns | {"note": text})
     small = pyarrow.float32()
-    if content == "changed":
-        columns = dict.fromkeys(("episode", "step", "token", "lag"), integer)
-        columns |= {"log_d": small, "log_s": small, "run": text, "other": text}
-        return pyarrow.schema(columns)
     whole = ("episode", "group", "step", "token", "id", "version", "lag", "turn")
     columns = dict.fromkeys(whole, integer)
     columns |= dict.fromkeys(_VALUES, small)

@@ -30,7 +30,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unstale.analysis.dashboard import (
-    alternatives,
     audits,
     axes,
     details,
@@ -200,8 +199,6 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
         "episode": api.episode,
         "group": api.group,
         "factors": api.factors,
-        "limits": api.limits,
-        "alternative": api.alternative,
         "export": api.export,
     }
     routes = [
@@ -353,20 +350,6 @@ class _Api:
             drawn = limits.of_run(folder, lag_max=found.lag_max)
             return answer(found, brush, drawn, parameters.whole(request, "points", 0))
 
-    def limits(self, request: Request) -> Any:
-        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
-        return limits.choices(limits.own_settings(folder))
-
-    def alternative(self, request: Request) -> Any:
-        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
-        own = limits.own_settings(folder)
-        other = limits.changed_settings(own, parameters.options(request))
-        choice = parameters.token_choice(request)
-        with self._reading_tokens:
-            found = alternatives.compare(folder, choice, own, other)
-        lags = [each["lag"] for each in found["lags"]]
-        return found | limits.drawn(other, lag_max=max(lags, default=0))
-
     def export(self, request: Request) -> Response:
         name = parameters.text(request, "run")
         selection = export.ExportRequest(
@@ -376,7 +359,6 @@ class _Api:
             search=parameters.text(request, "search", ""),
             choice=parameters.token_choice(request),
             brush=parameters.brush(request),
-            changes=parameters.options(request),
         )
         parts = export.parts(self._indexer.get(name), selection)
         file = export.file_name(name, selection)

@@ -1,7 +1,6 @@
 // D against S: the trained tokens of a run by their discrepancy and staleness.
 
 import { ask, follow } from "./api.js";
-import { Alternative } from "./alternative.js";
 import { h, replace } from "./dom.js";
 import { downloads } from "./download.js";
 import { amount, percent, whole } from "./format.js";
@@ -51,7 +50,6 @@ export function factors(content, { run }, query) {
   let step = -1;
   let over = false;
   const read = (from) => (state = Object.fromEntries([...CHOICE, ...BRUSH].map((name) => [name, from.get(name) || ""])));
-  const options = (from) => Object.fromEntries([...from].filter(([name]) => name.includes(".")));
   read(query);
   const note = h("p", { class: "quiet", role: "status" }, "Reading the tokens…");
   const wrong = h("div");
@@ -66,7 +64,6 @@ export function factors(content, { run }, query) {
     },
     onChoose: (episode, token, at) => (location.hash = `${toRun(run)}/episode/${episode}/token/${token}?step=${at}`),
   });
-  const alternative = new Alternative(run, { changes: options(query), getChoice: () => params(CHOICE), onChange: () => keep(), onLines: (lines) => scatter.compare(lines) });
   const meaning = h("ul", { class: "meaning-lines" });
   const beyond = h("div", { class: "bar" });
   const chosen = h("section", { id: "selected" });
@@ -76,19 +73,17 @@ export function factors(content, { run }, query) {
     h("div", { class: "bar tools limits" }, field("step_min"), field("step_max"), field("lag_min"), field("lag_max"), h("label", { for: "exact" }, "old_logp"), inputs.exact),
     h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Tokens by lag"), h("p", {}, "Drag over tokens to select them, or write limits below. Above and at the right: how often each value occurs, by lag, with logarithmic heights.")), scatter.element,
       h("div", { class: "bar tools limits" }, BRUSH.map(field), clear), beyond),
-    meaning, chosen, saved, alternative.element);
+    meaning, chosen, saved);
 
   const params = (names) => Object.fromEntries(names.map((name) => [name, state[name]]).filter(([, value]) => value !== ""));
 
   function keep() {
-    const kept = new URLSearchParams({ ...params([...CHOICE, ...BRUSH]), ...alternative.changes });
+    const kept = new URLSearchParams(params([...CHOICE, ...BRUSH]));
     history.replaceState(null, "", `${toRun(run)}/factors${kept.size ? `?${kept}` : ""}`);
   }
 
   function changed() {
-    const before = JSON.stringify(params(CHOICE));
     for (const [name, input] of Object.entries(inputs)) state[name] = input.value.trim();
-    if (JSON.stringify(params(CHOICE)) !== before) alternative.outdate();
     keep();
     load();
   }
@@ -138,13 +133,12 @@ export function factors(content, { run }, query) {
 
   async function begin() {
     try {
-      parquetProblem = alternative.parquetProblem = (await ask("run", { run })).parquet_problem;
+      parquetProblem = (await ask("run", { run })).parquet_problem;
     } catch (error) {
       if (!over) failed(content, error);
       return;
     }
     await load();
-    if (!over) await alternative.load();
   }
   // The answer reads all tokens of the run, so a live run is read again after a pause.
   let timer = 0;
@@ -167,7 +161,6 @@ export function factors(content, { run }, query) {
       read(parameters);
       write();
       load();
-      alternative.change(options(parameters));
     },
   };
 }
