@@ -1,40 +1,28 @@
-"""What is promised of the page D against S and of exports.
+"""What is promised of the page D against S.
 
 - Counts are of all tokens; a sample of points and the tokens that were not read are stated.
 - Limits of tokens that an address has select exactly these tokens.
-- A file has the values of the journal, streams, and has a safe name.
 """
 
-import http.client
-import io
-import json
 import math
 import re
 import shutil
 import sqlite3
-import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
 from tests.analysis.test_dashboard import Client, served
 from tests.support.fake_run import fake_run
-from unstale.analysis.dashboard import export, factors, limits
+from unstale.analysis.dashboard import factors, limits
 from unstale.analysis.dashboard.factors import Brush, TokenCache, TokenChoice
-from unstale.durability.journal import JOURNAL, Journal, export_rows
-from unstale.durability.run_folder import dumps
+from unstale.durability.journal import JOURNAL, Journal
 from unstale.records import Sampled, walk
 from unstale.token_values import TokenFlag
-
-ROW = {"episode", "group", "step", "token", "id", "version", "lag", "turn", "behavior_logp"}
-ROW |= {"old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy", "exact", "outcome"}
-ROW |= {"route", "minibatch"}
 
 
 @pytest.fixture(scope="module")
@@ -255,114 +243,7 @@ def test_a_wrong_choice_of_tokens_is_refused_with_a_reason(client: Client) -> No
         assert sentence in client.ask("factors", 400, run="first", **params)["error"]
 
 
-def save(client: Client, **params: str) -> tuple[str, bytes]:
-    status, headers, body = client.request(f"/api/export?{urlencode(params)}")
-    assert status == 200, body
-    assert headers["cache-control"] == "no-store"
-    name = re.fullmatch(r'attachment; filename="([\w.-]+)"', headers["content-disposition"])
-    assert name
-    return name[1], body
-
-
-def both(client: Client, **params: str) -> list[dict[str, Any]]:
-    """Return the rows of a selection, which are the same in both formats."""
-    name, body = save(client, format="jsonl", **params)
-    assert name == f"first-{params['content']}.jsonl"
-    rows = [json.loads(line) for line in body.splitlines()]
-    name, body = save(client, format="parquet", **params)
-    assert name.endswith(".parquet")
-    table = pyarrow.parquet.read_table(io.BytesIO(body), use_threads=False).to_pylist()
-    assert len(table) == len(rows)
-    for one, two in zip(rows, table, strict=True):
-        assert one.keys() == two.keys()
-        for key, value in one.items():
-            found = dict(two[key]) if key in ("figures", "rewards") else two[key]
-            assert value == found, key
-    return rows
-
-
-@pytest.mark.costly
-def test_a_selection_of_episodes_is_saved_with_the_values_of_the_table(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "PART_ROWS", 5)
-    monkeypatch.setattr(export, "PAGE", 7)
-    rows = both(client, run="first", content="table")
-    assert [row["episode"] for row in rows] == list(range(1, 25))
-    answers = client.ask("episodes", run="first", sort="episode", size=200)["rows"]
-    for row, shown in zip(rows, answers, strict=True):
-        assert {name: row[name] for name in shown} == shown
-    client.when_read("first", search="Done")
-    some = both(client, run="first", content="table", filter="success=1 step>=3", search="Done")
-    total = client.ask("episodes", run="first", filter="success=1 step>=3", search="Done")["total"]
-    assert 0 < len(some) == total < 24
-    assert both(client, run="first", content="table", filter="step>99") == []
-
-
-def test_the_tokens_of_episodes_are_saved_as_the_command_exports_them(
-    client: Client, runs: Path
-) -> None:
-    rows = both(client, run="first", content="tokens", filter="step=2")
-    with Journal.read(runs / "first") as journal:
-        every = export_rows(journal, "tokens", lambda tokens: "")
-        expected = [json.loads(dumps(row)) for row in every if row["step"] == 2]
-    assert rows == expected and len(rows) == 4
-
-
-@pytest.mark.costly
-def test_brushed_tokens_are_saved_with_their_values(client: Client, runs: Path) -> None:
-    whole = columns_of(runs / "first")
-    brush = {"s_min": "0.1", "lag_min": "1"}
-    rows = both(client, run="first", content="brushed", **brush)
-    inside = (whole["log_s"] >= 0.1) & (whole["lag"] >= 1)
-    assert 0 < len(rows) == inside.sum() and rows[0].keys() == ROW
-    for name in ("log_d", "log_s", "episode", "token", "lag", "step", "outcome"):
-        assert [row[name] for row in rows] == whole[name][inside].tolist(), name
-    row = rows[0]
-    answer = client.ask("episode", run="first", episode=row["episode"])
-    (piece,) = [p for p in answer["pieces"] if 0 <= row["token"] - p["start"] < len(p["ids"])]
-    at = row["token"] - piece["start"]
-    assert (row["id"], row["version"]) == (piece["ids"][at], piece["version"])
-    assert row["logp"] == pytest.approx(piece["trained"]["logp"][at])
-    assert len(both(client, run="first", content="brushed")) == len(inside)
-
-
-def test_a_file_has_a_safe_name_and_no_path_leads_out(runs: Path, tmp_path: Path) -> None:
-    strange = 'we"ird; x=..\r\nset-cookie: a é'
-    shutil.copytree(runs / "engine", tmp_path / "runs" / strange)
-    with served(tmp_path / "runs") as client:
-        client.when_read(strange)
-        name, body = save(client, run=strange, content="table", format="jsonl")
-        assert name == "we-ird-x-..-set-cookie-a-table.jsonl" and body.count(b"\n") == 12
-        for run in ("..", "../runs", "/etc", "", f"{strange}/.."):
-            for question in ("factors",):
-                assert client.ask(question, 404, run=run)["error"]
-            assert client.ask("export", 404, run=run, content="table", format="jsonl")["error"]
-        wrong = {"run": strange, "content": "table", "format": "jsonl"}
-        for changes, sentence in (
-            ({"content": "x"}, "content must be one of table, tokens, brushed"),
-            ({"format": "x"}, "format must be one of jsonl, parquet"),
-            ({"filter": "x=1"}, "there is no column 'x'"),
-        ):
-            assert sentence in client.ask("export", 400, **wrong | changes)["error"]
-
-
-def test_parquet_without_its_package_is_explained(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    wanted = {"run": "first", "content": "table"}
-    error = client.ask("export", 400, format="parquet", **wanted)["error"]
-    assert error.startswith("Parquet needs the package pyarrow: ")
-    assert client.ask("run", run="first")["parquet_problem"] == error
-    assert save(client, format="jsonl", **wanted)[1]
-
-
-def test_a_damaged_row_is_a_sentence_and_breaks_a_download_off(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "PART_ROWS", 50)
+def test_a_damaged_row_is_a_sentence(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "first", tmp_path / "runs" / "first")
     with closing(sqlite3.connect(tmp_path / "runs" / "first" / JOURNAL)) as journal:
         journal.execute("UPDATE trained_tokens SET route = 'x' WHERE step = 4")
@@ -371,10 +252,6 @@ def test_a_damaged_row_is_a_sentence_and_breaks_a_download_off(
         error = client.ask("factors", 409, run="first")["error"]
         assert "the trained tokens of group 4 in step 4: they changed" in error
         assert client.ask("factors", run="first", step_max=3)["placed"] > 0
-        with pytest.raises(http.client.IncompleteRead):
-            client.request("/api/export?run=first&content=brushed&format=jsonl")
-        params = "run=first&content=brushed&format=jsonl&step_min=4"
-        assert client.request(f"/api/export?{params}")[0] == 409
     with closing(sqlite3.connect(tmp_path / "runs" / "first" / JOURNAL)) as journal:
         journal.execute("UPDATE pieces SET num_tokens = 1000000000000 WHERE episode = 1")
         journal.commit()

@@ -2,7 +2,6 @@
 
 - It is complete and readable in light, dark and narrow windows; texts of a run stay text.
 - A drag selects the tokens under it, the keyboard reaches the same, and the address keeps it.
-- Links save the selection.
 """
 
 import json
@@ -200,20 +199,4 @@ def test_the_keyboard_alone_selects_and_reaches_a_token(page: Page, client: Clie
     tab_to("#selected a[href*='/token/']")
     page.press("Enter")
     page.wait("document.querySelector('.selected')")
-    assert page.errors == []
-
-
-@pytest.mark.costly
-def test_the_table_of_episodes_links_to_the_file_of_its_rows(page: Page, client: Client) -> None:
-    page.run(f"location.hash = '#/{PAGE.replace('factors', 'episodes')}?filter=step%3D2'")
-    page.wait("document.querySelectorAll('.downloads a').length == 4")
-    links = page.run("[...document.querySelectorAll('.downloads a')].map((a) => a.href)")
-    lines = page.run(f"fetch({json.dumps(links[0])}).then((found) => found.text())").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [2] * 4
-    assert [link.partition("content=")[2].partition("&")[0] for link in links] == [
-        "table",
-        "table",
-        "tokens",
-        "tokens",
-    ]
     assert page.errors == []

@@ -33,7 +33,6 @@ from unstale.analysis.dashboard import (
     audits,
     axes,
     details,
-    export,
     limits,
     pairs,
     parameters,
@@ -199,7 +198,6 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
         "episode": api.episode,
         "group": api.group,
         "factors": api.factors,
-        "export": api.export,
     }
     routes = [
         *(Route(f"/api/{name}", _answering(answer)) for name, answer in questions.items()),
@@ -258,10 +256,7 @@ class _Api:
         name = parameters.text(request, "run")
         index = self._shown(name)
         with index.database.read():
-            return summary.overview(name, index) | {
-                "columns": table.columns(),
-                "parquet_problem": export.parquet_problem(),
-            }
+            return summary.overview(name, index) | {"columns": table.columns()}
 
     def series(self, request: Request) -> Any:
         index = self._indexer.get(parameters.text(request, "run"), journal=False)
@@ -349,24 +344,6 @@ class _Api:
             found = self._cache.read(folder, choice)
             drawn = limits.of_run(folder, lag_max=found.lag_max)
             return answer(found, brush, drawn, parameters.whole(request, "points", 0))
-
-    def export(self, request: Request) -> Response:
-        name = parameters.text(request, "run")
-        selection = export.ExportRequest(
-            content=parameters.text(request, "content"),
-            format=parameters.text(request, "format"),
-            filter=parameters.text(request, "filter", ""),
-            search=parameters.text(request, "search", ""),
-            choice=parameters.token_choice(request),
-            brush=parameters.brush(request),
-        )
-        parts = export.parts(self._indexer.get(name), selection)
-        file = export.file_name(name, selection)
-        headers = {
-            "cache-control": "no-store",
-            "content-disposition": f'attachment; filename="{file}"',
-        }
-        return StreamingResponse(parts, headers=headers, media_type=export.KINDS[selection.format])
 
     async def stream(self, request: Request) -> Response:
         """Send an event whenever the run of the request changes, or any run if it names none."""

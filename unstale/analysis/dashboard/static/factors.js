@@ -2,11 +2,10 @@
 
 import { ask, follow } from "./api.js";
 import { h, replace } from "./dom.js";
-import { downloads } from "./download.js";
 import { amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
 import { outcomeWord } from "./outcomes.js";
-import { failed, problem, toRun } from "./parts.js";
+import { problem, toRun } from "./parts.js";
 import { Scatter } from "./scatter.js";
 
 const CHOICE = ["step_min", "step_max", "lag_min", "lag_max", "exact"];
@@ -45,7 +44,6 @@ function selection(run, found) {
 
 export function factors(content, { run }, query) {
   let state = {};
-  let parquetProblem = "";
   let turn = 0;
   let step = -1;
   let over = false;
@@ -67,13 +65,12 @@ export function factors(content, { run }, query) {
   const meaning = h("ul", { class: "meaning-lines" });
   const beyond = h("div", { class: "bar" });
   const chosen = h("section", { id: "selected" });
-  const saved = h("p");
   const clear = h("button", { type: "button", onclick: () => (BRUSH.forEach((name) => (inputs[name].value = "")), changed()) }, "clear");
   replace(content, h("h1", {}, "D against S"), h("p", { class: "lead" }, "Each point is a trained token: log D compares trainer and engine, log S compares the weights in training with those of old_logp. The shading counts all tokens."), note, wrong,
     h("div", { class: "bar tools limits" }, field("step_min"), field("step_max"), field("lag_min"), field("lag_max"), h("label", { for: "exact" }, "old_logp"), inputs.exact),
     h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Tokens by lag"), h("p", {}, "Drag over tokens to select them, or write limits below. Above and at the right: how often each value occurs, by lag, with logarithmic heights.")), scatter.element,
       h("div", { class: "bar tools limits" }, BRUSH.map(field), clear), beyond),
-    meaning, chosen, saved);
+    meaning, chosen);
 
   const params = (names) => Object.fromEntries(names.map((name) => [name, state[name]]).filter(([, value]) => value !== ""));
 
@@ -104,7 +101,6 @@ export function factors(content, { run }, query) {
 
   function selected(found) {
     const picked = found.selected;
-    replace(saved, downloads(picked ? "the selected tokens" : "all chosen tokens", { run, content: "brushed", ...params([...CHOICE, ...BRUSH]) }, parquetProblem));
     if (!picked) {
       replace(chosen);
       return;
@@ -131,15 +127,6 @@ export function factors(content, { run }, query) {
     }
   }
 
-  async function begin() {
-    try {
-      parquetProblem = (await ask("run", { run })).parquet_problem;
-    } catch (error) {
-      if (!over) failed(content, error);
-      return;
-    }
-    await load();
-  }
   // The answer reads all tokens of the run, so a live run is read again after a pause.
   let timer = 0;
   let due = 0;
@@ -154,7 +141,7 @@ export function factors(content, { run }, query) {
     if (step >= 0 && progress.last_step !== step) reload();
     step = progress.last_step ?? step;
   });
-  begin();
+  load();
   return {
     close: () => ((over = true), clearTimeout(timer), close(), scatter.remove()),
     moved(now, parameters) {
