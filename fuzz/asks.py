@@ -103,6 +103,7 @@ ONLY_IN_WORDS = (
     "has two calls with the same id",
     "tool_call_id is",
     "has tool calls without a result",
+    "half of a character",
 )
 """Parts of refusals for reasons that a schema cannot express."""
 KEYS = ("one", "two", "three", "a%20b", "%ff", "-unknown")
