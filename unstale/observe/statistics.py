@@ -119,22 +119,6 @@ def paired_difference(values: Sequence[float]) -> PairedDifference | None:
     return PairedDifference(n, mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1)))
 
 
-def pool(parts: Sequence[PairedDifference]) -> PairedDifference:
-    """Return the mean and spread of the pairs of several samples, as if they were one sample.
-
-    The spread is that of all pairs around the common mean. Raises ValueError without samples.
-
-    >>> pool([PairedDifference(2, 1.0, 0.5), PairedDifference(6, -1.0, 0.5)]).mean
-    -0.5
-    """
-    if not parts:
-        raise ValueError("no samples of pairs to pool")
-    n = sum(part.n for part in parts)
-    mean = sum(part.n * part.mean for part in parts) / n
-    squares = sum((part.n - 1) * part.sd**2 + part.n * (part.mean - mean) ** 2 for part in parts)
-    return PairedDifference(n, mean, math.sqrt(squares / (n - 1)))
-
-
 def holm(p_values: Sequence[float], number: int) -> list[float]:
     """Return p-values adjusted for a family of `number` tests (Holm 1979).
 
