@@ -7,21 +7,26 @@ scripted (offline), a model behind an endpoint (`--task.user URL`), or a model o
 natural language are left out, because they need a judge.
 """
 
-import asyncio
 import gc
-import json
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from unstale.config import ConfigError, nearest
-from unstale.envs import ListedTasks, Message, Taskset, Turn
+from unstale.config import ConfigError
+from unstale.envs import ListedTasks, Taskset, Turn
 from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 from unstale.research.adapters import _tau2_layouts as tau2
-from unstale.research.envs.tau2 import USER_TIMEOUT_S
+from unstale.research.envs.orchestrated import (
+    USER_TIMEOUT_S,
+    Conversation,
+    LiveConversation,
+    MessageTypes,
+    PolicyAgent,
+    check_domain,
+)
 
 DOMAINS = ("airline", "retail", "telecom")
 ALL = "all"
@@ -39,14 +44,6 @@ default thresholds half of its time is garbage collection.
 USER_ARGS = {"temperature": 0.0, "timeout": USER_TIMEOUT_S}
 """Arguments of litellm for a model that plays the user."""
 
-REWARD = "state"
-"""Name of the reward."""
-
-_MESSAGES = {
-    "assistant": tau2.AssistantMessage,
-    "user": tau2.UserMessage,
-    "tool": tau2.ToolMessage,
-}
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 
 
@@ -68,11 +65,7 @@ class Tau2Tasks(ListedTasks):
         eval_split: str = "test",
     ) -> None:
         domain, _, model = domain.partition("@")
-        if domain not in (known := (*DOMAINS, ALL)):
-            raise ConfigError(
-                f"tau2's domain must be one of {', '.join(known)}; "
-                f"got {domain!r}{nearest(domain, known)}"
-            )
+        check_domain("tau2", domain, (*DOMAINS, ALL))
         self.name = f"tau2:{domain}"
         self.domain = domain
         self.user = user or model
@@ -146,84 +139,23 @@ class Tau2Tasks(ListedTasks):
         return kind(self, self.data_of(task))
 
 
-class Tau2Env:
-    """One conversation: the policy answers messages of the user and results of its tool calls.
+class Tau2Env(Conversation):
+    """One conversation with a user of tau2."""
 
-    The library's code runs in the threads of the task set.
-    """
+    types = MessageTypes(
+        tau2.AssistantMessage,
+        tau2.UserMessage,
+        tau2.ToolMessage,
+        tau2.ToolCall,
+        tau2.is_valid_agent_history_message,
+    )
 
     def __init__(self, tasks: Tau2Tasks, task: Any) -> None:
+        super().__init__(tasks.threads, task)
         self._tasks = tasks
-        self._task = task
-        self._orchestrator: Any = None
-
-    async def begin(self) -> Turn:
-        await self._in_thread(self._start, self._task)
-        return Turn((Message("system", self._tasks.system), *self._messages_since(0)))
-
-    async def step(self, reply: Message) -> Turn:
-        text = reply.content.rpartition("</think>")[2].strip()
-        if not (reply.tool_calls or text):
-            return Turn((), done=True, rewards={REWARD: 0.0}, facts={"empty_reply": 1.0})
-        before = len(self._orchestrator.trajectory) + 1
-        await self._in_thread(self._exchange, reply, text)
-        if self._orchestrator.done:
-            return await self._end()
-        answers = list(self._messages_since(before))
-        for place, call in enumerate(reply.tool_calls):
-            if call.error:
-                answers[place] = Message("tool", f"Error: {call.error}")
-        return Turn(tuple(answers))
-
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._tasks.threads, work, *arguments
-        )
-
-    def _start(self, task: Any) -> None:
-        self._orchestrator = self._orchestrate(task)
-        self._orchestrator.initialize()
-        self._run_to_policy()
-
-    def _run_to_policy(self) -> None:
-        """Run the orchestrator until it is the policy's turn."""
-        orchestrator = self._orchestrator
-        while not orchestrator.done and orchestrator.to_role != "agent":
-            orchestrator.step()
-            tau2.check_limits(orchestrator)
-
-    def _exchange(self, reply: Message, text: str) -> None:
-        """Pass the policy's reply to the orchestrator, and run it until the policy's next turn."""
-        orchestrator = self._orchestrator
-        calls = [
-            tau2.ToolCall(
-                id=f"call_{orchestrator.step_count}_{place}",
-                name=call.name,
-                arguments=dict(call.arguments),
-            )
-            for place, call in enumerate(reply.tool_calls)
-        ]
-        orchestrator.agent.reply = tau2.AssistantMessage(
-            role="assistant", content=text or None, tool_calls=calls or None
-        )
-        orchestrator.step()
-        self._run_to_policy()
-
-    def _messages_since(self, start: int) -> Iterator[Message]:
-        """Yield the messages for the policy, from the index `start` of the trajectory on.
-
-        The user's tool calls and the agent's greeting are left out.
-        """
-        for message in self._orchestrator.trajectory[start:]:
-            if isinstance(message, tau2.AssistantMessage) or not (
-                tau2.is_valid_agent_history_message(message)
-            ):
-                continue
-            is_result = isinstance(message, tau2.ToolMessage)
-            yield Message("tool" if is_result else "user", message.content)
+        self._system = tasks.system
 
     def _orchestrate(self, task: Any) -> Any:
-        """Return an orchestrator for a task."""
         world = self._tasks.environment()
         policy = Tau2Agent([], "")
         if self._tasks.user:
@@ -233,13 +165,16 @@ class Tau2Env:
         limits = {"max_steps": MAX_STEPS, "max_errors": MAX_ERRORS}
         return tau2.Orchestrator(self._tasks.domain, policy, user, world, task, **limits)
 
+    def _check_limits(self) -> None:
+        tau2.check_limits(self._orchestrator)
+
     async def _end(self) -> Turn:
         """Return the last turn with tau2's reward.
 
         It is 0 unless the user ended the conversation.
         """
         if self._orchestrator.termination_reason != tau2.TerminationReason.USER_STOP:
-            return Turn((), done=True, rewards={REWARD: 0.0})
+            return Turn((), done=True, rewards={self.reward: 0.0})
         turn: Turn = await self._in_thread(self._grade)
         return turn
 
@@ -252,55 +187,21 @@ class Tau2Env:
         if tau2.RewardType.COMMUNICATE in self._task.evaluation_criteria.reward_basis:
             communication = tau2.CommunicateEvaluator.calculate_reward(self._task, trajectory)
             facts["communicated"] = communication.reward
-        return Turn((), done=True, rewards={REWARD: result.reward}, facts=facts)
+        return Turn((), done=True, rewards={self.reward: result.reward}, facts=facts)
 
 
-class LiveEnv(Tau2Env):
-    """A conversation in which a model plays the user.
-
-    After a resume, the conversation continues from its recorded messages, because the model could
-    give other answers when asked again. tau2 repeats its calls.
-    """
-
-    def snapshot(self) -> str:
-        fields = {"role", "id", "name", "content", "tool_calls", "requestor", "error"}
-        orchestrator = self._orchestrator
-        messages = [
-            message.model_dump(mode="json", include=fields, exclude_none=True)
-            for message in orchestrator.trajectory
-        ]
-        return json.dumps(
-            {"steps": orchestrator.step_count, "errors": orchestrator.num_errors, "said": messages}
-        )
-
-    async def resume(self, state: str) -> None:
-        """Restore the conversation from its messages. The recorded tool calls are repeated."""
-        record = json.loads(state)
-        messages = [_MESSAGES[row["role"]].model_validate(row) for row in record["said"]]
-        await self._in_thread(self._start, self._with_history(messages))
-        self._orchestrator.step_count = record["steps"]
-        self._orchestrator.num_errors = record["errors"]
+class LiveEnv(Tau2Env, LiveConversation):
+    """A conversation in which a model plays the user. After a resume, tau2 repeats its calls."""
 
     def _with_history(self, messages: list[Any]) -> Any:
-        """Return the task with the messages that were exchanged so far."""
         initial = (self._task.initial_state or tau2.InitialState()).model_copy(
             update={"message_history": messages}
         )
         return self._task.model_copy(update={"initial_state": initial})
 
 
-class Tau2Agent(tau2.Agent):
+class Tau2Agent(PolicyAgent, tau2.Agent):
     """An agent for tau2's orchestrator whose answers are the replies of the policy."""
-
-    reply: Any
-    calls = 0
-    """Number of tool calls that the policy has made so far."""
-
-    def get_init_state(self, message_history: Any = None) -> None: ...
-
-    def generate_next_message(self, message: Any, state: None) -> tuple[Any, None]:
-        self.calls += len(self.reply.tool_calls or ())
-        return self.reply, None
 
 
 class ScriptedUser(tau2.User):
@@ -311,7 +212,7 @@ class ScriptedUser(tau2.User):
     without a call.
     """
 
-    def __init__(self, task: Any, world: Any, policy: Tau2Agent) -> None:
+    def __init__(self, task: Any, world: Any, policy: PolicyAgent) -> None:
         super().__init__(instructions=str(task.user_scenario.instructions))
         self._policy = policy
         self._seen_calls = 0
