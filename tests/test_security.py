@@ -177,7 +177,10 @@ def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
 
 
 def test_code_is_imported_by_name_in_few_places() -> None:
-    """The package's own names, and `task.env`, `task.reward`, `trackers` and a recipe."""
+    """The package's own names, and `task.env`, `task.reward`, `trackers` and a recipe.
+
+    VitaBench's adapter loads the package's judge and HTTP client, which are in other layers.
+    """
     places = {path for path, name, _ in calls() if name.endswith("import_module")}
     assert places == {
         "__init__.py",
@@ -189,6 +192,7 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "config/variants.py",
         "engines/registry.py",
         "research/adapters/bfcl.py",
+        "research/adapters/vita.py",
         "envs/registry.py",
         "observe/trackers/__init__.py",
     }

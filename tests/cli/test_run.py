@@ -221,6 +221,10 @@ def test_the_episodes_of_a_file_depend_on_template_and_data_and_not_on_budgets(
     data.write_text("new")
     with pytest.raises(ConfigError, match="has episodes with task data"):
         reopen(f"dataset:{data}", reward="x:y")
+    save.unlink()
+    judge = {"judge": "http://127.0.0.1:1"}
+    reopen("vita:all", **judge)
+    reopen("vita:all", **judge, judge_tokens=7)
 
 
 def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_exact(

@@ -36,10 +36,11 @@ NO_CHANGE = (
     "task.isolate",
     "task.workers",
     "task.worker_memory_gb",
+    "task.judge_tokens",
     "task.latency_s",
     "task.latency_sigma",
 )
-"""Options of the task that do not affect its episodes: processes and latencies."""
+"""Options of the task that do not affect its episodes: processes, token budgets and latencies."""
 POLICY_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 """Files of a model folder on which episodes depend: weights, configuration, tokenizer, template."""
 

@@ -1,6 +1,6 @@
-"""Conversations that the orchestrator of tau2-bench exchanges.
+"""Conversations that the orchestrator of tau2-bench exchanges, or that of VitaBench, its fork.
 
-The user is scripted or a model behind an
+The adapters of the two libraries share this code. The user is scripted or a model behind an
 endpoint, by the options of `SimulatedUserConfig`.
 """
 
@@ -94,7 +94,7 @@ class MessageTypes:
 
 
 class PolicyAgent:
-    """The part of an agent that is the same for both layouts of tau2.
+    """The part of an agent that is the same for both libraries.
 
     The agent answers with the policy's replies.
     """
