@@ -17,9 +17,9 @@ import numpy as np
 
 from unstale.analysis.dashboard.journals import open_journal
 from unstale.analysis.dashboard.table import BadQuestion
-from unstale.durability.journal import JournalError, JournalReader
+from unstale.durability.journal import JournalReader
 from unstale.durability.journal.tables import COLUMNS, seal
-from unstale.durability.journal.token_rows import TrainedTokens, unpack_tokens
+from unstale.durability.journal.token_rows import unpack_tokens
 from unstale.durability.run_folder import Row
 from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag, TokenValues
 
@@ -173,15 +173,6 @@ class TokenRow:
     step: int
     num_tokens: int
     seal: int
-
-
-def require_values(values: Sequence[TrainedTokens], row: TokenRow) -> None:
-    """Raise `JournalError` if `values`, read for a row that was found before, are empty."""
-    if not values:
-        raise JournalError(
-            f"the values of group {row.group} in step {row.step} were deleted meanwhile, "
-            "by a resume of the run"
-        )
 
 
 @dataclass(frozen=True, slots=True)

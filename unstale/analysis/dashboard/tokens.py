@@ -33,9 +33,6 @@ WINDOW_TOKENS = 500
 FINISHED = ("trained", "waiting")
 """Outcomes of an episode that came to its end."""
 
-MARK = "<|im_start|>"
-"""Text of the token that begins a message in the ChatML format."""
-
 JOINED = 8
 """Largest number of tokens that are decoded together, because a character may have several."""
 

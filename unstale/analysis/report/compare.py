@@ -6,7 +6,6 @@ time is the time since the start of the first step, without evaluations. Interva
 so the page can be written on another machine.
 """
 
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from unstale.config.files import read_mapping
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from unstale.observe.held_out import HeldOut
 from unstale.observe.run_rows import flatten, last_stop, step_of
-from unstale.observe.statistics import has_spread, student_t975
+from unstale.observe.statistics import paired_difference
 from unstale.observe.words import number
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
@@ -77,11 +76,8 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
         return None
     n = len(present)
     mean = sum(present) / n
-    if not has_spread(present):
-        return SeedMean(n, mean, None, None)
-    error = math.sqrt(sum((value - mean) ** 2 for value in present) / (n - 1) / n)
-    half = student_t975(n - 1) * error
-    return SeedMean(n, mean, mean - half, mean + half)
+    spread = paired_difference(present)
+    return SeedMean(n, mean, *(spread.interval(0.05) if spread else (None, None)))
 
 
 def ended(folder: Path) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """JSON Schemas of the requests that the endpoint accepts, and the check against them.
 
-A field that would change the distribution of the samples is refused with the reason. The endpoint
-also serves the schemas as its OpenAPI description.
+A field that would change the distribution of the samples is refused with the reason.
 """
 
 import reprlib
