@@ -89,9 +89,9 @@ def check_request(
     """
     if params.truncation and not keeps_sets:
         raise ValueError(
-            f"{params.truncation} truncates the support, but this engine does not return the set "
-            "of tokens that were kept, so every importance ratio would be biased. Sample from the "
-            "whole vocabulary; any temperature is allowed"
+            f"{params.truncation} would truncate the support, but this engine does not return "
+            "the set of tokens that it kept, so every importance ratio would be biased. Sample "
+            "from the whole vocabulary; any temperature is allowed"
         )
     if not tokens:
         raise ValueError("the context is empty: sample needs at least one token")
