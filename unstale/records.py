@@ -13,6 +13,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from unstale.kept_sets import KeptSets, join
 from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
@@ -89,7 +90,8 @@ class Sampled:
     weight update interrupts a reply, the reply has one such piece for each version. `clean` is
     False if the engine used keys and values that it had cached with older weights. Then no single
     version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
-    token, if recorded.
+    token, if recorded. `kept_sets` are the tokens among which each token was drawn, None if always
+    the whole vocabulary: `behavior_logp` is in the distribution over this set.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -101,14 +103,26 @@ class Sampled:
     clean: bool = True
     provenance: Provenance = Provenance.SAMPLED
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
+    kept_sets: KeptSets | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.behavior_logp):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.behavior_logp)} behavior_logp")
+        if self.kept_sets is not None and len(self.kept_sets) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.kept_sets)} kept sets")
         if self.version < 0:
             raise ValueError(f"version must be >= 0, got {self.version}")
         if self.provenance not in HAS_BEHAVIOR:
             raise ValueError(f"a Sampled piece cannot be {self.provenance.name}; use ContextPiece")
+
+    def first(self, count: int) -> "Sampled":
+        """Return a copy with only the first `count` tokens."""
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            behavior_logp=self.behavior_logp[:count],
+            kept_sets=self.kept_sets.at(slice(count)) if self.kept_sets else None,
+        )
 
 
 Piece = ContextPiece | Sampled
@@ -596,6 +610,10 @@ class Batch:
     """The reward of each sequence's episode. Empty in a recorded batch."""
     stored: StoredLogps | None = None
     """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
+    kept_sets: KeptSets | None = None
+    """The kept sets of the T tokens, over which all log-probabilities are taken. None: the whole
+    vocabulary.
+    """
 
     @property
     def replayed(self) -> "Tensor":
@@ -662,6 +680,7 @@ class Batch:
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
             stored=self.stored.select(index) if self.stored else None,
+            kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
             **rows,
         )
         return chosen, index
@@ -704,6 +723,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         stored=StoredLogps(
             torch.cat([each.old_logp for each in kept]), torch.cat([each.exact for each in kept])
         ),
+        kept_sets=join([(len(batch.tokens), batch.kept_sets) for batch in batches]),
         **columns,
     )
 
@@ -775,6 +795,7 @@ def collate(
     behavior_logp = [np.empty(0, np.float32)]
     advantage = [np.empty(0, np.float32)]
     pieces: list[tuple[int, ...]] = []
+    kept: list[tuple[int, KeptSets | None]] = []
     offsets = [0]
     for item in credited:
         for start, piece, turn in walk(item.trajectory.pieces):
@@ -783,6 +804,7 @@ def collate(
             tokens.append(np.array(piece.tokens, np.int64))
             values = np.array(_advantages(item, start, count, turn), np.float32)
             advantage.append(np.broadcast_to(values, count))
+            kept.append((count, piece.kept_sets if isinstance(piece, Sampled) else None))
             if isinstance(piece, Sampled):
                 behavior_logp.append(np.array(piece.behavior_logp, np.float32))
                 pieces.append((count, True, piece.version, turn, provenance, piece.clean))
@@ -809,6 +831,7 @@ def collate(
         routed_experts=_expert_table(credited) if replay_experts else None,
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
+        kept_sets=join(kept),
     )
 
 

@@ -77,7 +77,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("train", "retail", "--correction.low", "1.5"),
             "correction.low must be between 0 and 1, got 1.5",
         ),
-        (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
+        (("train", "retail", "--engine.top_k", "1"), "keeps only the most probable token"),
         (
             ("train", "retail", "--deterministic", "perhaps"),
             "--deterministic must be true or false, got 'perhaps'",

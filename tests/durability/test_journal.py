@@ -51,6 +51,7 @@ from unstale.durability.journal import (
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
 from unstale.durability.journal.tables import ADDED
+from unstale.kept_sets import KeptSets
 from unstale.records import (
     HAS_BEHAVIOR,
     ContextPiece,
@@ -701,6 +702,36 @@ def test_a_replayed_group_is_recorded_beside_its_first_training(tmp_path: Path) 
         assert read.replayed() == [0] and check(read) == []
 
 
+KEPT = KeptSets(np.array([3, 0], np.int64), np.array([2, 3, 70_000], np.int32))
+
+
+def test_kept_sets_are_read_back_sealed_and_rewound(tmp_path: Path) -> None:
+    kept = Sampled((3, 4), (-0.5, -0.25), version=0, kept_sets=KEPT)
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        asyncio.run(journal.checkpoint("start", step=0, version=0))
+        record(journal, group(0, ContextPiece((1,)), kept, Sampled((5,), (-1.0,), 0)))
+        with Journal.read(tmp_path) as read:
+            assert check(read) == []
+            _, found, plain = read.pieces(1)
+        assert isinstance(found, Sampled) and isinstance(plain, Sampled)
+        assert found.kept_sets is not None and plain.kept_sets is None
+        assert found.kept_sets.sizes.tolist() == [3, 0]
+        assert found.kept_sets.ids.tolist() == [2, 3, 70_000]
+        journal.rewind(0, everything=True)
+    with Journal.read(tmp_path) as read:
+        assert check(read) == [] and read.rows("SELECT * FROM kept_sets") == []
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0, ContextPiece((1,)), kept))
+    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
+        connection.execute("UPDATE kept_sets SET sets = x'00' WHERE episode = 1")
+        connection.commit()
+    with Journal.read(tmp_path) as read:
+        assert check(read) == ["1 rows of kept_sets changed after they were written"]
+        with pytest.raises(JournalError, match="kept sets of episode 1: they changed"):
+            read.pieces(1)
+
+
 def make_older(path: Path, journal_format: int) -> None:
     """Change a journal to one of an older format. Its added tables have no rows."""
     with closing(sqlite3.connect(path)) as connection:
@@ -712,7 +743,7 @@ def make_older(path: Path, journal_format: int) -> None:
         connection.commit()
 
 
-@pytest.mark.parametrize("journal_format", [3, 4])
+@pytest.mark.parametrize("journal_format", [3, 4, 5])
 def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
     tmp_path: Path, journal_format: int
 ) -> None:
@@ -734,7 +765,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed(1) == [0]
 
 
-@pytest.mark.parametrize("journal_format", [3, 4])
+@pytest.mark.parametrize("journal_format", [3, 4, 5])
 def test_journals_of_two_formats_are_compared_in_the_tables_that_both_have(
     tmp_path: Path, journal_format: int
 ) -> None:

@@ -1002,14 +1002,17 @@ KNOBS = [
 ]
 
 
-def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--engine.top_p", "0.8")])
+def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """Everything is real: the engine process, the command line, the signal."""
 
     def parse(*arguments: str) -> RunConfig:
         return recipe_options.configure(main.parse(arguments))
 
     def begin(name: str) -> list[str]:
-        return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS]
+        return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS, *options]
 
     whole = session.train(parse(*begin("whole")), console=Console(file=StringIO()))
     metrics = tmp_path / "killed" / "metrics.jsonl"

@@ -91,7 +91,7 @@ REFUSED_TABLE = (
     "--objective.loss_type gspo --objective.unit turn",
 )
 CONFIG_ERROR = (
-    "--engine.top_p 0.95",
+    "--engine.top_p 0.95 --engine.bitwise true",
     "--old_logps.route ewma_prox --old_logps.beta 1",
     "--objective.kl_coef -0.1",
     "--objective.clip_low 1.5",

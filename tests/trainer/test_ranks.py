@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +60,7 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
-from unstale.testing import check_old_logps, episode, nudge, tiny_policy
+from unstale.testing import check_old_logps, episode, nudge, tiny_policy, with_kept_sets
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.codec import advance
@@ -95,6 +95,12 @@ VARIANTS: Mapping[str, RunConfig] = {
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
     "techniques": replace(SMALL, techniques="minpro m2po token_entropy_advantage preserve_clip"),
+    "truncated": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, minibatches_per_batch=2),
+        objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
+    ),
+    "truncated lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
     "replay": replace(
         SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
     ),
@@ -113,7 +119,17 @@ EXPERTS = 8
 
 VARIANTS_OF = {
     1: ("bfloat16",),
-    2: ("own", "bfloat16", "stochastic", "offload", "two steps a batch", "inline", "replay"),
+    2: (
+        "own",
+        "bfloat16",
+        "stochastic",
+        "offload",
+        "two steps a batch",
+        "inline",
+        "truncated",
+        "truncated lora",
+        "replay",
+    ),
     3: ("plain", "8-bit", "lora"),
 }
 """The variants that run on this number of ranks."""
@@ -141,7 +157,7 @@ class Outcome:
     metrics: list[Mapping[str, float]]
 
 
-def batch_of(step: int, *, replay: bool = False) -> Batch:
+def batch_of(step: int, *, replay: bool = False, truncated: bool = False) -> Batch:
     """Return a batch with tokens of the last three versions, each with experts of its own."""
     plans = [
         [20 + i % 3, (12, max(0, step - 2)), 5, (9, max(0, step - 1)), (7, step)] for i in range(5)
@@ -150,6 +166,8 @@ def batch_of(step: int, *, replay: bool = False) -> Batch:
         episode(100 * step + i, plan, advantage=1.0 if i % 2 else -1.0)
         for i, plan in enumerate(plans)
     ]
+    if truncated:
+        episodes = [*map(with_kept_sets, episodes)]
     return collate([*map(with_experts, episodes)], replay_experts=replay)
 
 
@@ -167,7 +185,7 @@ def with_experts(item: ScoredTrajectory) -> ScoredTrajectory:
     return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
 
-def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
+def learn(peers: RankGroup, folder: Path, config: RunConfig, *, truncated: bool = False) -> Outcome:
     """Train for some steps, on batches whose tokens are up to two versions old."""
     options = config.trainer
     lora = LORA if options.lora_rank else None
@@ -183,6 +201,7 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
         policy.replay_experts()
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
+    make_batch = partial(batch_of, replay=replay, truncated=truncated)
     truth: dict[tuple[int, int], Tensor] = {}
     exact, metrics = [], []
     for step in range(STEPS):
@@ -191,8 +210,8 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
         trainer.old.on_published(live)
         auditor.on_published(live)
         for later in range(step, min(step + 3, STEPS)) if config.old_logps.exact else ():
-            truth[later, step] = current_logps(trainer, batch_of(later, replay=replay), step)
-        batch = batch_of(step, replay=replay)
+            truth[later, step] = current_logps(trainer, make_batch(later), step)
+        batch = make_batch(step)
         minibatches = trainer.prepare(batch)
         if config.old_logps.exact:
             old_logp, _ = trainer.old.logps(batch, torch.empty(0))
@@ -224,7 +243,10 @@ def current_logps(trainer: LocalTrainer, batch: Batch, version: int) -> Tensor:
 
 
 def learn_all(peers: RankGroup, folder: Path, variants: tuple[str, ...]) -> dict[str, Outcome]:
-    return {name: learn(peers, folder, VARIANTS[name]) for name in variants}
+    return {
+        name: learn(peers, folder, VARIANTS[name], truncated="truncated" in name)
+        for name in variants
+    }
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +272,7 @@ def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
 def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: Path) -> None:
     (alone,) = outcomes(folder, 0)
     one = alone[variant]
-    for rank in outcomes(folder, count):
+    for place, rank in enumerate(outcomes(folder, count)):
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         wide = VARIANTS[variant].trainer.dtype == "float32"
@@ -258,6 +280,8 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
         assert error <= (0 if count == 1 else 1e-6 if wide else 3e-5)
         assert other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
+        if place:  # the first rank has the metrics of all
+            continue
         for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
             values = [[row[name] for row in each.metrics] for each in (one, other)]
             assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)

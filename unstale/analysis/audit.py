@@ -150,6 +150,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
                 clean=bool(clean),
                 provenance=Provenance(provenance),
                 routed_experts=recorded.get(version),
+                kept_sets=batch.kept_sets.at(at) if batch.kept_sets else None,
             )
             text = tuple(batch.tokens[start : start + last].tolist())
             yield PendingPiece(episode, text, first, piece)

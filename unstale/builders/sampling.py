@@ -207,6 +207,12 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     spec = engine_spec(options.backend)
     if spec.needs_urls and not options.urls.split():
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
+    if options.truncated_by and not spec.keeps_sets:
+        raise ConfigError(
+            f"{options.truncated_by} needs engine.backend = embedded: {options.backend} does not "
+            "return the tokens among which each token was drawn, so no log-probability could be "
+            "taken over them"
+        )
     urls = options.urls.split() or [""] * options.num_started
     max_running = math.ceil(options.max_running / options.num_started)
     over_file = options.transfer != "nccl" and not config.cluster.engine_hosts

@@ -141,9 +141,17 @@ class EngineConfig(Section):
     """Largest number of tokens in an episode, with prompts and replies."""
     temperature: NonNegative = 1.0
     """Sampling temperature, above 0. The trainer divides its logits by the same temperature."""
-    top_p: float = 1.0
-    """Nucleus sampling. Must be 1: below 1, exact log-probabilities would need the set of allowed
-    tokens at each position.
+    top_p: Share = 1.0
+    """Sample from the fewest most probable tokens whose probabilities have at least this sum. Below
+    1, each token's set is recorded, and the trainer uses it (docs/kept-sets.md).
+    """
+    top_k: Count = 0
+    """Sample from this many most probable tokens; 0 sets no limit. Sets are recorded as with
+    `top_p`, to whose tokens it applies first.
+    """
+    min_p: Share = 0.0
+    """Sample from tokens with at least this share of the highest probability. Sets are recorded as
+    with `top_p`. Applies before the other two.
     """
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
@@ -231,10 +239,26 @@ class EngineConfig(Section):
                 "every token, so there is nothing to train on. For greedy evaluation set "
                 "eval.temperature = 0"
             )
-        if self.top_p != 1.0:
+        self._check_truncation()
+
+    @property
+    def truncated_by(self) -> str:
+        """The options that truncate the distribution, with their values. Empty if none does."""
+        limits = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return ", ".join(
+            f"engine.{name} = {getattr(self, name):g}" for name, is_set in limits.items() if is_set
+        )
+
+    def _check_truncation(self) -> None:
+        if not self.top_p or self.top_k == 1 or self.min_p == 1:
             raise ConfigError(
-                f"engine.top_p must be 1.0, got {self.top_p}: "
-                "a truncated support could not be replayed"
+                f"{self.truncated_by} keeps only the most probable token: its log-probability is "
+                "always 0, so there is nothing to train on"
+            )
+        if self.truncated_by and self.bitwise:
+            raise ConfigError(
+                f"engine.bitwise must be false with {self.truncated_by}: equal bits need the same "
+                "sums over the whole vocabulary in engine and trainer"
             )
 
     def _check_quantise(self) -> None:

@@ -3,10 +3,11 @@
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from unstale.engines.prefixes import EpisodeTokens
+from unstale.kept_sets import Truncation
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
@@ -34,6 +35,7 @@ class SamplingParams:
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     known_experts: tuple[int, int] = (-1, 0)
     """`(version, rows)`: the caller has the routed experts of the first `rows` tokens under
     `version`. A reply of this version may leave them out. -1: the caller has none.
@@ -44,6 +46,11 @@ class SamplingParams:
     """Largest number of tokens that the rest of the reply may have, if the reply is requested in
     several parts of `max_tokens`. 0 means `max_tokens`.
     """
+
+    @property
+    def truncation(self) -> Truncation:
+        """The part of the distribution to sample from. If it is true, replies have kept sets."""
+        return Truncation(self.top_p, self.top_k, self.min_p)
 
     @property
     def reply_limit(self) -> int:
@@ -68,22 +75,23 @@ def check_request(
     *,
     max_context: int = 1 << 62,
     vocab_size: int = 0,
+    keeps_sets: bool = False,
 ) -> None:
-    """Raise ValueError for a request that no engine can serve.
+    """Raise ValueError for a request that the engine cannot serve.
 
     A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked), and sampling without `top_p` and `top_k`.
+    checked), and, unless the engine `keeps_sets`, no truncation.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
     Traceback (most recent call last):
     ValueError: token ids from 5 to 9, but the model has 0 to 7; does the tokenizer fit the model?
     """
-    if params.top_p < 1 or params.top_k > 0:
+    if params.truncation and not keeps_sets:
         raise ValueError(
-            f"top_p={params.top_p}, top_k={params.top_k} truncate the support: the trainer's "
-            "softmax has full support, so every importance ratio would be biased. "
-            "Use top_p=1 and top_k=0; any temperature is allowed"
+            f"{params.truncation} would truncate the support, but this engine does not return "
+            "the set of tokens that it kept, so every importance ratio would be biased. Sample "
+            "from the whole vocabulary; any temperature is allowed"
         )
     if not tokens:
         raise ValueError("the context is empty: sample needs at least one token")
@@ -149,8 +157,7 @@ class GenerationOptions:
         length = self.find_end((*before, *piece.tokens))
         if length is None:
             return piece
-        kept = length - len(before)
-        return replace(piece, tokens=piece.tokens[:kept], behavior_logp=piece.behavior_logp[:kept])
+        return piece.first(length - len(before))
 
 
 DEFAULT_OPTIONS = GenerationOptions()

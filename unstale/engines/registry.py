@@ -118,6 +118,8 @@ class EngineSpec:
     """
     deltas_in_parts: bool = False
     """True if the engine accepts a `DeltaInParts`, such as one delta from each trainer rank."""
+    keeps_sets: bool = False
+    """True if replies of truncated sampling have kept sets. Other engines refuse truncation."""
     reads_gpu: bool = False
     """True if an engine on this machine can read weights in the memory of the trainer's GPU."""
 

@@ -602,7 +602,8 @@ class Policy:
         targets = run.tokens[run.place[index]].to(self.device)
         positions = index.to(self.device)
         sample = None if entropy_sample is None else entropy_sample[index].to(self.device)
-        query = LogpQuery(targets, temperature, with_entropy and sample is None, sample)
+        kept_sets = run.kept_sets.at(index) if run.kept_sets else None
+        query = LogpQuery(targets, temperature, with_entropy and sample is None, sample, kept_sets)
         values, entropies = self._query(run, run.place[index - 1], query)
         logp = logp.index_put((positions,), values)
         if with_entropy:
@@ -668,7 +669,9 @@ class Policy:
             with torch.no_grad():
                 rows = run.place[index - 1].to(self.device)
                 hidden = run_model(self._body, run, rows, self._plain_head)
-            query = LogpQuery(run.tokens[run.place[index]].to(self.device), temperature)
+            kept_sets = run.kept_sets.at(index) if run.kept_sets else None
+            targets = run.tokens[run.place[index]].to(self.device)
+            query = LogpQuery(targets, temperature, kept_sets=kept_sets)
             total = query_head(head, hidden, query)[0].sum()
         found = torch.autograd.grad(total, trained, allow_unused=True)
         norms = [each.norm(dtype=wide(each.dtype)) for each in found if each is not None]
@@ -761,7 +764,8 @@ class Policy:
             if len(chosen):
                 head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
                 targets = run.tokens[run.place[chosen]].to(self.device)
-                query = LogpQuery(targets, temperature, with_entropy=True)
+                kept_sets = run.kept_sets.at(chosen) if run.kept_sets else None
+                query = LogpQuery(targets, temperature, with_entropy=True, kept_sets=kept_sets)
                 entropy[index[chosen]] = query_head(head, final, query)[1].cpu()
         counts = torch.zeros(sums.shape[:2], dtype=sums.dtype)
         counts.index_add_(0, sequence, marks.to(sums.dtype))
@@ -801,14 +805,14 @@ class Policy:
         return build_prefix_tree(self._packed(batch, where), share=self.passes.share_prompts)
 
     def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
-        """Return the sequences of a batch, with the recorded experts of their tokens."""
+        """Return the sequences of a batch, with recorded experts and kept sets of their tokens."""
         if isinstance(batch, Packed):
             return batch
         routed_experts = None
         if self._expert_layers and batch.routed_experts:
             rows = batch.routed_experts.rows(batch, batch.sampled if where is None else where)
             routed_experts = self._expert_layers.select(rows)
-        return Packed(batch.tokens, batch.offsets, routed_experts)
+        return Packed(batch.tokens, batch.offsets, routed_experts, batch.kept_sets)
 
 
 def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dict[str, str]:

@@ -256,17 +256,21 @@ class _ChildLink:
 
 def _pieces_message(pieces: Pieces) -> bytes:
     """Return a message with pieces (runs of sampled tokens). Its body holds their routed experts
-    end to end.
+    and kept sets end to end.
     """
-    rows: list[tuple[PieceKey, Sequence[int], list[Any] | None]] = []
+    rows: list[tuple[PieceKey, Sequence[int], list[Any] | None, int | None]] = []
     body: list[Bytes] = []
-    for key, (tokens, experts_of) in pieces.items():
-        if experts_of is None:
-            rows.append((key, tokens, None))
-            continue
-        experts = experts_of.rows(len(tokens))
-        rows.append((key, tokens, [str(experts.dtype), *experts.shape]))
-        body.append(experts.tobytes())
+    for key, (tokens, experts_of, kept_sets) in pieces.items():
+        about, size = None, None
+        if experts_of is not None:
+            experts = experts_of.rows(len(tokens))
+            about = [str(experts.dtype), *experts.shape]
+            body.append(experts.tobytes())
+        if kept_sets is not None:
+            packed = kept_sets.pack(tokens[key.start :])
+            size = len(packed)
+            body.append(packed)
+        rows.append((key, tokens, about, size))
     return b"".join(frame({"op": "pieces", "pieces": rows}, body))
 
 

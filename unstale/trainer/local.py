@@ -163,7 +163,7 @@ class LocalTrainer:
             self._metrics.tokens.arrange(batch.episodes)
             self._whole_minibatch = added.whole_minibatch(batch, minibatches[0])
         self._metrics.prepare_s += time.perf_counter() - began
-        self._metrics.extra |= self._describe_experts(batch)
+        self._metrics.extra |= self._describe_experts(batch) | _describe_sets(batch)
         self._metrics.extra |= self._audit(scored, old_logp)
         return minibatches * self.config.epochs_per_batch
 
@@ -486,6 +486,17 @@ class LocalTrainer:
         if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
         return batch.sequences_with(tokens)
+
+
+def _describe_sets(batch: Batch) -> dict[str, float]:
+    """Return the metrics that only a batch of truncated sampling has."""
+    if batch.kept_sets is None:
+        return {}
+    sizes = torch.from_numpy(batch.kept_sets.sizes)[batch.sampled].double()
+    return {
+        "kept_sets/size_mean": sizes.mean().item(),
+        "kept_sets/single_share": (sizes == 1).double().mean().item(),
+    }
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unstale.config import ConfigError
+from unstale.kept_sets import KeptSets
 from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch, StoredLogps
 from unstale.routed_experts import ExpertTable, RoutedExperts
@@ -46,6 +47,9 @@ _ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
 """Names of the columns that only a batch with routed experts has. A row of `routes.places` is
 (sequence, version, start, count).
 """
+
+_KEPT_SETS = ("kept_sets.sizes", "kept_sets.ids")
+"""Names of the columns that only a batch of truncated sampling has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +202,14 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
     table = columns.pop("routed_experts")
     if stored := columns.pop("stored"):
         columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
+    if kept := columns.pop("kept_sets"):
+        columns |= zip(_KEPT_SETS, kept.to_tensors(), strict=True)
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
     return columns | _expert_columns(table) if table else columns
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
-    apart = (*_ROUTED_EXPERTS, *_STORED)
+    apart = (*_ROUTED_EXPERTS, *_STORED, *_KEPT_SETS)
     values: dict[str, Any] = {key: value for key, value in columns.items() if key not in apart}
     for name in _LISTS:
         values[name] = tuple(columns[name].tolist())
@@ -212,6 +218,8 @@ def _batch(columns: Mapping[str, Tensor]) -> Batch:
         values["routed_experts"] = _expert_table(complete, places, experts, len(values["episodes"]))
     if _STORED[0] in columns:
         values["stored"] = StoredLogps(*(columns[name] for name in _STORED))
+    if _KEPT_SETS[0] in columns:
+        values["kept_sets"] = KeptSets.of_tensors(*(columns[name] for name in _KEPT_SETS))
     return Batch(**values)
 
 

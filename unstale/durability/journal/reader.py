@@ -33,6 +33,7 @@ from unstale.durability.journal.tables import (
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.durability.journal.wal import find_damage
 from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
+from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
     EpisodeBudget,
@@ -595,7 +596,27 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
+        pieces = self._with_kept_sets(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
+
+    def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if "kept_sets" not in self._tables:
+            return pieces
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['kept_sets'])}, seal FROM kept_sets WHERE episode = ?",
+            episode,
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the kept sets of episode {episode}"):
+            for row in rows:
+                if seal("kept_sets", *row[:-1]) != row[-1]:
+                    raise ValueError("they changed after they were written")
+                piece = found[row[1]]
+                if not isinstance(piece, Sampled):
+                    raise ValueError(f"piece {row[1]} was not sampled")
+                sets = KeptSets.unpack(row[2], piece.tokens)
+                found[row[1]] = replace(piece, kept_sets=sets)
+        return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         assert self._routed_experts is not None

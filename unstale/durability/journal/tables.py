@@ -38,6 +38,8 @@ TABLES = {
     "position INTEGER NOT NULL, provenance INTEGER NOT NULL, num_tokens INTEGER NOT NULL, "
     "tokens BLOB NOT NULL, version INTEGER, clean INTEGER, behavior_logp BLOB, "
     "after INTEGER NOT NULL",
+    "kept_sets": "episode INTEGER NOT NULL, position INTEGER NOT NULL, sets BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -74,12 +76,14 @@ TABLES = {
 
 _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
+    "kept_sets": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6}
+ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
@@ -95,6 +99,7 @@ do not show that whole rows were lost.
 
 REPEATED = (
     "snapshots",
+    "kept_sets",
     "pieces",
     "trajectories",
     "failures",
@@ -201,8 +206,8 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
     return records
 
 
-def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
-    """Return the statement that inserts a piece (a run of tokens).
+def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
+    """Return the statements that insert a piece (a run of tokens) and its kept sets, if any.
 
     Numbers are packed little-endian. Tokens take two bytes each if all of them fit, otherwise four.
     Log-probabilities are float32, the precision in which engines compute them.
@@ -214,7 +219,11 @@ def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
     if isinstance(piece, Sampled):
         sampled = (piece.version, piece.clean, struct.pack(f"<{count}f", *piece.behavior_logp))
     row = (episode, position, int(piece.provenance), count, tokens)
-    return insert("pieces", *row, *sampled, after)
+    rows = [insert("pieces", *row, *sampled, after)]
+    if isinstance(piece, Sampled) and piece.kept_sets is not None:
+        sets = piece.kept_sets.pack(piece.tokens)
+        rows.append(insert("kept_sets", episode, position, sets, after))
+    return rows
 
 
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:

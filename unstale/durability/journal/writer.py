@@ -46,7 +46,7 @@ from unstale.durability.journal.tables import (
     insert,
     journal_error,
     outcome_row,
-    piece_row,
+    piece_rows,
     schema,
     to_utf8,
 )
@@ -491,7 +491,7 @@ class _EpisodeWriter:
         if self.journal._routed_experts and isinstance(piece, Sampled):
             self.journal._routed_experts.write(self.group, self.episode, position, piece)
         checkpoint = self.journal._checkpoint
-        self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
+        self.journal.transaction(piece_rows(self.episode, position, piece, checkpoint))
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
         """Record the environment's state, and the number of pieces (runs of tokens) before it."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from unstale.engines import ReplyStop
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import Sampler
+from unstale.kept_sets import WHOLE, KeptSets, Truncation, join
 from unstale.routed_experts import pack_experts
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class SampleRequest:
     stop_tokens: Sequence[int]
     temperature: float
     seed: int
+    truncation: Truncation = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class FinishedReply:
     """`[rows, layers, k]`: the k experts of each of the sequence's first tokens. None if they are
     not recorded.
     """
+    kept_sets: KeptSets | None = None
+    """The sets among which the tokens were drawn. None without truncation."""
 
 
 class Batcher:
@@ -101,6 +105,9 @@ class Batcher:
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
+        self._truncation = [WHOLE] * max_slots
+        self._kept: list[list[KeptSets]] = [[] for _ in range(max_slots)]
+        """For each slot: the kept sets of its reply, one token an element."""
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
@@ -266,6 +273,8 @@ class Batcher:
         self._length[slot] = count
         self._limit[slot] = min(count + request.max_tokens, self._tokens.shape[1])
         self._temperature[slot] = request.temperature
+        self._truncation[slot] = request.truncation
+        self._kept[slot] = []
         self._seed[slot] = np.uint64(request.seed & 0xFFFFFFFFFFFFFFFF)
         self._stops[slot] = False
         self._stops[slot, list(request.stop_tokens)] = True
@@ -329,9 +338,14 @@ class Batcher:
         if not len(slots):
             return
         at = self._length[slots]
-        tokens, logp = self._sampler(logits, self._temperature[slots], self._seed[slots], at)
+        truncations = [self._truncation[slot] for slot in slots.tolist()]
+        heat, seeds = self._temperature[slots], self._seed[slots]
+        tokens, logp, kept = self._sampler(logits, heat, seeds, at, truncations)
         self._tokens[slots, at] = tokens
         self._logp[slots, at] = logp
+        if kept is not None:
+            for slot, own in zip(slots.tolist(), kept.split([1] * len(slots)), strict=True):
+                self._kept[slot].append(own)
         self._length[slots] += 1
 
     def _ended(self, slots: NDArray[np.int64]) -> list[FinishedReply]:
@@ -351,7 +365,10 @@ class Batcher:
         experts = None
         if self._experts is not None:
             experts = self._experts[slot, : self._cached[slot]].copy()
-        return FinishedReply(request.id, tokens, logp, stop, clean, experts)
+        kept_sets = None
+        if request.truncation:
+            kept_sets = join([(1, own) for own in self._kept[slot]])
+        return FinishedReply(request.id, tokens, logp, stop, clean, experts, kept_sets)
 
 
 def _common_prefix(slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:

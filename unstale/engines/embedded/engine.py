@@ -32,6 +32,7 @@ from unstale.engines import (
 from unstale.engines.embedded.posted_experts import PostedExperts
 from unstale.engines.embedded.worker import LOGP, READY, TOKEN
 from unstale.engines.registry import EngineOptions, EngineSpec
+from unstale.kept_sets import KeptSets
 from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts
 from unstale.threads import in_thread
@@ -118,12 +119,17 @@ class EmbeddedEngine:
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         check_request(
-            tokens, params, max_context=self._options.max_context, vocab_size=self.vocab_size
+            tokens,
+            params,
+            max_context=self._options.max_context,
+            vocab_size=self.vocab_size,
+            keeps_sets=not self._options.bitwise,
         )
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._replies, number)
         fields = [number, params.max_tokens, params.stop_tokens, params.temperature, params.seed]
+        fields.append(params.truncation)
         text = np.array(tokens, np.int32).tobytes()
         child.send({"op": "sample", "request": fields}, [text])
         try:
@@ -316,14 +322,18 @@ class EmbeddedEngine:
 
     def _on_reply(self, header: Header, body: bytearray) -> None:
         number, about = header["reply"], header["routes"]
-        count = len(body) // (TOKEN.itemsize + LOGP.itemsize)
+        count = (len(body) - header["kept"]) // (TOKEN.itemsize + LOGP.itemsize)
         tokens = np.frombuffer(body, TOKEN, count)
         behavior_logp = np.frombuffer(body, LOGP, count, tokens.nbytes)
+        kept = None
+        if header["kept"]:
+            kept = KeptSets.unpack(bytes(body[tokens.nbytes + behavior_logp.nbytes :]), tokens)
         piece = Sampled(
             tuple(tokens.tolist()),
             tuple(behavior_logp.tolist()),
             header["version"],
             header["clean"],
+            kept_sets=kept,
         )
         if about:
             self._unread.add(number)
@@ -487,4 +497,6 @@ def _pack_update(update: Update) -> Sequence[Bytes]:
     return file_parts(update) if isinstance(update, Delta) else file_of(update)
 
 
-SPEC = EngineSpec(EmbeddedEngine, takes_packed=True, adapter_deltas=True, reads_gpu=True)
+SPEC = EngineSpec(
+    EmbeddedEngine, takes_packed=True, adapter_deltas=True, keeps_sets=True, reads_gpu=True
+)

@@ -30,6 +30,7 @@ from unstale.engines.embedded.decoder import (
 from unstale.engines.embedded.posted_experts import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.engines.embedded.sampling import Sampler
+from unstale.kept_sets import Truncation
 from unstale.model.lora import Base, Merging
 from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.routed_experts import num_experts
@@ -41,7 +42,9 @@ _READ_BYTES = 1 << 20
 READY = -1
 """The `id` of the message that a new process sends when it can receive commands."""
 TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
-"""Dtypes of the body of a reply message: first the tokens, then their log-probabilities."""
+"""Dtypes of the body of a reply message: first the tokens, then their log-probabilities. Kept sets
+may follow (`KeptSets.pack`).
+"""
 
 
 def main(descriptor: int, options: str) -> None:
@@ -236,9 +239,10 @@ class _EngineWorker:
         error = ""
         match header["op"]:
             case "sample":
-                number, *fields = header["request"]
+                number, *fields, limits = header["request"]
                 tokens = np.frombuffer(body, TOKEN).tolist()
-                return self._batcher.submit(SampleRequest(number, tokens, *fields))
+                request = SampleRequest(number, tokens, *fields, Truncation(*limits))
+                return self._batcher.submit(request)
             case "cancel":
                 return self._batcher.cancel(header["id"])
             case "step":
@@ -297,6 +301,7 @@ class _EngineWorker:
             routed_experts = None
             if reply.experts is not None:
                 routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
+            kept = b"" if reply.kept_sets is None else reply.kept_sets.pack(reply.tokens)
             header = {
                 "op": "reply",
                 "reply": reply.id,
@@ -304,6 +309,8 @@ class _EngineWorker:
                 "stop": reply.stop,
                 "clean": reply.clean,
                 "routes": routed_experts,
+                "kept": len(kept),
             }
-            logps = np.array(reply.behavior_logp, LOGP)
-            self._send(header, np.array(reply.tokens, TOKEN).tobytes() + logps.tobytes())
+            tokens = np.array(reply.tokens, TOKEN).tobytes()
+            logps = np.array(reply.behavior_logp, LOGP).tobytes()
+            self._send(header, tokens + logps + kept)

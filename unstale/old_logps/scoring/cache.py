@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unstale.kept_sets import KeptSets, join
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
@@ -35,13 +36,15 @@ def score_pieces(
     offsets = tuple(accumulate(lengths, initial=0))
     begins = dict(zip(sequences, offsets[:-1], strict=True))
     flat = [token for text in sequences.values() for token in text.tokens]
-    packed = Packed(torch.tensor(flat), offsets, stack_experts([*sequences.values()]))
     where = torch.zeros(len(flat), dtype=torch.bool)
     spans = {}
     for key, text in pieces.items():
         begin = begins[key.episode]
         spans[key] = slice(begin + key.start, begin + len(text.tokens))
         where[spans[key]] = True
+    experts = stack_experts([*sequences.values()])
+    kept_sets = stack_kept_sets([(spans[key], text) for key, text in pieces.items()], len(flat))
+    packed = Packed(torch.tensor(flat), offsets, experts, kept_sets)
     scored = scorer.score(packed, where, version)
     return {key: scored.logp[span].clone() for key, span in spans.items()}
 
@@ -72,6 +75,19 @@ def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
         rows = torch.from_numpy(recorded.rows(count)) if recorded else no_rows(example, count)
         parts.append(rows)
     return torch.cat(parts)
+
+
+def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> KeptSets | None:
+    """Return the kept sets of `count` tokens: those of pieces at their spans, no others.
+
+    None if no piece has kept sets.
+    """
+    parts: list[tuple[int, KeptSets | None]] = []
+    done = 0
+    for span, text in sorted(pieces, key=lambda each: each[0].start):
+        parts += [(span.start - done, None), (span.stop - span.start, text.kept_sets)]
+        done = span.stop
+    return join([*parts, (count - done, None)])
 
 
 class LogpCache:

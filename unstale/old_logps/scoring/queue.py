@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from unstale.kept_sets import KeptSets
     from unstale.records import PendingPiece
     from unstale.routed_experts import RoutedExperts
 
@@ -29,6 +30,8 @@ class PieceText(NamedTuple):
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
     """The experts that the model chose for `tokens`, with the weights of the piece's version."""
+    kept_sets: "KeptSets | None" = None
+    """The kept sets of the piece's own tokens, the last of `tokens`."""
 
 
 Pieces = dict[PieceKey, PieceText]
@@ -36,7 +39,7 @@ Pieces = dict[PieceKey, PieceText]
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
-    return PieceText(piece.tokens, piece.piece.routed_experts)
+    return PieceText(piece.tokens, piece.piece.routed_experts, piece.piece.kept_sets)
 
 
 def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:

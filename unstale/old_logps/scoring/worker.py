@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from unstale.kept_sets import KeptSets
 from unstale.old_logps.scoring.cache import answer
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, ScoringOrder
@@ -94,14 +95,18 @@ class _ScoringWorker:
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
     """Yield the pieces (runs of sampled tokens) of a message, whose body holds their routed experts
-    end to end.
+    and kept sets end to end.
     """
     start = 0
-    for fields, tokens, about in header["pieces"]:
-        routed_experts = None
+    for fields, tokens, about, size in header["pieces"]:
+        key = PieceKey(*fields)
+        routed_experts = kept_sets = None
         if about is not None:
             dtype, *shape = about
             experts = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
             start += experts.nbytes
             routed_experts = RoutedExperts(0, experts.copy())
-        yield PieceKey(*fields), PieceText(tokens, routed_experts)
+        if size is not None:
+            kept_sets = KeptSets.unpack(body[start : start + size], tokens[key.start :])
+            start += size
+        yield key, PieceText(tokens, routed_experts, kept_sets)
