@@ -521,6 +521,19 @@ class StoredLogps:
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """The teacher of a sequence, and the text that only this teacher reads (technique `distil`)."""
+
+    teacher: int = 0
+    """The index of the teacher in the option `distil.teacher`."""
+    start: int = 0
+    """The offset in the sequence before which the teacher reads `tokens`. No token that the policy
+    sampled is before it.
+    """
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
@@ -550,6 +563,8 @@ class Batch:
     """The reward of each sequence's episode. Empty in a recorded batch."""
     stored: StoredLogps | None = None
     """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
+    lessons: tuple[Lesson, ...] = ()
+    """The lesson of each sequence. Empty if there is one teacher, which reads the sequences."""
 
     @property
     def replayed(self) -> "Tensor":
@@ -616,6 +631,7 @@ class Batch:
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
             stored=self.stored.select(index) if self.stored else None,
+            lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
             **rows,
         )
         return chosen, index

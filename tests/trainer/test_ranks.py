@@ -60,6 +60,7 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
+from unstale.techniques.distil import DistilConfig
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
@@ -95,6 +96,11 @@ VARIANTS: Mapping[str, RunConfig] = {
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
     "techniques": replace(SMALL, techniques="minpro m2po token_entropy_advantage preserve_clip"),
+    "distil": replace(
+        SMALL,
+        techniques="distil",
+        technique_options={"distil": DistilConfig(teacher="start", refresh=2, advantage_coef=1.0)},
+    ),
     "replay": replace(
         SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
     ),
@@ -113,7 +119,16 @@ EXPERTS = 8
 
 VARIANTS_OF = {
     1: ("bfloat16",),
-    2: ("own", "bfloat16", "stochastic", "offload", "two steps a batch", "inline", "replay"),
+    2: (
+        "own",
+        "bfloat16",
+        "stochastic",
+        "offload",
+        "two steps a batch",
+        "inline",
+        "distil",
+        "replay",
+    ),
     3: ("plain", "8-bit", "lora"),
 }
 """The variants that run on this number of ranks."""
