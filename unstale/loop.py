@@ -106,6 +106,10 @@ class TechniqueHooks(Protocol):
         """Return batches of stored groups, which the step trains on in addition to `groups`."""
         ...
 
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch with what teachers read, for a run that distils."""
+        ...
+
     def trained(self, groups: Sequence[Group], step: int) -> None:
         """Update the state of techniques with the groups that a step has trained on."""
         ...
@@ -318,6 +322,7 @@ async def join(
     def build() -> tuple[Batch, Mapping[str, object]]:
         fresh = collate(scored, groups=groups, replay_experts=run.config.trainer.routing_replay)
         batch = concatenate([fresh, *run.techniques.replayed(groups, step)])
+        batch = run.techniques.prepared(batch, groups)
         lag = run.trainer.lag(batch.version)
         metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
         if replay_age or batch.replayed.any():

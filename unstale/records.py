@@ -581,6 +581,19 @@ class StoredLogps:
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """The teacher of a sequence, and the text that only this teacher reads (technique `distil`)."""
+
+    teacher: int = 0
+    """The index of the teacher in the option `distil.teacher`."""
+    start: int = 0
+    """The offset in the sequence before which the teacher reads `tokens`. No token that the policy
+    sampled is before it.
+    """
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
@@ -614,6 +627,8 @@ class Batch:
     """The kept sets of the T tokens, over which all log-probabilities are taken. None: the whole
     vocabulary.
     """
+    lessons: tuple[Lesson, ...] = ()
+    """The lesson of each sequence. Empty if there is one teacher, which reads the sequences."""
 
     @property
     def replayed(self) -> "Tensor":
@@ -681,6 +696,7 @@ class Batch:
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
             stored=self.stored.select(index) if self.stored else None,
             kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
+            lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
             **rows,
         )
         return chosen, index

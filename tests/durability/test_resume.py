@@ -339,6 +339,22 @@ def test_a_killed_run_draws_the_random_bits_of_rounding_again(
     assert len(moved) == STEPS and min(moved) > 0
 
 
+def test_a_killed_run_that_distils_keeps_the_teacher_of_an_earlier_step(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """Weight decay moves the policy away from its teacher."""
+    options = {
+        "techniques": "distil",
+        "distil.teacher": "start",
+        "distil.refresh": 3,
+        "trainer.weight_decay": 0.02,
+    }
+    made = override(config(deterministic=True), options)
+    toy.require_equal_resume(tmp_path, made, "prepare", 4)
+    apart = [row["distil/divergence"] for row in rows(tmp_path / "run") if row["step"]]
+    assert len(apart) == STEPS and apart[0] == 0 and apart[3] == 0 and apart[1] != 0
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("name, number", [("prepare", 3), ("transaction", 120)])
 def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(

@@ -57,6 +57,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "episode_filter": {"episode_filter.n": 2},
     "proxy": {"proxy.score": "even"},
+    "distil": {"distil.teacher": "start"},
     "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }

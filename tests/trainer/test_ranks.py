@@ -60,6 +60,7 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
+from unstale.techniques.distil import DistilConfig
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy, with_kept_sets
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
@@ -101,6 +102,11 @@ VARIANTS: Mapping[str, RunConfig] = {
         objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
     ),
     "truncated lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
+    "distil": replace(
+        SMALL,
+        techniques="distil",
+        technique_options={"distil": DistilConfig(teacher="start", refresh=2, advantage_coef=1.0)},
+    ),
     "replay": replace(
         SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
     ),
@@ -128,6 +134,7 @@ VARIANTS_OF = {
         "inline",
         "truncated",
         "truncated lora",
+        "distil",
         "replay",
     ),
     3: ("plain", "8-bit", "lora"),

@@ -38,6 +38,7 @@ from unstale.rollout import Evaluation
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.hooks import RunHooks
+from unstale.rollout.lessons import build_lessons
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
@@ -146,6 +147,7 @@ def build(
             hidden_states=parts.hidden_states,
             seed=config.seed,
             replay_experts=config.trainer.routing_replay,
+            give_lessons=build_lessons(config, taskset, parts.generator.chat),
         ),
         old_logps=old,
         auditor=parts.auditor,

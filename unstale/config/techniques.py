@@ -33,6 +33,7 @@ Slot = Literal[
     "shaper",
     "ratio",
     "objective",
+    "distiller",
     "controller",
     "diagnostic",
 ]
@@ -50,11 +51,12 @@ recredit: the advantage of each turn, from the advantages of episodes.
 shaper: the advantage of each token.
 ratio: the importance ratio of each token.
 objective: the loss of each token.
+distiller: a divergence from a teacher, which is added to the loss of each token.
 controller: the size of an optimizer step.
 diagnostic: nothing; the technique adds metrics.
 """
 EXCLUSIVE: frozenset[Slot] = frozenset(
-    {"sampler", "allocator", "strategy", "limiter", "estimator", "ratio", "objective"}
+    {"sampler", "allocator", "strategy", "limiter", "estimator", "ratio", "objective", "distiller"}
 )
 """Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
 another slot act in the order written.

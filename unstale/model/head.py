@@ -4,7 +4,7 @@ The full logits `[tokens, vocabulary]` are never in memory at once. A tile is th
 tokens for a part of the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -53,6 +53,8 @@ class LogpQuery:
     """`[R]` bool: rows whose entropy is computed without a gradient, for a metric."""
     kept_sets: KeptSets | None = None
     """The sets over which the R distributions are taken. None: the whole vocabulary."""
+    compare: "Callable[[nn.Module, Tensor, LogpQuery], tuple[Tensor, ...]] | None" = None
+    """A function that answers the query in place of `token_logps`. It may add values `[R]`."""
 
     def at(self, rows: Tensor) -> "LogpQuery":
         """Return the same query for some of the rows, given by their positions `[r]`."""
@@ -61,13 +63,15 @@ class LogpQuery:
         return LogpQuery(self.targets[rows], self.temperature, self.with_entropy, sample, kept_sets)
 
 
-def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
     """Return the log-probabilities and entropies `[R]` of a query, from hidden states `[R, H]`.
 
-    An entropy that the query does not ask for is 0.
+    An entropy that the query does not ask for is 0. `query.compare` may add further values `[R]`.
     """
     if query.kept_sets is not None:
         return _query_kept(head, rows, query, query.kept_sets)
+    if query.compare:
+        return query.compare(head, rows, query)
     logp, entropy = token_logps(
         head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
     )

@@ -25,6 +25,7 @@ from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
+from unstale.model.divergence import Comparison
 from unstale.model.experts import ExpertLayers, replay_experts
 from unstale.model.forward import (
     ForwardOptions,
@@ -589,26 +590,70 @@ class Policy:
         `where`) limits it to some tokens and gives it no gradient. This costs little and is enough
         for a metric.
         """
+        logp, entropy, _ = self.compared(
+            batch,
+            None,
+            temperature=temperature,
+            where=where,
+            with_entropy=with_entropy,
+            entropy_sample=entropy_sample,
+        )
+        return logp, entropy
+
+    def compared(  # noqa: PLR0913 - the options of a query
+        self,
+        batch: Batch | Packed | PrefixTree,
+        compare: Comparison | None,
+        *,
+        temperature: float,
+        where: Tensor | None = None,
+        with_entropy: bool = True,
+        entropy_sample: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `logps_and_entropy` does, and each token's divergence from a teacher, `[T]`.
+
+        The divergence is 0 without `compare`, whose targets are the tokens in `where` that are not
+        the first of a sequence.
+        """
         run = self.prefix_tree(batch, where)
         wanted = run.follows if where is None else run.follows & where.cpu()
         index = wanted.nonzero().squeeze(1)
         logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
-        entropy = torch.zeros_like(logp)
+        entropy, divergence = torch.zeros_like(logp), torch.zeros_like(logp)
         if not len(index):
             if self._is_sharded:  # other ranks wait for this rank's pass, forward and backward
                 query = LogpQuery(run.tokens[:1].to(self.device), temperature)
                 logp = logp + 0 * self._query(run, run.place[:1], query)[0].sum()
-            return logp, entropy
+            return logp, entropy, divergence
         targets = run.tokens[run.place[index]].to(self.device)
         positions = index.to(self.device)
         sample = None if entropy_sample is None else entropy_sample[index].to(self.device)
         kept_sets = run.kept_sets.at(index) if run.kept_sets else None
-        query = LogpQuery(targets, temperature, with_entropy and sample is None, sample, kept_sets)
-        values, entropies = self._query(run, run.place[index - 1], query)
+        query = LogpQuery(
+            targets, temperature, with_entropy and sample is None, sample, kept_sets, compare
+        )
+        values, entropies, *divergences = self._query(run, run.place[index - 1], query)
         logp = logp.index_put((positions,), values)
         if with_entropy:
             entropy = entropy.index_put((positions,), entropies)
-        return logp, entropy
+        if divergences:
+            divergence = divergence.index_put((positions,), divergences[0])
+        return logp, entropy, divergence
+
+    @torch.no_grad()
+    def teacher_rows(self, batch: Batch | Packed, where: Tensor) -> tuple[Tensor, nn.Module]:
+        """Return what the output head reads before each token in `where`, `[R, H]`, and the head.
+
+        `where` is `[T]` bool. The first token of a sequence is left out. Raises ValueError if the
+        model is divided among trainer ranks.
+        """
+        if self._is_sharded:
+            raise ValueError("teacher_rows needs a whole model")
+        run = self.prefix_tree(batch, where)
+        index = (run.follows & where.cpu()).nonzero().squeeze(1)
+        rows = run.place[index - 1].to(self.device)
+        head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
+        return run_model(self._body, run, rows, self._plain_head), head
 
     @torch.no_grad()
     def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
@@ -626,7 +671,7 @@ class Policy:
         scaled = logits[0].to(wide(self.dtype)) / temperature
         return scaled.log_softmax(-1).cpu()
 
-    def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+    def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
         """Run one forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
 
         `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.

@@ -48,6 +48,8 @@ class RunHooks:
     seed: int
     replay_experts: bool
     """True if the passes for hidden states replay the recorded experts."""
+    give_lessons: Callable[[Batch, Sequence[Group]], Batch] | None = None
+    """A function that adds the lesson of each sequence to a batch. None if no teacher needs one."""
 
     @property
     def max_replay_age(self) -> int:
@@ -84,6 +86,10 @@ class RunHooks:
             identify=self.identify,
             whole=whole,
         )
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch as the trainer receives it."""
+        return self.give_lessons(batch, groups) if self.give_lessons else batch
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
         if not self.techniques.sources:

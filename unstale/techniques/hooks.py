@@ -23,6 +23,8 @@ technique, and can be imported without torch. A technique is an object with the 
                  offer(fresh, batch, lag)           receives a prepared batch, to store its groups
     ratio        log_ratio(logp, old_logp, batch)   computes the ratio of each token in the loss
     objective    surrogate(log_ratio, batch, ...)   computes the loss of each token
+    distiller    rewarded(batch, teacher_logp, ...) adds log q - log p of a teacher to advantages
+                 divergence(logp, teacher_logp)     computes the divergence of whole distributions
     controller   plan(seen) -> StepPlan             is called before each optimizer step
 
 A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from unstale.algorithms.objectives import Surrogate
     from unstale.config import ObjectiveConfig, RunConfig
     from unstale.records import Batch, Failure, Fork, Trajectory
+    from unstale.techniques.distil import DistilConfig
 
 GradientPart = Literal["full", "head"]
 """The parameters of which a gradient's norm is taken: all trained ones, or only the output head."""
@@ -400,6 +403,25 @@ class Objective(Protocol):
 
 
 @runtime_checkable
+class Distiller(Protocol):
+    """A technique that adds a divergence from a teacher to the loss of each token."""
+
+    options: DistilConfig
+
+    def rewarded(self, batch: Batch, teacher_logp: Tensor, logp: Tensor) -> Batch:
+        """Return the sequences of a training pass with new advantages.
+
+        `teacher_logp` and `logp` `[T]` are of the teacher and of the policy in this pass. The first
+        is empty if `divergence` is added to the loss.
+        """
+        ...
+
+    def divergence(self, logp: Tensor, teacher_logp: Tensor) -> Tensor:
+        """Return the divergence `[R]` from log-probabilities `[R, V]`, with a gradient."""
+        ...
+
+
+@runtime_checkable
 class Diagnostic(Protocol):
     """A technique that adds metrics and changes nothing else."""
 
@@ -557,6 +579,7 @@ class Techniques:
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
         self.objective = next((each for each in values if isinstance(each, Objective)), None)
+        self.distiller = next((each for each in values if isinstance(each, Distiller)), None)
         self.controllers = [each for each in values if isinstance(each, StepController)]
         self.sources = [each for each in values if isinstance(each, Source)]
         self._fresh: Sequence[FreshGroup] = ()

@@ -228,6 +228,7 @@ class LocalTrainer:
         old = scoring.old_logps(scored, lag, metrics)
         scoring.offer(batch, index, old)
         reference_logp = scoring.reference(scored)
+        teacher_logp = scoring.teachers.logps(scored) if scoring.teachers else torch.empty(0)
         progress = self.steps / self.num_steps
         scored, factor = scoring.shape(scored, old, reference_logp, metrics, progress=progress)
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
@@ -247,6 +248,7 @@ class LocalTrainer:
                     norm=norm[where],
                     reference_logp=select(reference_logp, where),
                     lag=lag[where],
+                    teacher_logp=select(teacher_logp, where),
                 )
             )
         return scored, old.old_logp, minibatches
@@ -327,6 +329,8 @@ class LocalTrainer:
         self._update(is_skipped=plan.skip)
         self.policy.weights_match_version = False
         self.steps += 1
+        if self.scoring.teachers:
+            self.scoring.teachers.after_step(self.steps)
         self.old.trained(self._metrics.kept_share)
         self._metrics.grad_norms.append(math.nan if overflows else norm)
         self._metrics.lr = lr
@@ -414,6 +418,7 @@ class LocalTrainer:
             "jumps": self.policy.version_gaps,
             "base": self.policy.base,
             "loss_scale": self._loss_scale.state(),
+            "teacher": self.scoring.teachers.state() if self.scoring.teachers else {},
         }
 
     @torch.no_grad()
@@ -428,6 +433,8 @@ class LocalTrainer:
         self._weights.restore(state)
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
+        if self.scoring.teachers:
+            self.scoring.teachers.restore(state.get("teacher", {}))
         self.steps = state["steps"]
         self.policy.version = state["version"]
         self.policy.weights_match_version = state["at_version"]

@@ -161,6 +161,10 @@ class StepMetrics:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
 
+    def add_divergence(self, divergence: Tensor) -> None:
+        """Record the divergence from a teacher at sampled tokens, or its estimates, in nats."""
+        self._values["divergence"].append(divergence)
+
     def count(self, batch: Batch) -> None:
         """Count the tokens of some sequences of the batch."""
         self.action_tokens += int(batch.sampled.sum())
@@ -307,6 +311,11 @@ class StepMetrics:
             **_kl("policy/kl_behavior", log_ds),
             **_kl("policy/kl_reference", column("reference_log_ratio")),
             **self.extra,
+            **(
+                {"distil/divergence": _mean(column("divergence"))}
+                if "divergence" in self._values
+                else {}
+            ),
             **(self._of_replayed() if self.replays else {}),
         }
 

@@ -1,8 +1,9 @@
 """Records of the trainer: the data of one optimizer step, and of a step that failed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import NonFinite
@@ -36,6 +37,10 @@ class Minibatch:
     """
     lag: Tensor
     """Lag of each token in batches, -1 for tokens that were not sampled."""
+    teacher_logp: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Log-probability of each token under its teacher. Empty if the loss needs none, or the whole
+    distribution of the teacher.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -407,5 +407,12 @@ ROWS: Sequence[Row] = (
         "over tokens are the defaults, --techniques truncated masks cut replies",
         "works",
     ),
+    _row(
+        60,
+        "GKD, arXiv 2306.13649",
+        "a teacher's judgement of each token that the policy sampled",
+        "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
+        "works",
+    ),
 )
 """All rows, by number."""
