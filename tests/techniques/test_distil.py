@@ -38,6 +38,7 @@ def run(**options: Any) -> RunConfig:
         ({}, {}, "needs distil.teacher: a model folder"),
         ({"teacher": URL, "divergence": "forward"}, {}, "needs a teacher in the trainer"),
         ({"teacher": URL}, {"engine.temperature": 0.7}, "needs engine.temperature = 1, got 0.7"),
+        ({"teacher": "start"}, {"engine.top_p": 0.9}, "over the kept set of each token"),
         ({"teacher": URL}, {"deterministic": True}, "needs deterministic = false"),
         (
             {"teacher": "self", "context": "x"},

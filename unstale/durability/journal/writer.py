@@ -252,7 +252,8 @@ class Journal:
             records = [insert("episodes", *row)]
             if fork:
                 records.append(insert("forks", episode, fork.parent, fork.at, after))
-            records += [piece_row(episode, i, piece, after) for i, piece in enumerate(prefix)]
+            for position, piece in enumerate(prefix):
+                records += piece_rows(episode, position, piece, after)
             self.transaction(records)
         return _EpisodeWriter(self, number, episode)
 
