@@ -548,6 +548,10 @@ class Batch:
     """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
     reward: tuple[float, ...] = ()
     """The reward of each sequence's episode. Empty in a recorded batch."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """The further rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a
+    recorded batch.
+    """
     stored: StoredLogps | None = None
     """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
 
@@ -615,6 +619,9 @@ class Batch:
             else None,
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
+            turn_rewards=tuple(self.turn_rewards[i] for i in sequences)
+            if self.turn_rewards
+            else (),
             stored=self.stored.select(index) if self.stored else None,
             **rows,
         )
@@ -763,6 +770,7 @@ def collate(
         routed_experts=_expert_table(credited) if replay_experts else None,
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
+        turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
     )
 
 

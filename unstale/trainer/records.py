@@ -8,6 +8,7 @@ from torch import Tensor
 from unstale.algorithms.corrections import NonFinite
 from unstale.records import Batch
 from unstale.trainer.bitwise import NotBitwise
+from unstale.trainer.critic import Forecasts
 
 NOT_FINITE = (FloatingPointError, NonFinite, NotBitwise)
 """Errors raised before an optimizer step if a loss, gradient or log-probability is not finite, or
@@ -36,6 +37,8 @@ class Minibatch:
     """
     lag: Tensor
     """Lag of each token in batches, -1 for tokens that were not sampled."""
+    forecasts: Forecasts | None = None
+    """The forecasts of the critic. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,8 @@ class FailedStep:
 
 def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    del columns["group"], columns["reward"]  # no step of a recorded batch reads them
+    for name in ("group", "reward", "turn_rewards"):  # no step of a recorded batch reads them
+        del columns[name]
     table = columns.pop("routed_experts")
     if stored := columns.pop("stored"):
         columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
