@@ -53,7 +53,7 @@ def gae_advantage(
         return rewards
     _, row, count = sequence.unique_consecutive(return_inverse=True, return_counts=True)
     last = count.cumsum(0)[row] - 1
-    place = torch.arange(len(rewards))
+    place = torch.arange(len(rewards), device=rewards.device)
     following = torch.where(place == last, 0.0, values.roll(-1))
     # All sequences end in the last column, so one step of the loop serves all of them.
     column = place - last - 1

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from unstale.config.files import read_mapping
+from unstale.config import ConfigError
+from unstale.config.hub import reading
 
 Messages = Sequence[dict[str, str]]
 
@@ -100,10 +101,11 @@ def main(folder: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the libraries print
     try:
-        read_mapping(folder / "config.json")
-        scorer = Scorer(folder)
-    except Exception as error:  # noqa: BLE001 - the other process reports it
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        with reading(folder, "reward model"):
+            scorer = Scorer(folder)
+    except ConfigError as error:
+        text = str(error).removeprefix("policy: ")
+        print(json.dumps({"error": text}), file=answers, flush=True)
         return
     print(json.dumps({"version": version_of(folder)}), file=answers, flush=True)
     for line in sys.stdin:

@@ -13,8 +13,9 @@ the objective on S act on the policy's loss as with any other advantage.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,11 +90,17 @@ class Critic:
         paid = batch.sampled.nonzero().squeeze(1)
         rewards = torch.zeros(int(starts.sum()), dtype=torch.float64)
         rewards.index_add_(0, action[paid], token_rewards(batch)[paid])
-        given = {"sequence": sequence[starts], "discount": options.discount}
-        advantage = gae_advantage(rewards, value[starts], lam=options.lam, **given)
-        target = gae_advantage(rewards, value[starts], lam=self._options.lam, **given)
+        estimate = partial(
+            gae_advantage,
+            rewards,
+            value[starts],
+            sequence=sequence[starts],
+            discount=options.discount,
+        )
+        advantage = estimate(lam=options.lam)
+        target = estimate(lam=self._options.lam) + value[starts].double()
         targets = torch.zeros_like(value)
-        targets[starts] = (target + value[starts].double()).to(value.dtype)
+        targets[starts] = target.to(value.dtype)
         self._describe(value[starts].double(), targets[starts].double())
         of_tokens = advantage[action[paid]]
         if options.whiten:
@@ -109,7 +116,10 @@ class Critic:
 
         The list stays empty if the critic has layers of its own.
         """
-        with nullcontext([]) if self._own else last_states() as states:
+        if self._own:
+            yield []
+            return
+        with last_states() as states:
             yield states
 
     def loss(

@@ -12,7 +12,7 @@ loss. S is pi / pi_old. The surrogate of one token is the function of
 (`objective.ratio_cap`).
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -58,7 +58,9 @@ class Loss:
         objective = self._rules.objective
         norm = minibatch.norm[index]
         lag = minibatch.lag[index]
-        reading = self._critic.reading() if self._critic else nullcontext([])
+        reading: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._critic and minibatch.forecasts:
+            reading = self._critic.reading()
         with reading as states:
             logp, entropy = self._forward_pass(microbatch, passes)
         current_logp = logp.detach()
