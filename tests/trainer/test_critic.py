@@ -26,6 +26,7 @@ from unstale.config import (
     RunConfig,
     TrainerConfig,
 )
+from unstale.durability.checkpoint import Checkpoints, Progress
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
@@ -224,3 +225,36 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     for found in run_ranks(2, learn_on_ranks, tmp_path, {}):
         for ours, theirs in zip(found, alone, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def state_of(trainer: LocalTrainer) -> list[Tensor]:
+    """Return the tensors of the critic's state."""
+    assert trainer.critic
+    state = trainer.critic.state()
+    moments = state["optimizer"]["state"].values()
+    return [*state["head"], *(value for each in moments for value in each.values())]
+
+
+def save_on_ranks(peers: RankGroup, folder: Path, run: Path) -> tuple[str, list[Tensor]]:
+    trainer = make(Policy.load(folder, peers=peers))
+    learn(trainer, a_batch())
+    checkpoints = Checkpoints(run, {"trainer": trainer}, peers=peers)
+    return checkpoints.save(Progress(1, {}), trainer.policy), state_of(trainer)
+
+
+def load_on_ranks(peers: RankGroup, folder: Path, run: Path, name: str) -> list[Tensor]:
+    trainer = make(Policy.load(folder, peers=peers))
+    checkpoints = Checkpoints(run, {"trainer": trainer}, peers=peers)
+    checkpoints.restore(checkpoints.load(name))
+    return state_of(trainer)
+
+
+def test_a_checkpoint_of_two_ranks_has_the_critic_for_any_number(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path / "policy")
+    folders = (tmp_path / "policy", tmp_path / "run")
+    name, saved = run_ranks(2, save_on_ranks, *folders)[0]
+    for loaded in (
+        *run_ranks(2, load_on_ranks, *folders, name),
+        *run_ranks(1, load_on_ranks, *folders, name),
+    ):
+        assert all(torch.equal(*pair) for pair in zip(loaded, saved, strict=True))
