@@ -621,6 +621,10 @@ class Batch:
     """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
     reward: tuple[float, ...] = ()
     """The reward of each sequence's episode. Empty in a recorded batch."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """The further rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a
+    recorded batch.
+    """
     stored: StoredLogps | None = None
     """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
     kept_sets: KeptSets | None = None
@@ -694,6 +698,9 @@ class Batch:
             else None,
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
+            turn_rewards=tuple(self.turn_rewards[i] for i in sequences)
+            if self.turn_rewards
+            else (),
             stored=self.stored.select(index) if self.stored else None,
             kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
             lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
@@ -848,6 +855,7 @@ def collate(
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
         kept_sets=join(kept),
+        turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
     )
 
 

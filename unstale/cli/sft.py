@@ -19,9 +19,11 @@ from unstale.builders import (
     without_tasks,
 )
 from unstale.config import (
+    AdvantageConfig,
     AuditConfig,
     ConfigError,
     CorrectionConfig,
+    CriticConfig,
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
@@ -186,6 +188,8 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
     """
     plain = replace(
         config,
+        advantage=AdvantageConfig(),
+        critic=CriticConfig(),
         old_logps=OldLogpsConfig(route="rollout"),
         correction=CorrectionConfig(mode="none"),
         objective=ObjectiveConfig(

@@ -8,6 +8,7 @@ returns a `RunConfig`.
 from unstale.config.algorithm import AdvantageConfig as AdvantageConfig
 from unstale.config.algorithm import AuditConfig as AuditConfig
 from unstale.config.algorithm import CorrectionConfig as CorrectionConfig
+from unstale.config.algorithm import CriticConfig as CriticConfig
 from unstale.config.algorithm import Unit as Unit
 from unstale.config.checks import ConfigError as ConfigError
 from unstale.config.cluster import ClusterConfig as ClusterConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionConfig
+from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionConfig, CriticConfig
 from unstale.config.chat_templates import read_template
 from unstale.config.checks import (
     ConfigError,
@@ -118,6 +118,7 @@ class RunConfig(Section):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -216,6 +217,7 @@ class RunConfig(Section):
                 f"{self.trainer.quantise}: the trainer rounds only as the engine does"
             )
         self._check_bitwise()
+        self._check_critic()
         self._check_cluster()
         self._check_groups()
         self._check_trainers()
@@ -255,6 +257,16 @@ class RunConfig(Section):
                     f"engine.bitwise needs {option}, got {found}: without it, engine and trainer "
                     "do not compute the same numbers on one CPU"
                 )
+
+    def _check_critic(self) -> None:
+        """Raise `ConfigError` for options of a critic that the run does not have."""
+        defaults = CriticConfig.defaults().items()
+        changed = [name for name, value in defaults if getattr(self.critic, name) != value]
+        if changed and self.advantage.estimator != "gae":
+            raise ConfigError(
+                f"critic.{changed[0]} is read only with advantage.estimator = gae, got "
+                f"{self.advantage.estimator}"
+            )
 
     def _check_cluster(self) -> None:
         on_ray = self.task.isolate == "ray"

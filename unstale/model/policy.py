@@ -32,6 +32,7 @@ from unstale.model.forward import (
     Scored,
     announce_layers,
     checkpoint_layers,
+    last_states,
     run_model,
 )
 from unstale.model.head import LogpQuery, query_head, wide
@@ -761,6 +762,57 @@ class Policy:
         if with_entropy:
             self.peers.sum(entropy)
         return Scored(self.peers.sum(logp), total, entropy)
+
+    @property
+    def has_plain_head(self) -> bool:
+        """True if logits are one linear map of the last hidden states."""
+        return self._plain_head
+
+    def states_before(self, run: PrefixTree, where: Tensor) -> Tensor:
+        """Return the last hidden state before each token in `where` (`[T]` bool), `[R, H]`.
+
+        Tokens that begin a sequence are left out. The model must have a plain head. The states have
+        a gradient if gradients are enabled.
+        """
+        index = (run.follows & where).nonzero().squeeze(1)
+        if self._is_sharded:  # only a pass of the whole model gathers its parameters
+            with last_states() as found:
+                self.logps(run, temperature=1.0, where=where)
+            return found[0][: len(index)]
+        rows = run.place[index - 1].to(self.device)
+        return run_model(self._body, run, rows, self._plain_head)
+
+    @torch.no_grad()
+    def read_states(
+        self,
+        batch: Batch,
+        where: Tensor,
+        read: Callable[[Tensor], Tensor],
+        *,
+        max_tokens_per_microbatch: int,
+    ) -> Scored:
+        """Return numbers, in place of log-probabilities, of the tokens in `where` (`[T]` bool).
+
+        `read` computes them from the states of `states_before`, `[R, H]` -> `[R]`. Passes are
+        limited as in `score`.
+        """
+        values = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
+        packed = self._packed(batch, where)
+        spans = wanted_spans(packed.spans(), where)
+        forwarded = 0
+        passes = self.pack(packed, spans, max_tokens_per_microbatch, where=where)
+        costs = [sum(spans[i][1] - spans[i][0] for i in members) for members in passes]
+        for number, counts in self.peers.deal(costs):
+            part, index = cut(packed, [spans[i] for i in passes[number]])
+            run = self.prefix_tree(part)
+            found = read(self.states_before(run, where[index])).cpu()
+            if counts and self.peers.reports:
+                values[index[run.follows & where[index]]] = found.to(values.dtype)
+                forwarded += run.num_tokens
+        if self._is_sharded:
+            sharding.release(self.model)
+        total = int(self.peers.sum(torch.tensor(forwarded)))
+        return Scored(self.peers.sum(values), total)
 
     def require_layer(self, depth: float) -> None:
         """Raise ConfigError if `hidden_means` cannot read the layer at this share of the depth."""

@@ -4,6 +4,7 @@
                               + distil.coef * norm * divergence from the teacher
                               + kl_coef * norm * (pi / mu) * KL(pi || reference)
                               - entropy_coef * norm * entropy
+         + the loss of the critic, if there is one (`unstale.trainer.critic`)
 
 `factor` is the weight from the correction of D = pi_old / mu, `norm` one over the divisor of the
 loss. S is pi / pi_old. The surrogate of one token is the function of
@@ -12,6 +13,8 @@ loss. S is pi / pi_old. The surrogate of one token is the function of
 (`objective.ratio_cap`).
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -19,8 +22,8 @@ from unstale.algorithms import objectives
 from unstale.algorithms.corrections import bounded_exp
 from unstale.config import RunConfig
 from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps
 from unstale.records import Batch
+from unstale.trainer.critic import Critic
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.records import Minibatch
 from unstale.trainer.rules import LossSpec
@@ -31,12 +34,18 @@ class Loss:
     """Computes the loss of some sequences of a minibatch."""
 
     def __init__(
-        self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec, scoring: Scoring
+        self,
+        policy: Policy,
+        config: RunConfig,
+        rules: LossSpec,
+        scoring: Scoring,
+        critic: Critic | None,
     ) -> None:
         self._policy = policy
+        self._critic = critic
         self._temperature = config.engine.temperature
         self._is_bitwise = config.engine.bitwise
-        self._is_inline = old.needs.inline
+        self._is_inline = scoring.is_inline
         self._rules = rules
         self._scoring = scoring
 
@@ -51,7 +60,11 @@ class Loss:
         objective = self._rules.objective
         norm = minibatch.norm[index]
         lag = minibatch.lag[index]
-        logp, entropy, divergence = self._forward_pass(microbatch, passes)
+        reading: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._critic and minibatch.forecasts:
+            reading = self._critic.reading()
+        with reading as states:
+            logp, entropy, divergence = self._forward_pass(microbatch, passes)
         current_logp = logp.detach()
         require_finite(microbatch, logp=current_logp)
         if self._is_bitwise and self._policy.weights_match_version:
@@ -97,6 +110,8 @@ class Loss:
         if self._rules.techniques.controllers:
             passes.add_log_weights(microbatch, current_logp)
         passes.losses.append(loss.item())
+        if self._critic and minibatch.forecasts:
+            loss = loss + self._critic.loss(microbatch, states, minibatch.forecasts, index)
         return loss
 
     def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,7 +84,8 @@ class StepMetrics:
         self.grad_norms: list[float] = []
         """The gradient norm of each optimizer step, NaN for a float16 gradient that overflowed."""
         self.skipped_steps = 0
-        """Number of steps that changed no weight, because of an overflow or of a technique."""
+        """Number of steps that changed no weight, because of an overflow, a technique or a
+        critic's warm-up."""
         self._moved = torch.zeros(3, dtype=torch.float64)
         """Sums of `Masters.moved`: weights that changed, weights expected to change, size of the
         sample.

@@ -9,6 +9,7 @@ from torch import Tensor
 from unstale.algorithms.corrections import NonFinite
 from unstale.records import Batch
 from unstale.trainer.bitwise import NotBitwise
+from unstale.trainer.critic import Forecasts
 
 NOT_FINITE = (FloatingPointError, NonFinite, NotBitwise)
 """Errors raised before an optimizer step if a loss, gradient or log-probability is not finite, or
@@ -41,6 +42,8 @@ class Minibatch:
     """Log-probability of each token under its teacher. Empty if the loss needs none, or the whole
     distribution of the teacher.
     """
+    forecasts: Forecasts | None = None
+    """The forecasts of the critic. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class Scoring:
         """
         self._policy = policy
         self._old = old
+        self.is_inline = old.needs.inline
+        """True if the route computes its values in every training pass."""
         self._rules = rules
         self._techniques = rules.techniques
         self._temperature = config.engine.temperature
