@@ -183,7 +183,7 @@ def kl_penalty(
     sampled: Bool[Tensor, "*shape"] | None = None,
     kl_penalty: float = 1.0,
 ) -> Surrogate:
-    """PPO with a KL penalty instead of a clip: -(S A - kl_penalty / 2 (log S)^2).
+    """PPO with a KL penalty instead of a clip: -(S A - (kl_penalty / 2) * (log S)^2).
 
     S is the staleness ratio pi / pi_old and A the advantage. See arXiv 1707.06347, section 4; (log
     S)^2 / 2 is the k2 estimator of the KL.

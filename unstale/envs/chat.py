@@ -437,7 +437,7 @@ class _Recent:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._tokens: dict[_Key, tuple[int, ...]] = {}
-        """Tokens by key. The least recently used are first."""
+        """The tokens of encoded messages, by key. The least recently used are first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tokens of a key. If they are not kept, call `make` and keep its result."""

@@ -47,7 +47,7 @@ class Packed:
 class Segment:
     """A run of tokens, `[start, end)` of a pass, that a set of sequences has in common.
 
-    The tokens after the segment in any of these sequences are `[end, last)`.
+    All tokens that follow it, of all these sequences together, are `[end, last)` of the pass.
     """
 
     start: int

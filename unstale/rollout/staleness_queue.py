@@ -137,9 +137,10 @@ class StalenessQueue:
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket (permission to start), then start a group admitted before a resume.
 
-        There may be more such groups than tickets, because the groups of lost training steps are
-        open again. A group without a ticket must wait, because tokens sampled now would be too old
-        when the group is taken into a batch.
+        `position` is the number of the group. There may be more such groups than tickets: the steps
+        since the last checkpoint are lost, so their groups must be trained on again. A group
+        without a ticket must wait, because tokens sampled now would be too old when the group is
+        taken into a batch.
         """
         await self._take_ticket()
         if self._deadlines:

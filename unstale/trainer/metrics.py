@@ -85,7 +85,8 @@ class StepMetrics:
         """The gradient norm of each optimizer step, NaN for a float16 gradient that overflowed."""
         self.skipped_steps = 0
         """Number of steps that changed no weight, because of an overflow, a technique or a
-        critic's warm-up."""
+        critic's warm-up.
+        """
         self._moved = torch.zeros(3, dtype=torch.float64)
         """Sums of `Masters.moved`: weights that changed, weights expected to change, size of the
         sample.
@@ -409,9 +410,10 @@ def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:
 
 
 def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
-    """Return metrics of a log-ratio: mean, mean size and 99th percentile of the size.
+    """Return metrics of a log-ratio: mean, mean absolute value and its 99th percentile.
 
-    The mean size is also given for each lag, with its number of tokens.
+    The mean absolute value is also given for each lag, with its number of tokens. The lag is the
+    number of versions between sampling and training.
     """
     size = log_ratio.double().abs()
     p99 = math.nan

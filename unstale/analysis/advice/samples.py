@@ -68,7 +68,9 @@ class Spread:
     log_s: float
     log_ratio: float
     correlation: float | None
-    """Correlation of log D and log S. None if one of them is constant."""
+    """Correlation of log D and log S over the tokens. None if one of them is constant.
+    D is old_logp against behavior_logp, S is logp against old_logp, as ratios of probabilities.
+    """
     d_share: float | None
     """var log D / (var log D + var log S). None if both are constant."""
     d_share_se: float | None

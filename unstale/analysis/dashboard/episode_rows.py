@@ -64,7 +64,8 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
 
 
 def add_outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
-    """Return the columns on an episode's end, and write its rewards and facts to `figures`.
+    """Return the columns that say how an episode ended. Write its rewards and facts into the table
+    `figures`.
 
     Facts are numbers that the environment reports. `end` is the journal's row on the end.
     """

@@ -54,7 +54,7 @@ class SimulatedReply:
     engine: "SimulatedEngine | None" = None
     """The engine that sampled for this reply last. None before the first."""
     weight: int = 1
-    """The load that the reply adds to its engine, as in `engines.EnginePool`."""
+    """The number of replies that it counts for when the engine with the least load is chosen."""
     since: int = 0
     """The number of the engine's step at which the reply began to run."""
     requested_at: float = -1.0

@@ -99,8 +99,8 @@ def setup_of(
     """Return the arguments to simulate a recorded run: its episodes, and fitted durations.
 
     `techniques` replace those of the run, but its recorded episodes stay cut off by the run's own
-    limits. Seconds of tool calls have the spread of `task.latency_sigma`. Raises `ConfigError` for
-    techniques that cannot be simulated.
+    limits. The seconds of tool calls are drawn, and the standard deviation of their logarithm is
+    `task.latency_sigma`. Raises `ConfigError` for techniques that cannot be simulated.
     """
     config = run.config
     return SimulationSetup(

@@ -51,9 +51,9 @@ MAX_SHARED = 4000
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The shares of time of trainer and engine from `begin` to `end`.
+    """The shares of an interval in which the trainer and the engine were busy.
 
-    Both are in seconds since the start of the run.
+    The interval is from `begin` to `end`, in seconds since the start of the run.
     """
 
     wait: Waiting

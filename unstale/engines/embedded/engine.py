@@ -152,8 +152,9 @@ class EmbeddedEngine:
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
         """Return the routed experts of a reply, from the token `first` on.
 
-        `about` is the reply's `_Message.routed_experts`. The file is read in a thread, but not with
-        `lockstep`, because the virtual clock would advance.
+        `about` is the reply's `_Message.routed_experts`. The experts are in a file of the
+        engine's process. It is read in a thread. With `lockstep` it is read at once, because the
+        virtual clock of a deterministic run would advance while a thread reads.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)

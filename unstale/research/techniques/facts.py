@@ -59,7 +59,7 @@ class RequiredFact:
         self._seen = Seen()
 
     def require(self, groups: Sequence[Group], context: CreditContext) -> None:
-        """Raise `ConfigError` if a whole batch has successes, and no success so far had the fact.
+        """Raise `ConfigError` if a batch has successes, and no success of the run has had the fact.
 
         After a success with the fact (a reported number), later batches may lack the fact.
         """
