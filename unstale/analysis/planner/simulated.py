@@ -21,11 +21,10 @@ from unstale.analysis.planner.episodes import SimulatedEpisode, SimulatedRollout
 from unstale.analysis.planner.simulated_techniques import SimulatedReplay
 from unstale.analysis.planner.workload import Fleet
 from unstale.config import ScheduleConfig
-from unstale.durability import RunJournal
 from unstale.durability.checkpoint import Checkpoint, Progress
 from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
-from unstale.records import Batch, Group, PendingPiece
+from unstale.records import Batch, Group, GroupRequest, PendingPiece
 from unstale.rollout.staleness_queue import StalenessQueue
 from unstale.rollout.transcript import NullWriter
 from unstale.token_values import TokenValues
@@ -333,16 +332,42 @@ class SimulatedPublisher:
         return {"sampled_tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0}
 
 
-class NullJournal(RunJournal):
-    """A journal that records nothing: the methods of the Protocol return None."""
+class NullJournal:
+    """A journal that records nothing."""
 
     def __enter__(self) -> Self:
         return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> None: ...
+
+    async def watch(self) -> None: ...
+
+    async def barrier(self) -> None: ...
+
+    def add_request(self, request: GroupRequest) -> None: ...
+
+    def resize(self, number: int, size: int) -> None: ...
 
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
     ) -> NullWriter:
         return NullWriter(number, sibling, episode=episode, seed=seed, again=again)
+
+    async def finish(self, group: Group) -> None: ...
+
+    async def publishing(self, version: int) -> None: ...
+
+    def commit(
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        version: int,
+        replayed: Sequence[int] = (),
+        tokens: Sequence[TokenValues] = (),
+    ) -> None: ...
+
+    async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
 
 
 class NullCheckpoints:
