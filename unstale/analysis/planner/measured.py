@@ -84,15 +84,6 @@ class FittedCosts:
         )
 
 
-def from_run(run: Path, techniques: SimulatedTechniques | None = None) -> SimulationSetup:
-    """Return the arguments to simulate the run in a folder, with durations fitted to it.
-
-    Raises `ConfigError` for a run that `RecordedRun.read` refuses.
-    """
-    recorded = RecordedRun.read(run)
-    return setup_of(recorded, fit_costs([recorded]), techniques)
-
-
 def setup_of(
     run: RecordedRun, fitted: FittedCosts, techniques: SimulatedTechniques | None = None
 ) -> SimulationSetup:
