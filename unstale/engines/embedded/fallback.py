@@ -92,6 +92,8 @@ class TransformersRunner:
     Sequences that sample one token form one batch. Parts of prompts are computed one by one.
     """
 
+    adapters = None
+
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
         folder: Path,
