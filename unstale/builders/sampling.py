@@ -124,7 +124,7 @@ def build_generator(
         raise ConfigError(str(error)) from error
     chat = build_chat(config, policy, taskset)
     warn_of_hidden_tools(config, chat, taskset)
-    return Generator(engine, chat, config.engine)
+    return Generator(engine, chat, config.engine, pins=config.schedule.pin_versions)
 
 
 def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
@@ -205,6 +205,11 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     """
     options = config.engine
     spec = engine_spec(options.backend)
+    if options.adapters == "unmerged" and not spec.unmerged:
+        raise ConfigError(
+            f"engine.adapters must be merged with engine.backend = {options.backend}, got "
+            f"{options.adapters}: this engine has one version at a time"
+        )
     if spec.needs_urls and not options.urls.split():
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     if options.truncated_by and not spec.keeps_sets:
@@ -242,6 +247,9 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             transfer=options.transfer,
             probe_tolerance=options.probe_tolerance,
             merging=merging,
+            adapters=options.adapters if merging else "merged",
+            # the versions of running episodes, the newest, and one that is being loaded
+            max_versions=config.schedule.staleness_bound + 2 if config.schedule.pin_versions else 2,
             record_experts=config.trainer.routing_replay,
             lockstep=config.deterministic,
         )

@@ -10,6 +10,7 @@ from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.weights.publish import (
     DeltaInParts,
     DirectPublisher,
+    KeepVersions,
     VersionedWeights,
     WeightReceiver,
     cast,
@@ -34,8 +35,9 @@ class RankedPublisher(DirectPublisher):
         *,
         dtype: torch.dtype,
         posts: WeightPosts | None = None,
+        keep_versions: KeepVersions | None = None,
     ) -> None:
-        super().__init__(engine, dtype=dtype)
+        super().__init__(engine, dtype=dtype, keep_versions=keep_versions)
         self._trainer = trainer
         self._posts = posts
 

@@ -20,6 +20,7 @@ from unstale.config.run import MAX_SEED as MAX_SEED
 from unstale.config.run import SHIPPED_POLICIES as SHIPPED_POLICIES
 from unstale.config.run import SHIPPED_POLICY as SHIPPED_POLICY
 from unstale.config.run import RunConfig as RunConfig
+from unstale.config.sampling import Adapters as Adapters
 from unstale.config.sampling import Dtype as Dtype
 from unstale.config.sampling import EndpointConfig as EndpointConfig
 from unstale.config.sampling import EngineConfig as EngineConfig

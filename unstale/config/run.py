@@ -218,6 +218,8 @@ class RunConfig(Section):
             )
         self._check_bitwise()
         self._check_critic()
+        self._check_adapters()
+        self._check_pinned()
         self._check_cluster()
         self._check_groups()
         self._check_trainers()
@@ -267,6 +269,48 @@ class RunConfig(Section):
                 f"critic.{changed[0]} is read only with advantage.estimator = gae, got "
                 f"{self.advantage.estimator}"
             )
+
+    def _check_adapters(self) -> None:
+        """Raise `ConfigError` for options with which adapters cannot be unmerged."""
+        engine = self.engine
+        if engine.adapters == "merged":
+            return
+        no_format = engine.quantise == "none"
+        needed = {
+            "trainer.lora_rank > 0": (self.trainer.lora_rank, "there are no adapters"),
+            "engine.quantise = none": (no_format, "passes with adapters round nothing"),
+            "engine.transfer = auto or file": (
+                engine.transfer != "nccl",
+                "vLLM reads adapters from files",
+            ),
+            "engine.keep_cache = false": (
+                not engine.keep_cache,
+                "each version has its own cached contexts, which a new version leaves valid",
+            ),
+            "cluster.engine_hosts = 0": (
+                not self.cluster.engine_hosts,
+                "engine hosts load only the newest version",
+            ),
+        }
+        _require("engine.adapters = unmerged", needed)
+
+    def _check_pinned(self) -> None:
+        """Raise `ConfigError` for options with which an episode cannot keep its version."""
+        if not self.schedule.pin_versions:
+            return
+        needs, route = self.old_logps.needs, self.old_logps.route
+        needed = {
+            "engine.adapters = unmerged": (
+                self.engine.adapters == "unmerged",
+                "merged weights have one version at a time",
+            ),
+            "a route that keeps versions, such as old_logps.route = snapshot_old": (
+                not (needs.closing or needs.own_process),
+                f"{route} scores a version only until the next one is published",
+            ),
+            "cluster.trainers = 0": (not self.cluster.trainers, "no test covers it on ranks"),
+        }
+        _require("schedule.pin_versions = true", needed)
 
     def _check_cluster(self) -> None:
         on_ray = self.task.isolate == "ray"
@@ -339,6 +383,16 @@ class RunConfig(Section):
                 raise ConfigError(
                     f"{option} needs cluster.trainers = 0, got {self.cluster.trainers}: {reason}"
                 )
+
+
+def _require(option: str, needed: Mapping[str, tuple[object, str]]) -> None:
+    """Raise `ConfigError` for the first need of an option that is not met.
+
+    `needed` has for each need whether it is met, and the reason for it.
+    """
+    for need, (is_met, reason) in needed.items():
+        if not is_met:
+            raise ConfigError(f"{option} needs {need}: {reason}")
 
 
 SECTIONS.update(option_types(RunConfig))

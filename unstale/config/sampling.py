@@ -25,6 +25,7 @@ from unstale.config.plugins import added_names, modules
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
+Adapters = Literal["merged", "unmerged"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
@@ -121,6 +122,10 @@ class EngineConfig(Section):
     quantise: Quantise = "none"
     """Number format to which the engine rounds weights and activations. `embedded` has all formats,
     `vllm` only `fp8`. See docs/quantisation.md.
+    """
+    adapters: Adapters = "merged"
+    """How the engine adds LoRA adapters: to its weights, or (`unmerged`) to the outputs of layers,
+    as the trainer does. Then it samples several versions at once. See docs/lora.md.
     """
     bitwise: bool = False
     """Compute the same log-probabilities as the trainer, bit for bit, so that D is exactly 1. The
@@ -349,6 +354,10 @@ class ScheduleConfig(Section):
     """Number of tasks in a batch."""
     group_size: PositiveInt = 8
     """Number of episodes of each task."""
+    pin_versions: bool = False
+    """Sample each episode to its end with the version that began it. Needs `engine.adapters` =
+    unmerged. See docs/lora.md.
+    """
     lookahead_window: PositiveInt = 1
     """Number of oldest groups from which a batch may take a finished one before older ones have
     ended. 1 takes groups strictly in order.

@@ -2,9 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
+
+from torch import Tensor
 
 from unstale.engines.prefixes import EpisodeTokens
 from unstale.kept_sets import Truncation
@@ -42,6 +44,10 @@ class SamplingParams:
     """
     sampled: int = 0
     """Number of tokens of the reply that earlier requests returned."""
+    version: int = -1
+    """The version whose adapters must sample the reply, if the engine is a `VersionedEngine`. -1 is
+    the version that was loaded last.
+    """
     remaining: int = 0
     """Largest number of tokens that the rest of the reply may have, if the reply is requested in
     several parts of `max_tokens`. 0 means `max_tokens`.
@@ -69,18 +75,20 @@ class SamplingParams:
             raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
 
 
-def check_request(
+def check_request(  # noqa: PLR0913 - the limits of an engine
     tokens: Sequence[int],
     params: SamplingParams,
     *,
     max_context: int = 1 << 62,
     vocab_size: int = 0,
     keeps_sets: bool = False,
+    versions: Collection[int] = (),
 ) -> None:
     """Raise ValueError for a request that the engine cannot serve.
 
     A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked), and, unless the engine `keeps_sets`, no truncation.
+    checked), and, unless the engine `keeps_sets`, no truncation. A version that it names must be
+    one of `versions`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -92,6 +100,10 @@ def check_request(
             f"{params.truncation} would truncate the support, but this engine does not return "
             "the set of tokens that it kept, so every importance ratio would be biased. Sample "
             "from the whole vocabulary; any temperature is allowed"
+        )
+    if params.version >= 0 and params.version not in versions:
+        raise ValueError(
+            f"version {params.version} was requested, but the engine has {sorted(versions)}"
         )
     if not tokens:
         raise ValueError("the context is empty: sample needs at least one token")
@@ -301,3 +313,20 @@ class Engine(GenerationControl, Protocol):
 
     async def resume(self) -> None:
         """Let the engine sample again, with the weights that were loaded last."""
+
+
+class VersionedEngine(Engine, Protocol):
+    """An engine that adds LoRA adapters of several versions to the outputs of layers, unmerged.
+
+    Every load adds a version. Requests of several versions are sampled at once. No cached context
+    is used by another version than the one that computed it.
+    """
+
+    async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
+        """Add an earlier version than the one that was loaded last, also while the engine samples.
+
+        Raises ValueError if the adapters do not fit the model.
+        """
+
+    async def keep_versions(self, versions: Collection[int]) -> None:
+        """Drop all versions but these, the last, and those of requests that are being sampled."""

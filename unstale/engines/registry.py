@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
 
-from unstale.config import Dtype, RunConfig, Transfer
+from unstale.config import Adapters, Dtype, RunConfig, Transfer
 from unstale.config.plugins import Plugins, modules
 from unstale.engines import Engine
 from unstale.model.lora import Merging
@@ -83,6 +83,12 @@ class EngineOptions:
     """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
+    adapters: Adapters = "merged"
+    """With `merging`: add adapters to the weights when they are loaded, or (`unmerged`) to the
+    outputs of layers. The engine is then a `VersionedEngine`.
+    """
+    max_versions: int = 1
+    """Largest number of versions that a `VersionedEngine` samples at once."""
     record_experts: bool = False
     """Return, with every reply, the experts that an MoE model chose for each token."""
     lockstep: bool = False
@@ -120,6 +126,8 @@ class EngineSpec:
     """True if the engine accepts a `DeltaInParts`, such as one delta from each trainer rank."""
     keeps_sets: bool = False
     """True if replies of truncated sampling have kept sets. Other engines refuse truncation."""
+    unmerged: bool = False
+    """True if its engines can be a `VersionedEngine`, with the adapters of several versions."""
     reads_gpu: bool = False
     """True if an engine on this machine can read weights in the memory of the trainer's GPU."""
 

@@ -168,6 +168,8 @@ class RemoteEngine(ABC):
         self._session: _Session | None = None
         self._version = -1
         """The version that was loaded last."""
+        self.versions: set[int] = set()
+        """The versions that a request may name. Only a `VersionedEngine` has any."""
         self._staged: tuple[Update, int, Mapping[str, Tensor]] | None = None
         """The last staged update, its version, and the weights that `_share` made of it."""
 
@@ -230,6 +232,7 @@ class RemoteEngine(ABC):
         await self._end_session("the engine was started again")
         session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
         self._version = -1
+        self.versions = set()
         self._staged = None
         if self.server is not None and not self.server.alive:
             await in_thread(self.server.start, lambda: not session.error)
@@ -256,7 +259,7 @@ class RemoteEngine(ABC):
         while not session.open.is_set():
             await self._while_alive(session, session.open.wait())
         request_id = next(self._request_ids)
-        version = self._version
+        version = self._version if params.version < 0 else params.version
         session.begin(request_id)
         try:
             reply = await self._while_alive(session, self.generate(request_id, tokens, params))
@@ -391,7 +394,13 @@ class RemoteEngine(ABC):
 
     def _check_request(self, tokens: Sequence[int], params: SamplingParams) -> None:
         limit = self.options.max_context
-        check_request(tokens, params, max_context=limit, vocab_size=self._reference.vocab_size)
+        check_request(
+            tokens,
+            params,
+            max_context=limit,
+            vocab_size=self._reference.vocab_size,
+            versions=self.versions,
+        )
         if 0 < params.temperature < self.MIN_TEMPERATURE:
             raise ValueError(
                 f"{self.NAME} needs temperature 0 or >= {self.MIN_TEMPERATURE}, "

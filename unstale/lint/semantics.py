@@ -43,7 +43,7 @@ def facts(config: RunConfig) -> dict[str, str]:
     techniques = {"techniques": "; ".join(describe(config))} if config.techniques else {}
     if in_order := order(config):
         techniques["order"] = in_order
-    merged = ", adapters merged into the base" if trainer.lora_rank else ""
+    merged = f", adapters {engine.adapters}" if trainer.lora_rank else ""
     rounded = f" rounded to {engine.quantise}" if engine.quantise != "none" else ""
     support = "the whole vocabulary"
     if engine.truncated_by:

@@ -276,7 +276,10 @@ class Policy:
         if self.lora is None:
             return None
         return Merging(
-            self.base, str(self.dtype).removeprefix("torch."), self.lora.alpha / self.lora.rank
+            self.base,
+            str(self.dtype).removeprefix("torch."),
+            self.lora.alpha / self.lora.rank,
+            self.lora.rank,
         )
 
     def require_base(self, base: int) -> None:

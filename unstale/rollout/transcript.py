@@ -175,6 +175,11 @@ class Transcript:
         return any(isinstance(piece, Sampled) for piece in self.pieces)
 
     @property
+    def first_version(self) -> int:
+        """The version that sampled the first token so far. -1 if there is none."""
+        return next((each.version for each in self.pieces if isinstance(each, Sampled)), -1)
+
+    @property
     def all_pieces(self) -> list[Piece]:
         """The pieces (runs of tokens) so far, and those of the record still to be replayed."""
         return [*self.pieces, *self._recorded]

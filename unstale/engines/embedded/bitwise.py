@@ -65,6 +65,7 @@ class BitwiseRunner:
     """A runner of dense models of `bitwise.ARCHITECTURES`. Its KV cache grows as needed."""
 
     warning = ""
+    adapters = None
 
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int

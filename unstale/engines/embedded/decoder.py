@@ -220,6 +220,7 @@ class Qwen3Runner:
     """A runner of Qwen3 and Qwen3-MoE models. Its KV cache grows as needed."""
 
     name = "qwen3 decoder"
+    adapters = None
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,

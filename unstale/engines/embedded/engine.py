@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -94,6 +94,8 @@ class EmbeddedEngine:
         self._error = ""
         """The reason why the engine ended. Empty while it works."""
         self._version = -1
+        self._versions: set[int] = set()
+        """The versions whose adapters the process has. Empty if it merges them."""
         self._running = False
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
@@ -111,6 +113,7 @@ class EmbeddedEngine:
         self._end("the engine was started again")
         self._error = ""
         self._version = -1
+        self._versions = set()
         if alive:
             await self._command({"op": "reset"})
         else:
@@ -124,12 +127,20 @@ class EmbeddedEngine:
             max_context=self._options.max_context,
             vocab_size=self.vocab_size,
             keeps_sets=not self._options.bitwise,
+            versions=self._versions,
         )
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._replies, number)
-        fields = [number, params.max_tokens, params.stop_tokens, params.temperature, params.seed]
-        fields.append(params.truncation)
+        fields = [
+            number,
+            params.max_tokens,
+            params.stop_tokens,
+            params.temperature,
+            params.seed,
+            params.truncation,
+            params.version,
+        ]
         text = np.array(tokens, np.int32).tobytes()
         child.send({"op": "sample", "request": fields}, [text])
         try:
@@ -197,6 +208,16 @@ class EmbeddedEngine:
         else:
             await self._command(header, await in_thread(_pack_update, update))
         self._version = version
+        if self._options.adapters == "unmerged":
+            self._versions.add(version)
+
+    async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
+        await self._command({"op": "add", "version": version}, file_of(adapters))
+        self._versions.add(version)
+
+    async def keep_versions(self, versions: Collection[int]) -> None:
+        self._versions &= {*versions, self._version}
+        await self._command({"op": "keep", "versions": sorted(versions)})
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
         """Return True if the process reads the update from the memory of the GPU.
@@ -499,5 +520,10 @@ def _pack_update(update: Update) -> Sequence[Bytes]:
 
 
 SPEC = EngineSpec(
-    EmbeddedEngine, takes_packed=True, adapter_deltas=True, keeps_sets=True, reads_gpu=True
+    EmbeddedEngine,
+    takes_packed=True,
+    adapter_deltas=True,
+    keeps_sets=True,
+    unmerged=True,
+    reads_gpu=True,
 )

@@ -93,6 +93,8 @@ class TransformersRunner:
     one after the other.
     """
 
+    adapters = None
+
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
         folder: Path,
