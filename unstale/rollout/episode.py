@@ -8,7 +8,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     contextmanager,
@@ -243,7 +243,6 @@ class Rollout:
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
-        env_seed = derive_seed(request.seed, request.task.key)
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
         num_more = max(size, len(request.past))
@@ -251,29 +250,57 @@ class Rollout:
         try:
             while num_more:
                 indices = range(len(results), len(results) + num_more)
-                async with asyncio.TaskGroup() as siblings:
-                    running = [
-                        siblings.create_task(self._tried(request, index, env_seed, open_writer))
-                        for index in indices
-                    ]
-                results += [episode.result() for episode in running]
+                past = enumerate(request.past)
+                records = {index: record for index, record in past if index in indices}
+                results += await self.run_episodes(request, indices, records, open_writer)
                 num_more = more(results)
             self._failures.count(number, results)
         finally:
             self._failures.end(number)
         return _group(request, results)
 
+    async def run_episodes(
+        self,
+        request: GroupRequest,
+        indices: Sequence[int],
+        records: Mapping[int, EpisodeRecord],
+        open_writer: OpenWriter,
+    ) -> list[Trajectory | Failure]:
+        """Run the episodes of a group with these indices concurrently. Return their outcomes.
+
+        `records` has those that were begun before, which continue from their record. If an episode
+        fails, its task is not used again.
+        """
+        async with asyncio.TaskGroup() as siblings:
+            running = [
+                siblings.create_task(self._tried(request, index, records.get(index), open_writer))
+                for index in indices
+            ]
+        return [episode.result() for episode in running]
+
     async def _tried(
-        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+        self,
+        request: GroupRequest,
+        index: int,
+        record: EpisodeRecord | None,
+        open_writer: OpenWriter,
     ) -> Trajectory | Failure:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
-        outcome = await self._sibling(request, index, env_seed, open_writer)
+        outcome = await self._sibling(request, index, record, open_writer)
         if isinstance(outcome, Failure):
-            self.quarantined.add(await self._identities.find(request.task))
+            await self.quarantine(request.task)
         return outcome
 
+    async def quarantine(self, task: Task) -> None:
+        """Start no further episodes of a task."""
+        self.quarantined.add(await self._identities.find(task))
+
     def _sibling(
-        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+        self,
+        request: GroupRequest,
+        index: int,
+        record: EpisodeRecord | None,
+        open_writer: OpenWriter,
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode of a group with this index.
 
@@ -283,13 +310,14 @@ class Rollout:
         if self._slots and request.budget.segments:
             age = (request.number, index)
             slot = EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
+        env_seed = derive_seed(request.seed, request.task.key)
         episode = partial(
             self._episode,
             request.task,
             env_seed=env_seed,
             noise_seed=derive_seed(env_seed, index),
             open_writer=partial(open_writer, request.number, index),
-            record=request.past[index] if index < len(request.past) else None,
+            record=record,
             limit=request.turn_limit,
             budget=request.budget,
             slot=slot,
