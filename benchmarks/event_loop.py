@@ -170,6 +170,10 @@ class RealRollout:
         self._turns = case.turns
         self._numbers = count()
 
+    def use(self, rollout: Rollout) -> None:
+        """Run later episodes by another rollout."""
+        self.rollout = self._parts.rollout = rollout  # type: ignore[misc]
+
     async def play(self, episodes: int) -> list[Group]:
         """Run the episodes, at most `LIVE` at once. Return their groups."""
         free = asyncio.Semaphore(LIVE)

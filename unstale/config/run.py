@@ -31,7 +31,7 @@ from unstale.config.sampling import (
 )
 from unstale.config.start import start_folder
 from unstale.config.tasks import TaskConfig, make_task
-from unstale.config.techniques import SECTIONS, check_needs, complete_options
+from unstale.config.techniques import SECTIONS, check_needs, chosen, complete_options
 from unstale.config.training import (
     CheckpointConfig,
     EvalConfig,
@@ -222,6 +222,7 @@ class RunConfig(Section):
         self._check_pinned()
         self._check_cluster()
         self._check_groups()
+        self._check_processes()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)
         object.__setattr__(self, "technique_options", complete)
@@ -344,6 +345,47 @@ class RunConfig(Section):
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"
             )
+
+    def _check_processes(self) -> None:
+        """Raise `ConfigError` for options that a rollout in several processes does not have."""
+        unreachable = "only the process of the run can call these engines"
+        refused = {
+            f"engine.backend = {self.engine.backend}": (
+                self.engine.backend == "embedded",
+                f"{unreachable}. Use vllm or sglang",
+            ),
+            "deterministic = true": (
+                self.deterministic,
+                "a virtual clock does not wait for other processes",
+            ),
+            "cluster.engine_hosts > 0": (self.cluster.engine_hosts > 0, unreachable),
+            "task.isolate = ray": (
+                self.task.isolate == "ray",
+                "rollout processes do not connect to Ray. Use process or none",
+            ),
+            "the technique segments": (
+                "segments" in self.techniques.split(),
+                "its slots are shared by all episodes of the run",
+            ),
+            "the technique tree": (
+                any(each.slot == "strategy" for each in chosen(self.techniques)),
+                "a fork needs the finished episode, which is in the run's process",
+            ),
+            self.engine.truncated_by: (
+                bool(self.engine.truncated_by),
+                "rollout processes do not send the set of tokens that the engine kept",
+            ),
+            "schedule.pin_versions = true": (
+                self.schedule.pin_versions,
+                "rollout processes know only the newest version",
+            ),
+        }
+        for option, (is_set, reason) in refused.items():
+            if self.rollout.processes > 1 and is_set:
+                raise ConfigError(
+                    f"rollout.processes must be 1 with {option}, got {self.rollout.processes}: "
+                    f"{reason}"
+                )
 
     def _check_trainers(self) -> None:
         """Raise `ConfigError` for options that trainer ranks do not have."""

@@ -299,6 +299,10 @@ class RolloutConfig(Section):
     have ended, the share is over the first n that were started. Groups among these that still run
     count as without failures.
     """
+    processes: PositiveInt = 1
+    """Number of processes among which the groups of episodes are divided. 1: all run in the process
+    of the run. More need engines on HTTP servers (docs/scale-out.md).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -240,6 +240,16 @@ class EnginePool:
             if self._version >= 0:
                 return Reply(Sampled((), (), self._version), "interrupted")
 
+    def report_death(self, engine: Engine, died: EngineDied) -> None:
+        """Restart an engine that died without a call of this pool that noticed it."""
+        for member in self._members:
+            if member.engine is engine:
+                self._lose(member, member.generation, died)
+
+    def require_prospects(self) -> None:
+        """Raise the last error if no engine works and none is being restarted."""
+        self._pending_restarts()
+
     def is_idle(self) -> bool:
         """Return True if no engine has a request. May be called from any thread."""
         return not any(member.num_running for member in self._members)

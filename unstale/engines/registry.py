@@ -17,6 +17,15 @@ from unstale.model.lora import Merging
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What an engine on a server needs of a model whose weights it does not load."""
+
+    vocab_size: int
+    routed: tuple[bool, ...] = ()
+    """True for each layer with a router. Empty if the engine records no experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The options of one engine, the same for all backends."""
 
@@ -91,6 +100,10 @@ class EngineOptions:
     """Largest number of versions that a `VersionedEngine` samples at once."""
     record_experts: bool = False
     """Return, with every reply, the experts that an MoE model chose for each token."""
+    sizes: ModelSizes | None = None
+    """If given, another process loads the weights into the server at `url`, and this engine only
+    samples (`RemoteEngine.follow`).
+    """
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
     Results then depend only on the order of calls, so that a run is deterministic.

@@ -8,7 +8,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     contextmanager,
@@ -18,6 +18,7 @@ from contextlib import (
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 from unstale.config import RolloutConfig
@@ -246,7 +247,6 @@ class Rollout:
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
-        env_seed = derive_seed(request.seed, request.task.key)
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
         forks = [record.fork for record in request.past]
@@ -254,39 +254,67 @@ class Rollout:
         number = self._failures.begin()
         try:
             while len(results) < len(forks):
-                async with asyncio.TaskGroup() as siblings:
-                    running = [
-                        siblings.create_task(
-                            self._tried(request, index, env_seed, open_writer, start)
-                        )
-                        for index, start in _starts(request, results, forks)
-                    ]
-                results += [episode.result() for episode in running]
+                starts = _starts(request, results, forks)
+                indices = range(len(results), len(forks))
+                past = enumerate(request.past)
+                records = {index: record for index, record in past if index in indices}
+                results += await self.run_episodes(
+                    request, indices, records, open_writer, starts=starts
+                )
                 forks += more(results)
             self._failures.count(number, results)
         finally:
             self._failures.end(number)
         return _group(request, results)
 
+    async def run_episodes(
+        self,
+        request: GroupRequest,
+        indices: Sequence[int],
+        records: Mapping[int, EpisodeRecord],
+        open_writer: OpenWriter,
+        *,
+        starts: "Mapping[int, Start]" = MappingProxyType({}),
+    ) -> list[Trajectory | Failure]:
+        """Run the episodes of a group with these indices concurrently. Return their outcomes.
+
+        `records` has those that were begun before, which continue from their record. `starts` has
+        the beginnings of forked episodes. If an episode fails, its task is not used again.
+        """
+        async with asyncio.TaskGroup() as siblings:
+            running = [
+                siblings.create_task(
+                    self._tried(
+                        request, index, records.get(index), open_writer, starts.get(index, NO_FORK)
+                    )
+                )
+                for index in indices
+            ]
+        return [episode.result() for episode in running]
+
     async def _tried(
         self,
         request: GroupRequest,
         index: int,
-        env_seed: int,
+        record: EpisodeRecord | None,
         open_writer: OpenWriter,
         start: "Start",
     ) -> Trajectory | Failure:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
-        outcome = await self._sibling(request, index, env_seed, open_writer, start)
+        outcome = await self._sibling(request, index, record, open_writer, start)
         if isinstance(outcome, Failure):
-            self.quarantined.add(await self._identities.find(request.task))
+            await self.quarantine(request.task)
         return outcome
+
+    async def quarantine(self, task: Task) -> None:
+        """Start no further episodes of a task."""
+        self.quarantined.add(await self._identities.find(task))
 
     def _sibling(
         self,
         request: GroupRequest,
         index: int,
-        env_seed: int,
+        record: EpisodeRecord | None,
         open_writer: OpenWriter,
         start: "Start",
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
@@ -298,13 +326,14 @@ class Rollout:
         if self._slots and request.budget.segments:
             age = (request.number, index)
             slot = EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
+        env_seed = derive_seed(request.seed, request.task.key)
         episode = partial(
             self._episode,
             request.task,
             env_seed=env_seed,
             noise_seed=derive_seed(env_seed, index),
             open_writer=partial(open_writer, request.number, index),
-            record=request.past[index] if index < len(request.past) else None,
+            record=record,
             start=start,
             limit=request.turn_limit,
             budget=request.budget,
@@ -776,24 +805,29 @@ pieces for an episode with its own beginning.
 """
 
 
+NO_FORK: Start = (None, ())
+"""The start of an episode with its own beginning."""
+
+
 def _starts(
     request: GroupRequest,
     results: Sequence[Trajectory | Failure],
     forks: Sequence[Fork | None],
-) -> Iterator[tuple[int, Start]]:
-    """Yield the index and the start of each episode of a group that has no result yet.
+) -> Mapping[int, Start]:
+    """Return the start of each forked episode of a group that has no result yet, by its index.
 
     Raises ValueError if an episode is forked from one that is not finished.
     """
     past = [record.outcome for record in request.past]
     parents = {each.episode: each for each in (*past, *results) if isinstance(each, Trajectory)}
+    starts: dict[int, Start] = {}
     for index, fork in enumerate(forks[len(results) :], start=len(results)):
         if fork is None:
-            yield index, (None, ())
-        elif fork.parent in parents:
-            yield index, (fork, fork.prefix_of(parents[fork.parent].pieces))
-        else:
+            continue
+        if fork.parent not in parents:
             raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
+        starts[index] = (fork, fork.prefix_of(parents[fork.parent].pieces))
+    return starts
 
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:

@@ -71,7 +71,7 @@ class Runner(Protocol):
 
     @property
     def adapters(self) -> VersionedAdapters | None:
-        """The adapters that are added to the outputs of layers. None for updates of whole weights."""
+        """The adapters that are added to the outputs of layers. None for updates of all weights."""
         ...
 
     def forward(self, step: Step) -> Tensor:
