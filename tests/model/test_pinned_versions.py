@@ -73,6 +73,16 @@ def test_an_episode_ends_with_its_version_and_a_killed_run_goes_on_bit_for_bit(
     assert compare_runs.differences(whole.folder, tmp_path / "left" / "run") == []
 
 
+@pytest.mark.costly
+def test_eager_is_exact_although_tokens_of_earlier_versions_follow(tmp_path: Path) -> None:
+    route = OldLogpsConfig(route="eager")
+    rows = session.train(configured(runs=tmp_path, old_logps=route), console=quiet()).metrics[1:]
+    assert max(row["schedule/staleness_max"] for row in rows) == 2
+    for row in rows:
+        assert row["schedule/mixed_version_share"] == 0 and row["old_logps/exact_share"] == 1
+        assert row["audit/logp_error_abs_mean"] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
