@@ -66,7 +66,7 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
 
     An entropy that the query does not ask for is 0.
     """
-    if query.kept_sets is not None:
+    if query.kept_sets:  # not without rows, which a rank of a context group may lack
         return _query_kept(head, rows, query, query.kept_sets)
     logp, entropy = token_logps(
         head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
