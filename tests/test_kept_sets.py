@@ -2,7 +2,8 @@
 
 - what is packed is unpacked, and damage is refused;
 - a batch has the sets of its tokens, however it is cut and joined;
-- a recording gives back the sets. `tests/durability/test_journal.py` has the journal.
+- a recording and the checkpoint of replayed groups give back the sets, as does the journal
+  (`tests/durability/test_journal.py`).
 """
 
 from dataclasses import replace
@@ -21,11 +22,14 @@ from unstale.records import (
     ContextPiece,
     Sampled,
     ScoredTrajectory,
+    StoredLogps,
     Task,
     Trajectory,
     collate,
     concatenate,
 )
+from unstale.techniques.replay import Replay, ReplayConfig, StoredGroup
+from unstale.testing import checkpoint_round_trip
 from unstale.weights.recording import Recorded, RecordedBatch, Recording
 
 SETS = st.lists(st.one_of(st.just(()), st.sets(st.integers(0, 2**18), min_size=1, max_size=40)))
@@ -116,3 +120,17 @@ def test_a_recorded_batch_gives_back_the_sets(tmp_path: Path) -> None:
         recording.version(version, WholeWeights({}, lambda name: torch.zeros(0)))
     recording.batch(RecordedBatch(1, 1, batch(0, 1)))
     assert listed(Recorded(tmp_path).batch(1).batch.kept_sets) == EXPECTED * 2
+
+
+def test_a_checkpoint_of_stored_groups_gives_back_the_sets() -> None:
+    def stored(number: int, made: Batch) -> StoredGroup:
+        count = len(made.tokens)
+        kept = StoredLogps(torch.zeros(count), torch.zeros(count, dtype=torch.bool))
+        return StoredGroup(number, f"toy/train/{number}", 1, replace(made, stored=kept))
+
+    plain = collate([ScoredTrajectory(replace(trajectory(2), pieces=PIECES[3:5]), (1.0,))])
+    replay, again = Replay(ReplayConfig()), Replay(ReplayConfig())
+    replay.stored = [stored(0, batch(0, 1)), stored(1, plain), stored(2, batch(3))]
+    again.restore(checkpoint_round_trip(replay.state()))
+    found = [listed(each.batch.kept_sets) for each in again.stored]
+    assert found == [EXPECTED * 2, [[], []], EXPECTED]

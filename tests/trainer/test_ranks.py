@@ -316,7 +316,7 @@ def test_ranks_with_one_key_head_each_score_as_one_process() -> None:
         assert torch.allclose(found, alone, rtol=0, atol=1e-5) and len(found)
 
 
-CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
+CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "truncated", "replay"), 4: ("plain",)}
 """The variants that run on this number of ranks, of which each two divide a pass."""
 
 

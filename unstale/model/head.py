@@ -68,7 +68,7 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
 
     An entropy that the query does not ask for is 0. `query.compare` may add further values `[R]`.
     """
-    if query.kept_sets is not None:
+    if query.kept_sets:  # not without rows, which a rank of a context group may lack
         return _query_kept(head, rows, query, query.kept_sets)
     if query.compare:
         return query.compare(head, rows, query)

@@ -261,7 +261,8 @@ def _pieces_message(pieces: Pieces) -> bytes:
     rows: list[tuple[PieceKey, Sequence[int], list[Any] | None, int | None]] = []
     body: list[Bytes] = []
     for key, (tokens, experts_of, kept_sets) in pieces.items():
-        about, size = None, None
+        about: list[Any] | None = None
+        size: int | None = None
         if experts_of is not None:
             experts = experts_of.rows(len(tokens))
             about = [str(experts.dtype), *experts.shape]

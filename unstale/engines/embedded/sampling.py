@@ -114,7 +114,7 @@ class Sampler:
         limits = [np.array(truncations, np.float64)] * truncates
         arrays = [np.ascontiguousarray(array) for array in (temperature, seeds, positions)]
         inputs = [logits.data_ptr(), vocab, *map(_address, arrays)]
-        inputs += map(_address, limits) if truncates else [0]
+        inputs += [_address(each) for each in limits] or [0]
         outputs = (tokens, logp, sizes, self._kept)
         divided(self._helpers, partial(self._draw, inputs, outputs), rows)
         if (tokens < 0).any():

@@ -100,7 +100,8 @@ def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, Pi
     start = 0
     for fields, tokens, about, size in header["pieces"]:
         key = PieceKey(*fields)
-        routed_experts = kept_sets = None
+        routed_experts = None
+        kept_sets = None
         if about is not None:
             dtype, *shape = about
             experts = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
