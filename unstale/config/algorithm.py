@@ -59,7 +59,7 @@ class CriticConfig(Section):
     """The layers below the critic's head: those of the policy (`trunk`), or a copy of the model
     that only the critic trains (`own`).
     """
-    lr: Positive = 3e-3
+    lr: Positive = 1e-2
     """Learning rate of the critic's head, with Adam."""
     own_lr: Positive = 1e-5
     """Only for `model = own`: learning rate of the copy's layers."""
