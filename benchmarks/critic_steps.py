@@ -98,7 +98,7 @@ def main() -> None:
 
     for name in trainers:  # the first step allocates
         step(name)
-    found = alternate({name: lambda name=name: step(name) for name in trainers}, options.repeats)
+    found = alternate({name: partial(step, name) for name in trainers}, options.repeats)
     lines = columns("critic", "CPU s per step", "times the step without")
     for name, values in found.items():
         lines.append(row(name, spread(values), spread(ratios(found, name, over="without"))))

@@ -7,7 +7,7 @@ text again. If it does not, the episode starts from its beginning.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
 from unstale.envs import Turn
@@ -139,7 +139,7 @@ class Transcript:
             self.add_branch(branch.episode, branch)
 
     def _open(self, *, again: bool) -> None:
-        start = {"episode": self.episode, "seed": self.seed, "again": again}
+        start: dict[str, Any] = {"episode": self.episode, "seed": self.seed, "again": again}
         if self.fork and not again:
             start |= {"fork": self.fork, "prefix": tuple(self._recorded)}
         self.writer = self._open_writer(**start)

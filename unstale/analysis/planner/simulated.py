@@ -120,7 +120,7 @@ class SimulatedTrainer:
         self._groups = {}
         self._counted = (0, 0)
         self._added = set()
-        return [Minibatch(batch, *[_EMPTY] * 5)]
+        return [Minibatch(batch, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)]
 
     def _take(self, part: Batch) -> int:
         """Count and score the episodes that `add` has not taken. Return their number of tokens."""

@@ -216,8 +216,8 @@ class SimulatedLimits:
             self._ended[request.number].append((len(cut.turns), cut != whole))
         return made
 
-    def more(self, request: GroupRequest, results: object) -> int:
-        return 0
+    def more(self, request: GroupRequest, results: object) -> Sequence[None]:
+        return ()
 
     def read_states(self, groups: Sequence[Group]) -> None: ...
 
@@ -229,6 +229,9 @@ class SimulatedLimits:
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
         return ()
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        return batch
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
         outcomes = []

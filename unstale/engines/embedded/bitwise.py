@@ -7,7 +7,7 @@ only on the weights, the token and the tokens before it. The batch, the parts in
 computed, and shared pages do not change it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -249,9 +249,12 @@ class _EngineWorker:
         error = ""
         match header["op"]:
             case "sample":
-                number, *fields, limits, version = header["request"]
+                number, most, stops, temperature, seed, limits, version = header["request"]
                 tokens = np.frombuffer(body, TOKEN).tolist()
-                request = SampleRequest(number, tokens, *fields, Truncation(*limits), version)
+                truncation = Truncation(*limits)
+                request = SampleRequest(
+                    number, tokens, most, stops, temperature, seed, truncation, version
+                )
                 return self._batcher.submit(request)
             case "cancel":
                 return self._batcher.cancel(header["id"])
