@@ -11,6 +11,7 @@ besides the passes, so the ratio is the largest.
 import argparse
 import random
 import time
+from functools import partial
 
 import torch
 

@@ -11,8 +11,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,11 +27,11 @@ from unstale.techniques.hooks import Techniques
 from unstale.testing import episode
 from unstale.trainer.local import LocalTrainer
 
-FORMS = ("none", "sampled", "reverse", "forward", "mixed")
+FORMS: Sequence[Any] = ("none", "sampled", "reverse", "forward", "mixed")
 SEQUENCES, PROMPT, REPLY = 8, 60, 100
 
 
-def make_trainers(model: str, route: str, dtype: str) -> Mapping[str, LocalTrainer]:
+def make_trainers(model: str, route: str, dtype: Any) -> Mapping[str, LocalTrainer]:
     """Return a trainer of each form, all of one policy."""
     base = RunConfig(
         recipe="",
