@@ -272,6 +272,13 @@ def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
     return run_ranks(count, learn_all, folder, VARIANTS_OF[count])
 
 
+def require_metrics(one: Outcome, first: Outcome, *, rel: float) -> None:
+    """`first` is the first of several ranks. Only it has the metrics of all passes."""
+    for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
+        values = [[row[name] for row in each.metrics] for each in (one, first)]
+        assert values[1] == pytest.approx(values[0], rel=rel, abs=1e-6)
+
+
 @pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     ("count", "variant"), [(count, name) for count in VARIANTS_OF for name in VARIANTS_OF[count]]
@@ -287,13 +294,10 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
         assert error <= (0 if count == 1 else 1e-6 if wide else 3e-5)
         assert other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
-        if place:  # the first rank has the metrics of all
-            continue
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)
-        for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
-            assert one.metrics[-1][name] == other.metrics[-1][name]
+    first = outcomes(folder, count)[0][variant]
+    require_metrics(one, first, rel=1e-5 if wide else 1e-2)
+    for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
+        assert one.metrics[-1][name] == first.metrics[-1][name]
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
@@ -349,11 +353,10 @@ def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         assert error <= 1e-6 and all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6)
-        for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
-            assert one.metrics[-1][name] == other.metrics[-1][name]
+    first = context_outcomes(folder, count)[0][variant]
+    require_metrics(one, first, rel=1e-5)
+    for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
+        assert one.metrics[-1][name] == first.metrics[-1][name]
 
 
 REPLICATED = ("plain", "stochastic", "own", "replay")
@@ -386,9 +389,7 @@ def test_two_copies_of_two_ranks_learn_what_one_process_learns(variant: str, fol
         wide = VARIANTS[variant].trainer.dtype == "float32"
         assert error <= (1e-6 if wide else 3e-5) and other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)
+    require_metrics(one, replicated_outcomes(folder)[0][variant], rel=1e-5 if wide else 1e-2)
 
 
 APART: Mapping[tuple[int, int], tuple[str, ...]] = {
@@ -412,8 +413,9 @@ def apart_outcomes(folder: Path, count: int, replicas: int) -> list[dict[str, Ou
     return run_ranks(count, learn_with_experts_apart, folder, replicas, variants)
 
 
+HAS_WHOLE_EXPERTS = "ep_implementation" in DistributedConfig.__dataclass_fields__
 needs_expert_parallelism = pytest.mark.skipif(
-    "ep_size" not in DistributedConfig.__dataclass_fields__, reason="needs a later transformers"
+    not HAS_WHOLE_EXPERTS, reason="needs a later transformers"
 )
 
 
@@ -441,9 +443,9 @@ def test_ranks_with_whole_experts_learn_what_one_process_learns(
         assert errors.max() <= 1e-6 if wide else errors.mean() <= 3e-6
         assert other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 2e-2, abs=1e-6)
+    require_metrics(
+        one, apart_outcomes(folder, count, replicas)[0][variant], rel=1e-5 if wide else 2e-2
+    )
 
 
 def gradient(peers: RankGroup, folder: Path) -> Tensor:
@@ -812,6 +814,14 @@ def experts_here(peers: RankGroup, folder: Path, *, expert_parallel: bool) -> tu
 
 def experts_kept(peers: RankGroup, folder: Path) -> list[tuple[int, int]]:
     return [experts_here(peers, folder, expert_parallel=each) for each in (True, False)]
+
+
+@pytest.mark.skipif(HAS_WHOLE_EXPERTS, reason="needs transformers 5.19")
+def test_whole_experts_name_the_transformers_that_they_need(folder: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"cluster\.expert_parallel needs a later transformers"
+    ):
+        run_ranks(2, experts_kept, folder / "moe")
 
 
 @needs_expert_parallelism

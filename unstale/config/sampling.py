@@ -178,8 +178,8 @@ class EngineConfig(Section):
     """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
-    trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.2 for FP8 and
-    0.05 for other formats.
+    trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.05 for
+    float16, and 0.2 for bfloat16 and FP8.
     """
     restarts: Count = 2
     """Number of restarts of a crashed engine before the run stops. Interrupted replies continue."""

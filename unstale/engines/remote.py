@@ -65,9 +65,11 @@ PAUSE_S = 0.2
 """Seconds in which the pause of a server usually ends the replies to another process."""
 LOAD_S = 600.0
 """Seconds after which a start, a load or a probe fails. These take longer than a request."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "fp8": 0.2}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.2}
 """Default of `engine.probe_tolerance` in nats, by `engine.dtype` or `engine.quantise`. Errors by
-rounding are smaller, even if only one of trainer and server rounds activations.
+rounding are smaller, even if only one of trainer and server rounds activations. SmolLM2 (135M) in
+bfloat16 is 0.04 from float32 on the tokens of the probe, and 0.06 from a server in bfloat16. It is
+0.48 from a server that ignores the temperature.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Sampling parameters of the probe. A probe at temperature 1 would not find a server whose
