@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from unstale.config.checks import Count, NonNegative, Section
+from unstale.config.checks import Count, NonNegative, PositiveInt, Section
 
 
 class Costs(Protocol):
@@ -148,6 +148,12 @@ class Overheads(Section):
     """Number of steps between two checkpoints. 0 writes none."""
     reply_s: NonNegative = 0.0
     """Seconds between the engine and an episode, added to each reply."""
+    turn_s: NonNegative = 0.0
+    """Seconds that each turn takes of the event loop of its rollout process."""
+    run_turn_s: NonNegative = 0.0
+    """Seconds that each turn then takes of the event loop of the run's process."""
+    processes: PositiveInt = 1
+    """Number of rollout processes among which the groups are divided."""
     paces: tuple[Pace, ...] = ()
     """The paces of recorded steps, which the simulated steps have in turn. A step that is slow by
     chance delays the next one, and a fast one does not make up for it.
