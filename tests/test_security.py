@@ -197,6 +197,7 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "observe/trackers/__init__.py",
     }
     assert {path for path, name, _ in calls() if name == "build_taskset"} <= {
+        "cli/rollout_process.py",
         "builders/sampling.py",
         "cli/supervised_start.py",
         "cli/session.py",

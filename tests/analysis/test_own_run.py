@@ -294,6 +294,21 @@ def test_the_smaller_parts_of_a_step_lengthen_it() -> None:
     assert steps(Overheads(paces=paces)) == pytest.approx([2.0, 6.0, 2.0, 6.0])
 
 
+def test_turns_that_end_together_wait_for_the_event_loops() -> None:
+    schedule = replace(SYNCHRONOUS, groups_per_step=4, group_size=5)
+    costs = LinearCosts(decode=0.01, train=1.5)
+
+    def mean_s(**overheads: Any) -> float:
+        given = Overheads(**overheads)
+        return simulate(ONE_TURN, Fleet(), schedule, costs, steps=4, overheads=given).mean_step_s
+
+    assert mean_s() == pytest.approx(2.0)
+    assert mean_s(turn_s=0.05) == pytest.approx(3.0), "20 turns, one after the other"
+    assert mean_s(turn_s=0.05, processes=2) == pytest.approx(2.5)
+    assert mean_s(run_turn_s=0.02, processes=2) == pytest.approx(2.4), "one loop has all"
+    assert mean_s(turn_s=0.05, run_turn_s=0.02, processes=2) == pytest.approx(2.54)
+
+
 def test_the_recorded_run_is_predicted_with_its_bottleneck() -> None:
     _, result, own = simulate_own(RECORDED, setup_of(RECORDED, fit_costs([RECORDED])))
     assert own.steps == len(RECORDED.steady) == 13

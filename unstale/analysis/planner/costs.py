@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from unstale.config.checks import Count, NonNegative, Section
+from unstale.config.checks import Count, NonNegative, PositiveInt, Section
 
 
 class Costs(Protocol):
@@ -159,6 +159,12 @@ class Overheads(Section):
     """Number of steps between two checkpoints. 0 writes none."""
     reply_s: NonNegative = 0.0
     """Seconds from the engine's end of a reply until its episode receives it, for each reply."""
+    turn_s: NonNegative = 0.0
+    """Seconds that each turn takes of the event loop of its rollout process."""
+    run_turn_s: NonNegative = 0.0
+    """Seconds that each turn then takes of the event loop of the run's process."""
+    processes: PositiveInt = 1
+    """Number of rollout processes among which the groups are divided."""
     paces: tuple[Pace, ...] = ()
     """The paces of recorded steps. Simulated steps use them one after the other, and repeat them.
     They matter because a step that is slow by chance delays the next one, and a fast one does not

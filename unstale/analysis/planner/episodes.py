@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unstale.analysis.planner.clock import SimulatedClock
+from unstale.analysis.planner.costs import NO_OVERHEADS, Overheads
 from unstale.analysis.planner.engines import SimulatedEnginePool, SimulatedReply
 from unstale.analysis.planner.simulated_techniques import SimulatedLimits
 from unstale.analysis.planner.workload import EpisodeShape, Prefix, Workload
@@ -125,11 +126,7 @@ class SimulatedEpisode:
             self._left -= tokens
             self.reply.sampled += tokens
         if complete:
-            clock = self.rollout.clock
-            if self.rollout.reply_s:
-                clock.at(clock.now + self.rollout.reply_s, self._receive)
-            else:
-                self._receive()
+            self.rollout.receive(self.group, self._receive)
 
     def _receive(self) -> None:
         now = self.rollout.clock.now
@@ -196,12 +193,12 @@ class SimulatedRollout:
         pending: PendingPieces,
         limits: SimulatedLimits,
         seed: int,
-        reply_s: float = 0.0,
+        overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Make the rollout. `reply_s` are the seconds after which an episode receives a complete
-        reply.
-        """
-        self.reply_s = reply_s
+        """Make the rollout. Of `overheads` it reads those of a reply."""
+        self._overheads = overheads
+        self._loops_free = [0.0] * (overheads.processes + 1)
+        """When the event loop of each rollout process is free, and last that of the run's."""
         self.slots = limits.slots
         self._limits = limits
         self.clock = clock
@@ -308,6 +305,31 @@ class SimulatedRollout:
                 self._tool_s = self.workload.tool_s.draw(self._random, 1000).tolist()
             total += self._tool_s.pop()
         return total
+
+    def receive(self, group: int, then: Callable[[], None]) -> None:
+        """Call `then` when an episode of a group has the reply that an engine now returns.
+
+        The event loops of its rollout process, and then of the run's, handle turns one by one.
+        """
+        overheads, clock = self._overheads, self.clock
+
+        def in_run() -> None:
+            clock.at(self._free_loop(-1, overheads.run_turn_s, clock.now), then)
+
+        arrived = clock.now + overheads.reply_s
+        due = self._free_loop(group % overheads.processes, overheads.turn_s, arrived)
+        if overheads.run_turn_s:
+            clock.at(due, in_run)
+        elif due > clock.now:
+            clock.at(due, then)
+        else:
+            then()
+
+    def _free_loop(self, number: int, seconds: float, begin: float) -> float:
+        """Occupy an event loop from `begin` on, or when it is free. Return when the work ends."""
+        end = max(begin, self._loops_free[number]) + seconds if seconds else begin
+        self._loops_free[number] = max(end, self._loops_free[number])
+        return end
 
     def arrived(self, episode: int, version: int) -> None:
         self._pending.add(PendingPiece(episode, _ONE_TOKEN, 0, self._sampled(version)))

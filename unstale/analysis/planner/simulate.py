@@ -110,7 +110,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         pending=pending,
         limits=limits,
         seed=seed,
-        reply_s=overheads.reply_s,
+        overheads=overheads,
     )
     replay = SimulatedReplay(techniques.replay, seed)
     trainer = SimulatedTrainer(
