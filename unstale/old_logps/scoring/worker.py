@@ -104,6 +104,6 @@ def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, Pi
             start += experts.nbytes
             routed_experts = RoutedExperts(0, experts.copy())
         if size is not None:
-            kept_sets = KeptSets.unpack(body[start : start + size], tokens[key.start :])
+            kept_sets = KeptSets.unpack(bytes(body[start : start + size]), tokens[key.start :])
             start += size
         yield key, PieceText(tokens, routed_experts, kept_sets)
