@@ -286,7 +286,7 @@ def require_metrics(one: Outcome, first: Outcome, *, rel: float) -> None:
 def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: Path) -> None:
     (alone,) = outcomes(folder, 0)
     one = alone[variant]
-    for place, rank in enumerate(outcomes(folder, count)):
+    for rank in outcomes(folder, count):
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         wide = VARIANTS[variant].trainer.dtype == "float32"
