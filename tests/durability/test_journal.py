@@ -712,7 +712,7 @@ def make_older(path: Path, journal_format: int) -> None:
         connection.commit()
 
 
-@pytest.mark.parametrize("journal_format", [3, 4])
+@pytest.mark.parametrize("journal_format", [3, 4, 5])
 def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
     tmp_path: Path, journal_format: int
 ) -> None:
@@ -725,6 +725,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed() == read.replayed(0) == []
         assert read.trained_tokens(0) == [] and read.token_steps() == {}
         assert content(read)["token_values"] == 0
+        assert all(each.trajectory.fork is None for each in read.trajectories())
         assert [one.number for one in read.consumed(0)] == [0]
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(1))
@@ -734,7 +735,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed(1) == [0]
 
 
-@pytest.mark.parametrize("journal_format", [3, 4])
+@pytest.mark.parametrize("journal_format", [3, 4, 5])
 def test_journals_of_two_formats_are_compared_in_the_tables_that_both_have(
     tmp_path: Path, journal_format: int
 ) -> None:
