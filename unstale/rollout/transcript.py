@@ -7,7 +7,7 @@ text again. If it does not, the episode starts from its beginning.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
 from unstale.envs import Turn
@@ -19,9 +19,9 @@ from unstale.records import (
     Fork,
     PendingPiece,
     Piece,
-    Provenance,
     Sampled,
     Trajectory,
+    is_reply,
     link_experts,
 )
 from unstale.rollout.seeds import derive_seed
@@ -70,11 +70,6 @@ class NullWriter:
     def write_outcome(self, outcome: Trajectory | Failure) -> None: ...
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
-
-
-def is_reply(piece: Piece) -> bool:
-    """Return True if the policy sampled the piece, in this episode or before it was forked."""
-    return isinstance(piece, Sampled) or piece.provenance == Provenance.SHARED
 
 
 class Transcript:
@@ -139,7 +134,7 @@ class Transcript:
             self.add_branch(branch.episode, branch)
 
     def _open(self, *, again: bool) -> None:
-        start = {"episode": self.episode, "seed": self.seed, "again": again}
+        start: dict[str, Any] = {"episode": self.episode, "seed": self.seed, "again": again}
         if self.fork and not again:
             start |= {"fork": self.fork, "prefix": tuple(self._recorded)}
         self.writer = self._open_writer(**start)
