@@ -216,8 +216,8 @@ class SimulatedLimits:
             self._ended[request.number].append((len(cut.turns), cut != whole))
         return made
 
-    def more(self, request: GroupRequest, results: object) -> int:
-        return 0
+    def more(self, request: GroupRequest, results: object) -> tuple[()]:
+        return ()
 
     def read_states(self, groups: Sequence[Group]) -> None: ...
 
