@@ -128,6 +128,11 @@ class Sampled:
 Piece = ContextPiece | Sampled
 
 
+def is_reply(piece: Piece) -> bool:
+    """Return True if the policy sampled the piece, in this episode or before it was forked."""
+    return isinstance(piece, Sampled) or piece.provenance == Provenance.SHARED
+
+
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
     """Return a copy of `piece` whose routed experts include those of its version's earlier pieces.
 
@@ -447,8 +452,11 @@ class Group:
     def has_equal_rewards(self) -> bool:
         """True if no two trajectories have different rewards, in all or in a turn.
 
-        False if all episodes failed.
+        False if all episodes failed. If episodes were forked, only their whole rewards count: a
+        forked episode has turn rewards only for the replies that it sampled.
         """
+        if any(each.fork for each in self.trajectories):
+            return len({each.reward for each in self.trajectories}) == 1
         return len({(each.reward, each.turn_rewards) for each in self.trajectories}) == 1
 
     @property

@@ -45,7 +45,7 @@ from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunFolder, RunLog
-from unstale.records import ContextPiece, Sampled, Task, Trajectory
+from unstale.records import ContextPiece, Fork, Sampled, Task, Trajectory
 
 RECORDED = RecordedRun.from_json(Path(__file__).with_name("recorded_run.json").read_text())
 COSTS = LinearCosts(decode=0.004, decode_reply=3e-4, prefill_token=2e-5, train_token=1e-4)
@@ -240,6 +240,19 @@ def test_contexts_that_episodes_share_have_one_name() -> None:
     assert one.prefixes == two.prefixes == (Prefix(0, 2), Prefix(1, 3), Prefix(2, 6))
     assert three.prefixes == (Prefix(0, 2), Prefix(1, 3), Prefix(3, 6))
     assert other.prefixes == (Prefix(0, 2), Prefix(4, 3), Prefix(5, 6))
+
+
+def test_a_forked_episode_begins_with_contexts_of_its_parent_and_its_share_of_the_calls() -> None:
+    said, last = Sampled((2, 3), (0.0, 0.0), 0), Sampled((4,), (0.0,), 0)
+    pieces = (ContextPiece((7, 8, 1)), said, ContextPiece((5,)), last)
+    task = Task("t", "train", 0)
+    parent = Trajectory(pieces, {}, "done", task, 0, facts={"tool_calls": 4.0})
+    fork = Fork(0, 6)
+    own = (*fork.prefix_of(pieces), replace(last, tokens=(6,)))
+    ((one, two),) = episode_shapes([[parent, replace(parent, pieces=own, episode=1, fork=fork)]])
+    assert one.prefixes == two.prefixes == (Prefix(1, 3), Prefix(2, 6))
+    assert (two.prompt, two.turns) == (6, (TurnShape(1, 0, 2),))
+    assert one.turns == (TurnShape(2, 1, 2), TurnShape(1, 0, 2))
 
 
 def test_an_engine_copies_what_it_has_computed_for_a_sibling() -> None:

@@ -756,6 +756,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed() == read.replayed(0) == []
         assert read.trained_tokens(0) == [] and read.token_steps() == {}
         assert content(read)["token_values"] == 0
+        assert all(each.trajectory.fork is None for each in read.trajectories())
         assert [one.number for one in read.consumed(0)] == [0]
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(1))

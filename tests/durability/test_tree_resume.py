@@ -1,18 +1,20 @@
 """Test that a killed and resumed run has the same forks of episodes as an unkilled one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from tests.durability.test_limits_resume import Wandering
+from tests.durability.test_limits_resume import Wandering, Wanders
 from tests.durability.test_resume import KILLS, killed, played, require_sound
 from tests.durability.test_selection_resume import Choosing, chosen
 from unstale.config import RunConfig
 from unstale.durability.journal import Journal, check
-from unstale.records import Provenance, Trajectory
+from unstale.envs import Message, Turn
+from unstale.records import Provenance, Task, Trajectory
 
 TECHNIQUES = "tree tree_advantage"
 
@@ -71,6 +73,50 @@ def test_a_killed_deterministic_run_has_the_forks_of_an_unkilled_one(
         toy.require_equal_resume(tmp_path, made, "step", 4)
     assert forks(tmp_path / "whole") == forks(tmp_path / "run")
     require_forked(tmp_path / "run")
+
+
+class Remembering(Wanders):
+    """An environment that restores snapshots. The reward of a turn is the number of replies."""
+
+    resumed: ClassVar[list[int]] = []
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.replies = 0
+
+    async def step(self, reply: Message) -> Turn:
+        self.replies += 1
+        return replace(await super().step(reply), reward=float(self.replies))
+
+    def snapshot(self) -> str:
+        return str(self.replies)
+
+    async def resume(self, state: str) -> None:
+        self.replies = int(state)
+        self.resumed.append(self.replies)
+
+
+class Remembered(Wandering):
+    def env(self, task: Task, seed: int) -> Remembering:
+        return Remembering(task)
+
+
+def test_a_fork_of_an_environment_with_snapshots_keeps_the_rewards_of_its_own_turns(
+    tmp_path: Path,
+) -> None:
+    Remembering.resumed.clear()
+    with played(Choosing(lambda: Remembered(count()))) as toy:
+        made = forked(deterministic=False, turn=2)
+        with killed("step", 3):
+            toy.begin(tmp_path / "run", made)
+        toy.go_on(tmp_path / "run", made)
+    require_forked(tmp_path / "run")
+    assert Remembering.resumed
+    with Journal.read(tmp_path / "run") as reader:
+        for stored in reader.trajectories():
+            each = stored.trajectory
+            first = 1 if each.fork is None else 2
+            assert each.turn_rewards == tuple(range(first, first + each.num_turns))
 
 
 MOMENTS = [

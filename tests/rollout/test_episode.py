@@ -478,6 +478,41 @@ def test_a_fork_of_an_environment_that_gives_another_text_fails_alone() -> None:
     assert failure.stage == "begin" and "other tokens than the 2 on record" in failure.error
 
 
+@pytest.mark.parametrize(("begins", "failed"), [("hi", False), ("ho", True)])
+def test_a_resumed_fork_starts_again_at_its_place_if_its_own_text_differs(
+    begins: str, failed: bool
+) -> None:
+    fork = Fork(0, 3)
+    trunk = Trajectory(
+        (ContextPiece(tuple(map(ord, "hi"))), Sampled(tuple(map(ord, "ab.")), (-0.5,) * 3, 0)),
+        {"r": 1.0},
+        "done",
+        TASK,
+        seed=0,
+    )
+    own = (Sampled((ord("d"), END), (-0.5,) * 2, 0), ContextPiece(tuple(map(ord, "so"))))
+    open_fork = EpisodeRecord(1, (*fork.prefix_of(trunk.pieces), *own), None, fork=fork)
+    past = (EpisodeRecord(0, trunk.pieces, trunk), open_fork)
+    request = GroupRequest(0, TASK, 0, 0, past=past, sizes=(1,))
+    restarts: list[int] = []
+
+    async def main() -> Group:
+        say = ScriptedEngine(lambda tokens, params: list(map(ord, "cd."))[params.sampled :])
+        scripts = [[says(begins), says("no"), over()] for _ in range(2)]
+        rollout = Rollout(
+            Generator(await awake(say), LetterChat(), EngineConfig()),
+            Tasks(*scripts),
+            RolloutConfig(retries=0),
+            on_restart=lambda episode, failure: restarts.append(episode),
+        )
+        return await rollout.group(request, size=1)
+
+    group = asyncio.run(main())
+    assert restarts == ([] if failed else [1]) and len(group.failures) == failed
+    if not failed:
+        assert spoken(group.trajectories[1])[1:3] == [("a", "SHARED"), ("d.", "SAMPLED")]
+
+
 def test_an_episode_is_not_forked_after_its_end_or_from_an_unknown_one() -> None:
     with pytest.raises(ExceptionGroup) as error:
         fork_of([[says("hi"), over()]], at=9)

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
@@ -14,14 +17,16 @@ from unstale.records import (
     Failure,
     Fork,
     Group,
+    Provenance,
     Sampled,
     ScoredTrajectory,
     Task,
     Trajectory,
 )
+from unstale.research.techniques.balance import Balance, BalanceConfig
 from unstale.research.techniques.tree import Tree, TreeConfig
 from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
-from unstale.techniques.hooks import CreditContext
+from unstale.techniques.hooks import CreditContext, Outcome, Techniques
 
 TASK = Task("bits", "train", 0)
 LENGTH = 3
@@ -68,7 +73,9 @@ class Bits:
             total += p * reward * sum(self.score(*step) for step in steps)
         return total
 
-    def trees(self, prefix: tuple[int, ...], width: Callable) -> list[tuple[float, Node]]:
+    def trees(
+        self, prefix: tuple[int, ...], width: Callable[[tuple[int, ...]], int]
+    ) -> list[tuple[float, Node]]:
         """Return every tree with its probability. `width` is the number of branches at a prefix."""
         if len(prefix) == LENGTH:
             return [(1.0, (prefix, ()))]
@@ -141,9 +148,11 @@ def group_of(problem: Bits, roots: Sequence[Node]) -> Group:
     return Group(TASK, tuple(found))
 
 
-def estimate(group: Group, rule: str) -> list[ScoredTrajectory]:
-    context = CreditContext(0.0, 0, lambda task: task.key)
-    return TreeAdvantage(TreeAdvantageConfig(rule=rule)).estimate([group], context)
+CONTEXT = CreditContext(0.0, 0, lambda task: task.key)
+
+
+def estimate(group: Group, rule: Any) -> list[ScoredTrajectory]:
+    return TreeAdvantage(TreeAdvantageConfig(rule=rule)).estimate([group], CONTEXT)
 
 
 def mean_gradient(problem: Bits, one: list[tuple[float, Node]], rule: str) -> np.ndarray:
@@ -199,6 +208,8 @@ def test_the_biases_are_those_of_the_table() -> None:
         ({"schedule.group_size": 2}, "must be a multiple of 2 and at least 4, got 2"),
         ({"techniques": "tree tree_advantage allocate"}, "cannot be used with allocate"),
         ({"techniques": "tree tree_advantage minpro"}, "cannot be used with minpro"),
+        ({"techniques": "tree tree_advantage novelty"}, "cannot be used with novelty"),
+        ({"tree.turn": 11}, "must be at most rollout.max_turns = 10, got 11"),
         ({"correction.unit": "sequence"}, "needs correction.unit = token, got sequence"),
         ({"correction.token_veto_threshold": 0.1}, "needs correction.token_veto_threshold = 0"),
         ({"objective.loss_type": "gspo"}, "cannot be used with objective.loss_type = gspo"),
@@ -230,3 +241,69 @@ def test_each_root_has_as_many_forks_as_its_group_was_given_episodes() -> None:
     turns = Tree(TreeConfig(turn=2, continuations=3))
     assert turns.roots(8) == 2 and turns.forks([trunk]) == [Fork(9, 6)] * 3
     assert Tree(TreeConfig(turn=3)).forks([trunk]) == []
+
+
+def forked(*, turn_rewards: Sequence[tuple[float, ...]] = ((), (), (), ())) -> Group:
+    """Return two episodes of two turns, and two forks of the first one before its second reply."""
+    shared = ContextPiece((3,), Provenance.SHARED)
+    first = Sampled((3,), (-0.5,), 0)
+    rest = (ContextPiece((4,)), Sampled((5,), (-1.0,), 0))
+    episodes = [
+        Trajectory(
+            (ContextPiece((2,)), shared if fork else first, *rest),
+            {"reward": reward},
+            "done",
+            TASK,
+            seed=number,
+            episode=number,
+            turn_rewards=rewards,
+            fork=fork,
+        )
+        for number, (fork, reward, rewards) in enumerate(
+            zip(
+                [None, None, Fork(0, 3), Fork(0, 3)],
+                (1.0, 0.0, 1.0, 1.0),
+                turn_rewards,
+                strict=True,
+            )
+        )
+    ]
+    return Group(TASK, tuple(episodes), added=frozenset({2, 3}))
+
+
+def test_equal_rewards_are_found_though_forked_episodes_have_fewer_turn_rewards() -> None:
+    group = forked(turn_rewards=((0.5, 0.5), (0.5, 0.5), (0.5,), (0.5,)))
+    assert not group.has_equal_rewards
+    equal = tuple(replace(each, rewards={"reward": 1.0}) for each in group.trajectories)
+    assert replace(group, trajectories=equal).has_equal_rewards
+    unforked = tuple(replace(each, fork=None) for each in equal)
+    assert not replace(group, trajectories=unforked).has_equal_rewards
+
+
+class Observing:
+    """A technique that keeps what it is told of the groups that were trained on."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = outcomes
+
+    def state(self) -> dict[str, object]:
+        return {}
+
+    def restore(self, state: object) -> None: ...
+
+
+def test_a_task_is_as_hard_as_its_episodes_with_a_beginning_of_their_own_say() -> None:
+    seen = Observing()
+    Techniques({"seen": seen}).consumed(
+        [forked()], 1, lag=torch.zeros_like, identify=lambda task: task.key
+    )
+    (outcome,) = seen.outcomes
+    assert outcome.rewards == (1.0, 0.0) and outcome.added == 0
+    assert outcome.success_turns == (2,) and outcome.tokens == 6
+
+
+def test_the_first_replies_of_a_group_are_those_that_were_sampled_first() -> None:
+    measured = Balance(BalanceConfig()).measure([forked()], [forked()], CONTEXT)
+    roots = replace(forked(), trajectories=forked().trajectories[:2])
+    assert measured == Balance(BalanceConfig()).measure([roots], [roots], CONTEXT)
+    assert measured["balance/sampled_mass"] == pytest.approx(math.exp(-0.5))

@@ -385,11 +385,11 @@ class Rollout:
         """Run one episode. If its environment fails, repeat it up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
-        recorded text again, the episode starts from the beginning. This does not count as a
-        failure, unless the episode was forked. `start` is the place of the fork and the pieces
-        (runs of tokens) before it. `limit` is a further limit of the episode's turns. Each attempt
-        may use the whole `budget`. Between two segments, the episode gives its `slot` to other
-        episodes.
+        recorded text again, the episode starts from the beginning, or from its fork. This does not
+        count as a failure, unless the text before the fork differs. `start` is the place of the
+        fork and the pieces (runs of tokens) before it. `limit` is a further limit of the episode's
+        turns. Each attempt may use the whole `budget`. Between two segments, the episode gives its
+        `slot` to other episodes.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -430,7 +430,7 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
-            if transcript.replaying and fork is None:
+            if transcript.replaying and (fork is None or len(transcript.tokens) >= fork.at):
                 transcript.writer.write_restart(
                     f"{failure.stage}: {failure.error}",
                     turns=failure.turns,

@@ -19,9 +19,9 @@ from unstale.records import (
     Fork,
     PendingPiece,
     Piece,
-    Provenance,
     Sampled,
     Trajectory,
+    is_reply,
     link_experts,
 )
 from unstale.rollout.seeds import derive_seed
@@ -70,11 +70,6 @@ class NullWriter:
     def write_outcome(self, outcome: Trajectory | Failure) -> None: ...
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
-
-
-def is_reply(piece: Piece) -> bool:
-    """Return True if the policy sampled the piece, in this episode or before it was forked."""
-    return isinstance(piece, Sampled) or piece.provenance == Provenance.SHARED
 
 
 class Transcript:

@@ -491,6 +491,7 @@ class Outcome:
     lag: int
     """Number of batches between those weights and the weights that the step started from."""
     rewards: tuple[float, ...]
+    """The rewards of the finished episodes. Episodes forked from others are left out."""
     failures: int
     tokens: int
     """Number of sampled tokens of the group's finished episodes, with those of branches."""
@@ -779,19 +780,21 @@ def _outcome(
 
     trajectories = group.finished
     conversations = [one for each in trajectories for one in each.conversations]
+    # A forked episode depends on its parent, and ran only part of its turns.
+    roots = [each for each in trajectories if each.fork is None]
     versions = [version for one in conversations for version in one.versions]
     age = int(lag(torch.tensor(max(versions)))) if versions else 0
     return Outcome(
         task=task,
         num_batches=num_batches - age,
         lag=age,
-        rewards=tuple(each.reward for each in trajectories),
+        rewards=tuple(each.reward for each in roots),
         failures=len(group.failures),
         tokens=sum(each.num_sampled_in_all for each in trajectories),
-        added=len(group.added),
-        success_turns=tuple(each.num_turns for each in trajectories if each.success),
+        added=sum(each.episode in group.added for each in roots),
+        success_turns=tuple(each.num_turns for each in roots if each.success),
         turn_limit=group.turn_limit.turns if group.turn_limit else 0,
-        cut_off=sum(each.stop in CUT_OFF for each in trajectories),
+        cut_off=sum(each.stop in CUT_OFF for each in roots),
         budget=group.budget,
     )
 

@@ -15,7 +15,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.journal import Journal, JournalError, JournalReader, trained_episodes
 from unstale.durability.run_folder import RunFolder, plain
-from unstale.records import Sampled, Trajectory
+from unstale.records import Sampled, Trajectory, is_reply
 
 MIN_STEPS = 4
 """Smallest number of steps that a fit of durations needs."""
@@ -397,17 +397,26 @@ def episode_shapes(
         for trajectory in siblings:
             shape = episode_shape(trajectory)
             tokens = trajectory.tokens
-            prefixes = [Prefix(0, common)] if 0 < common < shape.prompt else []
+            starts = [*_reply_starts(trajectory)]
+            opening = starts[0] if starts else shape.prompt
+            prefixes = [Prefix(0, common)] if 0 < common < opening else []
             name = start = 0
-            end = shape.prompt
-            for turn in shape.turns:
+            for end in starts:
                 name = names.setdefault(hash((name, tokens[start:end])), len(names) + 1)
                 prefixes.append(Prefix(name, end))
                 start = end
-                end += turn.reply + turn.answer
             shapes.append(shape._replace(prefixes=tuple(prefixes)))
         found.append(tuple(shapes))
     return tuple(found)
+
+
+def _reply_starts(trajectory: Trajectory) -> Iterator[int]:
+    """Yield the number of tokens before each reply, with those before a fork of the episode."""
+    start = 0
+    for is_sampled, pieces in groupby(trajectory.pieces, is_reply):
+        if is_sampled:
+            yield start
+        start += sum(len(piece.tokens) for piece in pieces)
 
 
 def _prompt(trajectory: Trajectory) -> tuple[int, ...]:
@@ -430,17 +439,21 @@ def episode_shape(trajectory: Trajectory) -> EpisodeShape:
     """Return the numbers of tokens of a trajectory by turn.
 
     The recorded number of tool calls is divided evenly among the turns. If it was not recorded,
-    each turn has one call.
+    each turn has one call. The text before a fork is part of the prompt.
     """
     runs = [
-        (is_reply, sum(len(piece.tokens) for piece in pieces))
-        for is_reply, pieces in groupby(trajectory.pieces, lambda piece: isinstance(piece, Sampled))
+        (is_sampled, sum(len(piece.tokens) for piece in pieces))
+        for is_sampled, pieces in groupby(
+            trajectory.pieces, lambda piece: isinstance(piece, Sampled)
+        )
     ]
     prompt = runs.pop(0)[1] if runs and not runs[0][0] else 0
-    replies = [tokens for is_reply, tokens in runs if is_reply]
-    answers = [*(tokens for is_reply, tokens in runs if not is_reply), 0][: len(replies)]
-    calls = round(trajectory.facts.get("tool_calls", len(replies)))
-    per_turn, more = divmod(calls, max(1, len(replies)))
+    replies = [tokens for is_sampled, tokens in runs if is_sampled]
+    answers = [*(tokens for is_sampled, tokens in runs if not is_sampled), 0][: len(replies)]
+    # The recorded calls include those of replies before a fork.
+    num_replies = max(1, sum(1 for _ in _reply_starts(trajectory)))
+    calls = trajectory.facts.get("tool_calls", num_replies) * len(replies) / num_replies
+    per_turn, more = divmod(round(calls), max(1, len(replies)))
     turns = [
         TurnShape(reply, answer, per_turn + (number < more))
         for number, (reply, answer) in enumerate(zip(replies, answers, strict=True))

@@ -93,6 +93,17 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
             f"{2 * options.leaves}, got {size}: each tree has {options.leaves} episodes, and a "
             "tree is compared with the others of its group"
         )
+    if options.branch == "turn" and options.turn > config.rollout.max_turns:
+        raise ConfigError(
+            f"tree.turn must be at most rollout.max_turns = {config.rollout.max_turns}, got "
+            f"{options.turn}: no episode has that many replies, so that none would be forked"
+        )
+    _check_techniques(config)
+    _check_sequences(config)
+
+
+def _check_techniques(config: RunConfig) -> None:
+    """Refuse a run without `tree_advantage`, and techniques that count shared tokens wrongly."""
     entries = chosen(config.techniques)
     if "tree_advantage" not in [entry.name for entry in entries]:
         raise ConfigError(
@@ -110,7 +121,11 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
                 f"the technique tree cannot be used with {entry.name}, which needs one advantage "
                 "per episode: remove one of them from --techniques"
             )
-    _check_sequences(config)
+        if entry.name == "novelty":
+            raise ConfigError(
+                "the technique tree cannot be used with novelty, which compares the probabilities "
+                "of whole sequences: remove one of them from --techniques"
+            )
 
 
 def _check_sequences(config: RunConfig) -> None:
