@@ -164,7 +164,7 @@ class RealRollout:
                 config=config,
                 rollout=self.rollout,
                 journal=self.journal,
-                techniques=SimpleNamespace(more=lambda request, results: 0),
+                techniques=SimpleNamespace(more=lambda request, results: ()),
             ),
         )
         self._turns = case.turns

@@ -286,6 +286,8 @@ def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None
         ("model/dequantise.py", "AutoTokenizer.from_pretrained"),
         ("model/loading.py", "AutoModelForCausalLM.from_pretrained"),
         ("model/loading.py", "AutoTokenizer.from_pretrained"),
+        ("rewards/reward_model_worker.py", "AutoModelForSequenceClassification.from_pretrained"),
+        ("rewards/reward_model_worker.py", "AutoTokenizer.from_pretrained"),
     ]
     for path, name, words in found:
         assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", path

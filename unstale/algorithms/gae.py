@@ -46,7 +46,7 @@ def gae_advantage(
     >>> ones = torch.ones(3, dtype=torch.float64)
     >>> whole = torch.zeros(3, dtype=torch.long)
     >>> gae_advantage(ones, 0.5 * ones, sequence=whole, discount=1.0, lam=0.5).tolist()
-    [1.75, 1.25, 0.5]
+    [1.625, 1.25, 0.5]
     """
     rewards, values = rewards.double(), values.double()
     if not len(rewards):

@@ -28,10 +28,12 @@ class Scorer:
 
     def __init__(self, folder: Path) -> None:
         """Load the model. Raises ValueError if it does not give one number."""
-        # Other code than that of transformers is never run.
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # No code of the folder is run: no other model class, and no pickle.
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         model: Any = AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
         if model.config.num_labels != 1:
             raise ValueError(

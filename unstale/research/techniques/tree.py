@@ -186,7 +186,6 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings"}),
     check=_check,
-    by_group=lambda options: True,
     use="Episodes have a long beginning that is expensive to sample, such as many tool calls. Use "
     "it with `tree_advantage`.",
     measured=_MEASURED,
