@@ -57,9 +57,10 @@ PYTEST = $(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.l
 test: setup
 	$(PYTEST) --quick
 
-# Only the core: algorithms, old log-probabilities, trainer, contracts, loop, records (goal: less than 90 s).
+# Only the core: algorithms, old log-probabilities, trainer, contracts, loop, records (goal: less than 90 s). Trainer
+# ranks, and tests of the memory of whole processes, start many processes and are left to `make test`.
 test-core: setup
-	$(PYTEST) --quick tests/algorithms tests/old_logps tests/trainer tests/contracts tests/test_loop.py tests/test_records.py
+	$(PYTEST) --quick --ignore-glob 'tests/trainer/test_rank*' --ignore tests/trainer/test_freed_memory.py tests/algorithms tests/old_logps tests/trainer tests/contracts tests/test_loop.py tests/test_records.py
 
 test-all: setup
 	$(PYTEST)

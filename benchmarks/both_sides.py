@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.runner import Step
+from unstale.engines.embedded.sampling import Drawn
 from unstale.engines.embedded.worker import build_runner
+from unstale.kept_sets import Truncation
 from unstale.model import head
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
@@ -185,11 +187,12 @@ class _Given:
         temperature: NDArray[np.float32],
         seeds: NDArray[np.uint64],
         positions: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        truncations: Sequence[Truncation] = (),
+    ) -> Drawn:
         pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
         tokens = np.array([self._sequences[seed][at] for seed, at in pairs])
         logp = logits.log_softmax(-1).gather(1, torch.from_numpy(tokens)[:, None])
-        return tokens, logp[:, 0].numpy()
+        return Drawn(tokens, logp[:, 0].numpy())
 
 
 def trainer_logps(policy: Policy, replies: Replies) -> tuple[Tensor, Tensor]:

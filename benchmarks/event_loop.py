@@ -164,11 +164,15 @@ class RealRollout:
                 config=config,
                 rollout=self.rollout,
                 journal=self.journal,
-                techniques=SimpleNamespace(more=lambda request, results: 0),
+                techniques=SimpleNamespace(more=lambda request, results: ()),
             ),
         )
         self._turns = case.turns
         self._numbers = count()
+
+    def use(self, rollout: Rollout) -> None:
+        """Run later episodes by another rollout."""
+        self.rollout = self._parts.rollout = rollout  # type: ignore[misc]
 
     async def play(self, episodes: int) -> list[Group]:
         """Run the episodes, at most `LIVE` at once. Return their groups."""

@@ -222,7 +222,7 @@ class ScriptedRun:
                 requests=self.tasks.tasks(),
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
-                techniques=SimpleNamespace(more=lambda request, results: 0),
+                techniques=SimpleNamespace(more=lambda request, results: ()),
                 old_logps=OldLogps(),
                 rollout=Rollout(
                     generator, cast(Any, self.tasks), RolloutConfig(), on_piece=self.pending.add

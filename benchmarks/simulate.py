@@ -22,7 +22,8 @@ from statistics import fmean, median
 from benchmarks.published import APRIL, NOT_SIMULATED, ROWS, Compared, compare, generation_s_of
 from benchmarks.tables import CONSOLE, columns, picture, rotated, row, spread, write
 from unstale.analysis.planner.costs import LinearCosts
-from unstale.analysis.planner.measured import SimulationSetup, from_run
+from unstale.analysis.planner.measured import SimulationSetup, fit_costs, setup_of
+from unstale.analysis.planner.recorded import RecordedRun
 from unstale.analysis.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.cli.session import train
 from unstale.config import (
@@ -115,7 +116,8 @@ def of_this_machine(
                 CONSOLE.print(f"round {turn + 1} of {repeats}: running {arm.name}")
                 wanted = config(arm, Path(folder), steps=steps, latency_s=latency_s, seed=turn)
                 runs[arm] = train(wanted, console=CONSOLE).folder
-            setup = from_run(runs[fitted])
+            recorded = RecordedRun.read(runs[fitted])
+            setup = setup_of(recorded, fit_costs([recorded]))
             for arm, run in runs.items():
                 seconds = fmean(measured(run, min(arm.schedule.max_staleness, steps - 4)))
                 found[arm.name].append((seconds, predicted(setup, arm.schedule)))

@@ -53,11 +53,13 @@ class Sums(ListedTasks):
         numbers = range(1, LARGEST + 1)
         pairs = [(first, second) for first in numbers for second in numbers]
         random.Random(0).shuffle(pairs)
-        self.data = {"train": pairs[HELD_OUT:], "held_out": pairs[:HELD_OUT]}
+        data = [{"first": a, "second": b, "answer": a + b} for a, b in pairs]
+        self.data = {"train": data[HELD_OUT:], "held_out": data[:HELD_OUT]}
 
     def text(self, task: Task) -> str:
-        first, second = self.data_of(task)
-        return f"{first} + {second}"
+        data = self.data_of(task)
+        return f"{data['first']} + {data['second']}"
 
     def env(self, task: Task, seed: int) -> Env:
-        return Sum(*self.data_of(task))
+        data = self.data_of(task)
+        return Sum(data["first"], data["second"])

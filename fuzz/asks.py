@@ -1,4 +1,4 @@
-"""Requests to the endpoint, valid and invalid, drawn from its OpenAPI description.
+"""Requests to the endpoint, valid and invalid, drawn from the schemas that check them.
 
 A JSON Schema validator decides independently which requests are valid.
 """
@@ -103,6 +103,7 @@ ONLY_IN_WORDS = (
     "has two calls with the same id",
     "tool_call_id is",
     "has tool calls without a result",
+    "half of a character",
 )
 """Parts of refusals for reasons that a schema cannot express."""
 KEYS = ("one", "two", "three", "a%20b", "%ff", "-unknown")
@@ -136,6 +137,40 @@ HEADERS = (
 )
 
 
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+"""The schema of a refusal."""
+
+
+def with_nulls(schema: Any) -> Any:
+    """Return the schema with null allowed for optional fields, because the endpoint allows it."""
+    if isinstance(schema, list):
+        return [with_nulls(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    nullable = {
+        name: value if name == "enum" else with_nulls(value) for name, value in schema.items()
+    }
+    for name, value in nullable.get("properties", {}).items():
+        if value and name not in schema["required"]:
+            nullable["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+    return nullable
+
+
 class _World:
     """An endpoint in a thread of its own. It refuses names of episodes that begin with a dash."""
 
@@ -143,26 +178,21 @@ class _World:
         self.address, self.key, self.failed = ("", 0), "", ""
         self.schemas: dict[str, Draft202012Validator] = {}
         self.bodies: dict[str, Any] = {}
+        self.paths: dict[str, bool] = {}
+        """True for the paths of POST requests."""
         self._up = threading.Event()
         server.REQUEST_TIMEOUT_S, server.MAX_BODY_BYTES = BODY_S, MAX_BODY
         connections.HEAD_TIMEOUT_S = BODY_S
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         require(self._up.wait(60), f"the endpoint does not open: {self.failed}")
-        status, text = self.send(b"GET", "/openapi.json", self.authorized)
-        described = json.loads(text)
-        require(status == 200, f"no description: {described}")
-        for path, actions in described["paths"].items():
-            if "post" in actions:
-                name = actions["post"]["requestBody"]["content"]["application/json"]["schema"][
-                    "$ref"
-                ]
-                self.bodies[path] = described["components"]["schemas"][name.rpartition("/")[2]]
-                self.schemas[path] = Draft202012Validator(self.bodies[path])
-        self.paths = {path: "post" in actions for path, actions in described["paths"].items()}
-        self.refusal = Draft202012Validator(
-            described["components"]["responses"]["refused"]["content"]["application/json"]["schema"]
-        )
+        for prefix in ("/e/{episode}/v1", "/v1"):
+            for path, schema in server.PATHS.items():
+                self.paths[prefix + path] = schema is not None
+                if schema is not None:
+                    self.bodies[prefix + path] = with_nulls(schema)
+                    self.schemas[prefix + path] = Draft202012Validator(with_nulls(schema))
+        self.refusal = Draft202012Validator(ERROR)
 
     @property
     def authorized(self) -> bytes:

@@ -49,7 +49,7 @@ from unstale.durability.journal.tables import (
     count_rows,
     insert,
     outcome_row,
-    piece_row,
+    piece_rows,
     seal,
 )
 from unstale.durability.run_folder import CONFIG, RunFolder, plain
@@ -224,9 +224,8 @@ def _sound_journal() -> tuple[bytes, Any]:
                 ContextPiece((5, 6)),
                 Sampled((7,), (-1.0,), 1),
             )
-            rows += [
-                piece_row(episode, position, piece, 0) for position, piece in enumerate(pieces)
-            ]
+            for position, piece in enumerate(pieces):
+                rows += piece_rows(episode, position, piece, 0)
             ended = Trajectory(
                 pieces,
                 {"r": 1.0},

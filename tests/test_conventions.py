@@ -55,6 +55,8 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "model/template_limits.py",
         *["rewards/unit_test_worker.py"] * 6,
         "rollout/episode.py",
+        "rollout/processes/shards.py",
+        "rollout/processes/worker.py",
         "rollout/timeouts.py",
     ]
 
@@ -76,6 +78,11 @@ def test_scheduling_code_does_not_poll() -> None:
         ("rollout/timeouts.py", "call_later"),  # it implements time-outs
         ("rollout/endpoint/connections.py", "call_later"),  # the time until a request is complete
         ("rollout/endpoint/check.py", "sleep("),  # a wait for the end of another's threads
+        ("rollout/processes/process.py", "sleep("),  # these three notice the end of a process
+        ("rollout/processes/worker.py", "sleep("),
+        ("rollout/processes/shards.py", "sleep("),
+        ("rollout/processes/shards.py", "CHECK_S"),
+        ("trainer/served_teacher.py", "sleep("),  # a pause before a request is repeated
     }
 
 

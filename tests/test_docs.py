@@ -15,7 +15,7 @@ import torch
 from tests.rewards.test_judge import Model, model
 from tests.support.forked import run_forked
 from unstale import __version__
-from unstale.config import install
+from unstale.config import ConfigError, install
 
 __all__ = ["model"]  # a fixture
 
@@ -155,7 +155,9 @@ def test_the_padded_example_ignores_what_is_off_the_mask() -> None:
 
 def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
     """Rules, a judge at a local endpoint, its reward of a row, and combined rewards."""
-    rules, judge, friendly, tasks = blocks("docs/rewards.md", "python")
+    rules, judge, friendly, liked, tasks = blocks("docs/rewards.md", "python")
+    with pytest.raises(ConfigError, match="no folder at models/liking"):
+        exec(liked, {})
     judge, friendly = (
         code.replace("http://127.0.0.1:8000/v1", model.url) for code in (judge, friendly)
     )

@@ -249,7 +249,15 @@ def make(
 def with_credit(parts: RunComponents, credit: Any) -> RunComponents:
     """Return the same run with another function that computes the advantages."""
     hooks = parts.techniques
-    names = ("more", "reads_states", "read_states", "replayed", "max_replay_age", "trained")
+    names = (
+        "more",
+        "reads_states",
+        "read_states",
+        "replayed",
+        "max_replay_age",
+        "prepared",
+        "trained",
+    )
     calls = {name: getattr(hooks, name) for name in names}
     return replace(parts, techniques=SimpleNamespace(credit=credit, **calls))  # type: ignore[arg-type]
 

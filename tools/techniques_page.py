@@ -84,6 +84,7 @@ TITLES: dict[Slot, str] = {
     "shaper": "The advantage of each token",
     "ratio": "The importance ratio",
     "objective": "The loss of each token",
+    "distiller": "A teacher",
     "controller": "The size of an optimizer step",
     "diagnostic": "Figures only",
 }

@@ -30,6 +30,7 @@ from unstale.old_logps import OldLogps
 from unstale.records import (
     Batch,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     ScoredTrajectory,
@@ -74,10 +75,13 @@ class TechniqueHooks(Protocol):
         """True if a technique uses hidden states of the policy."""
         ...
 
-    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
-        """Return the number of episodes to add to a group whose episodes have all ended.
+    def more(
+        self, request: GroupRequest, results: Sequence[Trajectory | Failure]
+    ) -> Sequence[Fork | None]:
+        """Return an element for each episode to add to a group whose episodes have all ended.
 
-        The caller records the new size of the group in the journal.
+        It is the place at which the episode is forked from an earlier one, or None for an episode
+        with its own beginning. A new size of the group is recorded in the journal.
         """
         ...
 
@@ -100,6 +104,10 @@ class TechniqueHooks(Protocol):
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
         """Return batches of stored groups, which the step trains on in addition to `groups`."""
+        ...
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch with what teachers read, for a run that distils."""
         ...
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
@@ -314,6 +322,7 @@ async def join(
     def build() -> tuple[Batch, Mapping[str, object]]:
         fresh = collate(scored, groups=groups, replay_experts=run.config.trainer.routing_replay)
         batch = concatenate([fresh, *run.techniques.replayed(groups, step)])
+        batch = run.techniques.prepared(batch, groups)
         lag = run.trainer.lag(batch.version)
         metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
         if replay_age or batch.replayed.any():

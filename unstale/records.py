@@ -13,6 +13,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from unstale.kept_sets import KeptSets, join
 from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
@@ -37,6 +38,10 @@ class Provenance(IntEnum):
     """Text that another policy wrote."""
     REPLAYED = 5
     """Sampled by the policy, and trained on again in a later step."""
+    SHARED = 6
+    """Sampled by the policy in another episode of the group, from which this episode was forked.
+    Only the other episode has the token's `behavior_logp`, version and loss.
+    """
 
 
 HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
@@ -85,7 +90,8 @@ class Sampled:
     weight update interrupts a reply, the reply has one such piece for each version. `clean` is
     False if the engine used keys and values that it had cached with older weights. Then no single
     version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
-    token, if recorded.
+    token, if recorded. `kept_sets` are the tokens among which each token was drawn, None if always
+    the whole vocabulary: `behavior_logp` is in the distribution over this set.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -97,17 +103,34 @@ class Sampled:
     clean: bool = True
     provenance: Provenance = Provenance.SAMPLED
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
+    kept_sets: KeptSets | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.behavior_logp):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.behavior_logp)} behavior_logp")
+        if self.kept_sets is not None and len(self.kept_sets) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.kept_sets)} kept sets")
         if self.version < 0:
             raise ValueError(f"version must be >= 0, got {self.version}")
         if self.provenance not in HAS_BEHAVIOR:
             raise ValueError(f"a Sampled piece cannot be {self.provenance.name}; use ContextPiece")
 
+    def first(self, count: int) -> "Sampled":
+        """Return a copy with only the first `count` tokens."""
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            behavior_logp=self.behavior_logp[:count],
+            kept_sets=self.kept_sets.at(slice(count)) if self.kept_sets else None,
+        )
+
 
 Piece = ContextPiece | Sampled
+
+
+def is_reply(piece: Piece) -> bool:
+    """Return True if the policy sampled the piece, in this episode or before it was forked."""
+    return isinstance(piece, Sampled) or piece.provenance == Provenance.SHARED
 
 
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
@@ -179,6 +202,42 @@ def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """The place at which an episode was forked from another one of its group.
+
+    The forked episode begins with the first `at` tokens of the episode `parent`. It continues with
+    other random numbers.
+    """
+
+    parent: int
+    """The number of the other episode in the run."""
+    at: int
+    """Number of tokens that both episodes have in common, with prompts and answers."""
+
+    def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Return the parent's first `at` tokens, with its sampled tokens as SHARED context.
+
+        `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
+        tokens.
+        """
+        taken: list[Piece] = []
+        left = self.at
+        for piece in pieces:
+            tokens = piece.tokens[:left]
+            if tokens:
+                sampled = isinstance(piece, Sampled)
+                source = Provenance.SHARED if sampled else piece.provenance
+                taken.append(ContextPiece(tokens, source))
+                left -= len(tokens)
+        if left > 0:
+            raise ValueError(
+                f"episode {self.parent} has {self.at - left} tokens: it cannot be forked after "
+                f"{self.at}"
+            )
+        return tuple(taken)
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished episode: its pieces, the reason of its end and its rewards by name.
 
@@ -200,6 +259,9 @@ class Trajectory:
     branches: tuple["Trajectory", ...] = ()
     """Further conversations of the episode, such as those of sub-agents. Each gets the episode's
     reward and advantage.
+    """
+    fork: Fork | None = None
+    """The place at which the episode was forked from another one. None if it has its own beginning.
     """
 
     @property
@@ -390,8 +452,11 @@ class Group:
     def has_equal_rewards(self) -> bool:
         """True if no two trajectories have different rewards, in all or in a turn.
 
-        False if all episodes failed.
+        False if all episodes failed. If episodes were forked, only their whole rewards count: a
+        forked episode has turn rewards only for the replies that it sampled.
         """
+        if any(each.fork for each in self.trajectories):
+            return len({each.reward for each in self.trajectories}) == 1
         return len({(each.reward, each.turn_rewards) for each in self.trajectories}) == 1
 
     @property
@@ -460,6 +525,9 @@ class EpisodeRecord:
     """
     branches: tuple["EpisodeRecord", ...] = ()
     """Further conversations of the attempt, such as those of sub-agents."""
+    fork: Fork | None = None
+    """The place at which the episode was forked from another one. None if it has its own beginning.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,6 +589,19 @@ class StoredLogps:
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """The teacher of a sequence, and the text that only this teacher reads (technique `distil`)."""
+
+    teacher: int = 0
+    """The index of the teacher in the option `distil.teacher`."""
+    start: int = 0
+    """The offset in the sequence before which the teacher reads `tokens`. No token that the policy
+    sampled is before it.
+    """
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
@@ -548,8 +629,18 @@ class Batch:
     """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
     reward: tuple[float, ...] = ()
     """The reward of each sequence's episode. Empty in a recorded batch."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """The further rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a
+    recorded batch.
+    """
     stored: StoredLogps | None = None
     """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
+    kept_sets: KeptSets | None = None
+    """The kept sets of the T tokens, over which all log-probabilities are taken. None: the whole
+    vocabulary.
+    """
+    lessons: tuple[Lesson, ...] = ()
+    """The lesson of each sequence. Empty if there is one teacher, which reads the sequences."""
 
     @property
     def replayed(self) -> "Tensor":
@@ -615,7 +706,12 @@ class Batch:
             else None,
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
+            turn_rewards=tuple(self.turn_rewards[i] for i in sequences)
+            if self.turn_rewards
+            else (),
             stored=self.stored.select(index) if self.stored else None,
+            kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
+            lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
             **rows,
         )
         return chosen, index
@@ -658,6 +754,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         stored=StoredLogps(
             torch.cat([each.old_logp for each in kept]), torch.cat([each.exact for each in kept])
         ),
+        kept_sets=join([(len(batch.tokens), batch.kept_sets) for batch in batches]),
         **columns,
     )
 
@@ -729,6 +826,7 @@ def collate(
     behavior_logp = [np.empty(0, np.float32)]
     advantage = [np.empty(0, np.float32)]
     pieces: list[tuple[int, ...]] = []
+    kept: list[tuple[int, KeptSets | None]] = []
     offsets = [0]
     for item in credited:
         for start, piece, turn in walk(item.trajectory.pieces):
@@ -737,6 +835,7 @@ def collate(
             tokens.append(np.array(piece.tokens, np.int64))
             values = np.array(_advantages(item, start, count, turn), np.float32)
             advantage.append(np.broadcast_to(values, count))
+            kept.append((count, piece.kept_sets if isinstance(piece, Sampled) else None))
             if isinstance(piece, Sampled):
                 behavior_logp.append(np.array(piece.behavior_logp, np.float32))
                 pieces.append((count, True, piece.version, turn, provenance, piece.clean))
@@ -763,6 +862,8 @@ def collate(
         routed_experts=_expert_table(credited) if replay_experts else None,
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
+        kept_sets=join(kept),
+        turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
     )
 
 

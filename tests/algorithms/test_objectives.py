@@ -4,7 +4,7 @@
 - On fresh data every objective, unit and aggregation has REINFORCE's gradient.
 - Only `logp` gets a gradient: not mu, the proxy, a weight, a mask or a denominator.
 - Denominators: worked out by hand; micro-batches sum to the loss and gradient of the batch.
-- The expected gradients of `reference_kl` and `sampled_entropy` are those of the exact quantities.
+- The expected gradients of `reference_kl` are those of the exact quantity.
 """
 
 import itertools
@@ -44,7 +44,6 @@ from unstale.algorithms.objectives import (
     none,
     ppo_clip,
     reference_kl,
-    sampled_entropy,
     sapo,
     token_norm,
     vaco,
@@ -249,9 +248,7 @@ def test_gradients_reach_nothing_but_logp(name: str, unit: Any) -> None:
     log_s = log_staleness(logp, old_logp, unit=ids(unit), sampled=SAMPLED)
     surrogate = OBJECTIVES[name](log_s, ADVANTAGE)
     norm = token_norm(SAMPLED, correction.keep, sequence=SEQUENCE, how="kept")
-    extra = reference_kl(logp, reference_logp, sampled=SAMPLED) - sampled_entropy(
-        logp, sampled=SAMPLED
-    )
+    extra = reference_kl(logp, reference_logp, sampled=SAMPLED)
     ((surrogate.loss * correction.factor + extra) * norm).sum().backward()
     assert (
         not surrogate.clipped.requires_grad
@@ -423,19 +420,6 @@ def test_unbiased_values_of_the_kl(estimator: Any) -> None:
     assert (logp.exp() * found).sum().item() == pytest.approx(exact, rel=1e-12)
 
 
-def test_expected_gradient_of_the_sampled_entropy_is_that_of_the_entropy() -> None:
-    logits, _, _ = draws()
-    logp = torch.log_softmax(logits, -1)
-    estimate = sampled_entropy(logp, sampled=torch.ones(5, dtype=torch.bool))
-    mean = (logp.detach().exp() * estimate).sum()
-    exact = entropy(logits)
-    assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
-    ours, truth = (
-        torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mean, exact)
-    )
-    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-13)
-
-
 def test_entropy_of_a_fair_coin() -> None:
     assert entropy(torch.zeros(3, 2)).tolist() == pytest.approx([math.log(2)] * 3)
     assert entropy(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float32
@@ -460,10 +444,10 @@ def test_regularisers_ignore_what_is_off_the_mask() -> None:
     sampled = tensor([False, True])
     logp = junk.clone().requires_grad_()
     kls = [reference_kl(logp, junk, sampled=sampled, estimator=name) for name in ("k1", "k2", "k3")]
-    found = torch.stack([*kls, sampled_entropy(logp, sampled=sampled)])
-    assert found.tolist() == [[0, 0], [0, 0], [0, 0], [0, 1]]
+    found = torch.stack(kls)
+    assert found.tolist() == [[0, 0], [0, 0], [0, 0]]
     found.sum().backward()
-    assert logp.grad is not None and logp.grad.tolist() == [0.0, 1.0]
+    assert logp.grad is not None and logp.grad.tolist() == [0.0, 0.0]
 
 
 def test_objectives_take_padded_batches_too() -> None:

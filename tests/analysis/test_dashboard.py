@@ -352,7 +352,7 @@ def test_the_episodes_of_a_live_run_are_read_when_they_are_shown(root: Path) -> 
     with served(root) as client:
         stream = Stream(client, "?run=first&episodes=1")
         assert stream.until("complete", True)["searchable"] == 0
-        client.ask("export", 503, run="first", content="table", format="jsonl", search="Mia")
+        client.ask("episodes", run="first", search="Mia")
         assert stream.until("searchable", 24)["complete"]
         found = client.ask("episodes", run="first", search="Mia")
         assert 0 < found["total"] < 24 and found["index"]["complete"]

@@ -195,5 +195,5 @@ def test_options_that_cannot_be_read_are_a_sentence(client: Client, runs: Path) 
     assert answer["training"]["limits"] == []
     assert answer["training"]["problem"].startswith("the options of the run cannot be read")
     with pytest.raises(BadQuestion, match="cannot be read"):
-        limits.own_settings(runs / "broken")
+        limits.own_config(runs / "broken")
     assert all("log_d" in token and "gradient" not in token for token in trained(answer))

@@ -1,47 +1,28 @@
-"""What is promised of the page D against S, of other options on the same tokens, and of exports.
+"""What is promised of the page D against S.
 
 - Counts are of all tokens; a sample of points and the tokens that were not read are stated.
 - Limits of tokens that an address has select exactly these tokens.
-- With the run's own options, the trainer's rules give the flags that the run recorded.
-- Another route gives what the route gives; what the journal cannot give is refused with a reason.
-- A file has the values of the journal, streams, and has a safe name.
 """
 
-import http.client
-import io
-import json
 import math
 import re
 import shutil
 import sqlite3
-import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
-import unstale
 from tests.analysis.test_dashboard import Client, served
 from tests.support.fake_run import fake_run
-from tests.support.tiny_runs import save_tiny, tiny_run
-from unstale.analysis.dashboard import alternatives, export, factors, limits
+from unstale.analysis.dashboard import factors, limits
 from unstale.analysis.dashboard.factors import Brush, TokenCache, TokenChoice
-from unstale.analysis.dashboard.table import BadQuestion
-from unstale.config import AuditConfig, CorrectionConfig, JournalConfig, ObjectiveConfig
-from unstale.durability.journal import JOURNAL, Journal, export_rows
-from unstale.durability.run_folder import dumps
+from unstale.durability.journal import JOURNAL, Journal
 from unstale.records import Sampled, walk
 from unstale.token_values import TokenFlag
-
-ROW = {"episode", "group", "step", "token", "id", "version", "lag", "turn", "behavior_logp"}
-ROW |= {"old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy", "exact", "outcome"}
-ROW |= {"route", "minibatch"}
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +203,17 @@ def test_the_limits_of_a_run_are_lines_with_a_sentence(client: Client) -> None:
     assert any("D and S are not separated" in text for text in engine["sentences"])
 
 
-@pytest.mark.parametrize("route", ["interp_prox_loglinear", "interp_prox_linear"])
+ROUTES: dict[str, Any] = {
+    "interp_prox_loglinear": lambda d, s, lag: (
+        np.where(lag, (lag - 1) / np.maximum(lag, 1), 1) * (d + s)
+    ),
+    "interp_prox_linear": lambda d, s, lag: np.log1p(
+        np.where(lag, (lag - 1) / np.maximum(lag, 1), 1) * np.expm1(d + s)
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_the_line_of_a_route_is_drawn_where_its_tokens_lie(tmp_path: Path, route: str) -> None:
     """The page joins the points by straight lines in the scale of its axes."""
     run = fake_run(tmp_path / "run", steps=1, route=route)
@@ -241,96 +232,7 @@ def test_the_line_of_a_route_is_drawn_where_its_tokens_lie(tmp_path: Path, route
         assert factors.UNIT * math.sinh(place) == pytest.approx(0.00075, rel=0.01)
 
 
-def by_hand(whole: dict[str, Any], log_d: Any, log_s: Any) -> Any:
-    """Return the outcomes with the options of the fake run, by formulas."""
-    outcome = np.full(len(log_d), "kept", object)
-    outcome[(whole["advantage"] > 0) & (log_s > math.log(1.28))] = "clipped_high"
-    outcome[(whole["advantage"] < 0) & (log_s < math.log(0.8))] = "clipped_low"
-    outcome[(log_d < math.log(0.5)) | (log_d > math.log(2))] = "masked"
-    return outcome
-
-
-ROUTES: dict[str, Any] = {
-    "rollout": lambda d, s, lag: 0 * d,
-    "current_recompute": lambda d, s, lag: d + s,
-    "interp_prox_loglinear": lambda d, s, lag: (
-        np.where(lag, (lag - 1) / np.maximum(lag, 1), 1) * (d + s)
-    ),
-    "interp_prox_linear": lambda d, s, lag: np.log1p(
-        np.where(lag, (lag - 1) / np.maximum(lag, 1), 1) * np.expm1(d + s)
-    ),
-}
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("route", ROUTES)
-def test_another_route_gives_what_its_formula_gives(client: Client, runs: Path, route: str) -> None:
-    whole = columns_of(runs / "first")
-    whole = {name: values[~np.isnan(whole["log_s"])] for name, values in whole.items()}
-    log_d, log_s = whole["log_d"].astype(float), whole["log_s"].astype(float)
-    other = ROUTES[route](log_d, log_s, whole["lag"])
-    expected = by_hand(whole, other, log_d + log_s - other)
-    found = client.ask("alternative", run="first", **{"old_logps.route": route})
-    assert (found["compared"], found["rounding"], found["unknown"]) == (len(log_d), 0, 0)
-    for row in found["lags"]:
-        own = whole["lag"] == row["lag"]
-        for side, outcomes in (("run", whole["outcome"]), ("other", expected)):
-            names, counts = np.unique(outcomes[own].astype(str), return_counts=True)
-            assert row[side] == dict(zip(names, counts, strict=True)), (route, side)
-    differ = whole["outcome"] != expected
-    assert 0 < found["num_changes"] == differ.sum() == sum(count for *_, count in found["changes"])
-    for row in found["rows"]:
-        at = (whole["episode"] == row["episode"]) & (whole["token"] == row["token"])
-        assert differ[at].all() and (row["run"], row["other"]) == (
-            whole["outcome"][at],
-            expected[at],
-        )
-    assert {line["on"] for line in found["lines"]} <= {"ds"} and found["lines"]
-
-
-def test_the_lines_of_another_route_are_limits_on_the_whole_ratio(client: Client) -> None:
-    """Proposition 1 of arXiv 2605.12070: |log D| <= c is |r| <= c / alpha."""
-    options = {"old_logps.route": "interp_prox_loglinear", "old_logps.alpha": "0.25"}
-    found = client.ask("alternative", run="first", **options)
-    expected = [math.log(each) / 0.25 for each in (0.5, 2)]
-    expected += [math.log(each) / 0.75 for each in (0.8, 1.28)]
-    assert [line["at"] for line in found["lines"]] == pytest.approx(expected, abs=1e-3)
-
-
-def test_weights_and_the_effective_sample_size_are_those_of_the_gradient(
-    client: Client, runs: Path
-) -> None:
-    whole = columns_of(runs / "first")
-    run = ~np.isnan(whole["log_s"])
-    ratio = np.exp((whole["log_d"] + whole["log_s"])[run].astype(float))
-    weight = np.where(whole["outcome"][run] == "kept", ratio, 0)
-    share = weight.sum() ** 2 / (len(weight) * (weight**2).sum())
-    found = client.ask("alternative", run="first", **{"objective.loss_type": "none"})
-    assert found["ess"]["run"] == pytest.approx(share)
-    free = np.where(whole["outcome"][run] == "masked", 0, ratio)
-    assert found["ess"]["other"] == pytest.approx(free.sum() ** 2 / (len(free) * (free**2).sum()))
-    assert not any("clipped" in name for row in found["lags"] for name in row["other"])
-
-
-def test_what_cannot_be_computed_is_refused_with_a_reason(client: Client) -> None:
-    for run, options, reason in (
-        ("first", {"old_logps.route": "ewma_prox"}, "needs moving averages of the weights"),
-        ("engine", {"old_logps.route": "snapshot_old"}, "the run used rollout, which approximates"),
-        ("first", {"old_logps.route": "nonsense"}, "there is no route 'nonsense'"),
-        ("first", {"correction.nonsense": "1"}, "is not an option that can be changed here"),
-        ("first", {"trainer.lr": "1"}, "is not an option that can be changed here"),
-        ("first", {"correction.low": "x"}, "--correction.low must be a number, got 'x'"),
-        ("first", {"correction.low": "3"}, "correction.low"),
-        ("first", {"objective.loss_type": "x"}, "objective.loss_type cannot be 'x'"),
-        ("first", {"objective.tau_pos": "2"}, "tau_pos is an option of sapo"),
-        ("first", {"old_logps.beta": "0.5"}, "old_logps.beta is an option of"),
-    ):
-        error = client.ask("alternative", 400, run=run, **options)["error"]
-        assert reason in error, error
-    exact = client.ask("alternative", run="first", **{"old_logps.route": "interrupt_sync"})
-    assert exact["stored"] and exact["num_changes"] == 0
-    named = client.ask("limits", run="first")["routes"]
-    assert [name for name, reason in named.items() if reason] == ["ewma_prox", "ppo_ewma_async"]
+def test_a_wrong_choice_of_tokens_is_refused_with_a_reason(client: Client) -> None:
     for params, sentence in (
         ({"s_min": "x"}, "s_min must be a number"),
         ({"s_min": "nan"}, "s_min must be a finite number"),
@@ -341,210 +243,15 @@ def test_what_cannot_be_computed_is_refused_with_a_reason(client: Client) -> Non
         assert sentence in client.ask("factors", 400, run="first", **params)["error"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with real discrepancy, several optimizer steps per batch, and units of all kinds."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder / "policy")
-    config = tiny_run(
-        folder / "policy",
-        folder / "runs",
-        max_steps=2,
-        techniques="minpro",
-        journal=JournalConfig(token_share=1.0),
-        correction=CorrectionConfig(
-            mode="mask", low=0.99, high=1.01, unit="turn", token_veto_threshold=0.9
-        ),
-        objective=ObjectiveConfig(clip_low=0.02, clip_high=0.02, ratio_cap=1.05),
-    )
-    config = replace(
-        config,
-        audit=AuditConfig(),
-        engine=replace(config.engine, dtype="bfloat16"),
-        trainer=replace(config.trainer, minibatches_per_batch=2),
-    )
-    return unstale.train(config).folder
-
-
-@pytest.mark.costly
-def test_the_own_options_give_the_recorded_flags(tiny: Path) -> None:
-    """Only a token whose ratio is within a float16's error of a limit may come out otherwise."""
-    own = limits.own_settings(tiny)
-    found = alternatives.compare(tiny, TokenChoice(), own, own)
-    seen: Any = {}
-    for row in found["lags"]:
-        for name, count in row["run"].items():
-            seen[name] = seen.get(name, 0) + count
-    assert {"masked", "clipped_low", "clipped_high", "capped", "kept"} <= seen.keys()
-    assert found["compared"] > 150 and found["rounding"] <= 0.01 * found["compared"]
-    assert found["num_changes"] == 0
-    other = limits.changed_settings(own, {"old_logps.route": "current_recompute"})
-    again = alternatives.compare(tiny, TokenChoice(), own, other)
-    with Journal.read(tiny) as journal:
-        values = [each for group in journal.token_steps() for each in journal.trained_tokens(group)]
-    later = sum(len(each.flags) for each in values if (each.minibatch or 0) > 0)
-    first = sum(len(each.flags) for each in values if each.minibatch == 0)
-    assert 0 < later == again["unknown"] and again["compared"] == first
-    assert not any("clipped" in name for row in again["lags"] for name in row["other"])
-
-
-def test_tokens_that_come_out_otherwise_than_recorded_are_counted_apart(
-    runs: Path, tmp_path: Path
-) -> None:
-    """Here the recorded flags are of another limit. In a run only rounding makes a difference."""
-    run = shutil.copytree(runs / "first", tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    config["objective"]["clip_high"] = 0.1
-    (run / "config.json").write_text(json.dumps(config))
-    whole = columns_of(run)
-    between = (whole["log_s"] > math.log(1.1)) & (whole["log_s"] <= math.log(1.28))
-    between &= whole["advantage"] > 0
-    own = limits.own_settings(run)
-    found = alternatives.compare(run, TokenChoice(), own, own)
-    assert 0 < found["rounding"] == between.sum()
-    assert found["num_changes"] == 0
-
-
-def save(client: Client, **params: str) -> tuple[str, bytes]:
-    status, headers, body = client.request(f"/api/export?{urlencode(params)}")
-    assert status == 200, body
-    assert headers["cache-control"] == "no-store"
-    name = re.fullmatch(r'attachment; filename="([\w.-]+)"', headers["content-disposition"])
-    assert name
-    return name[1], body
-
-
-def both(client: Client, **params: str) -> list[dict[str, Any]]:
-    """Return the rows of a selection, which are the same in both formats."""
-    name, body = save(client, format="jsonl", **params)
-    assert name == f"first-{params['content']}.jsonl"
-    rows = [json.loads(line) for line in body.splitlines()]
-    name, body = save(client, format="parquet", **params)
-    assert name.endswith(".parquet")
-    table = pyarrow.parquet.read_table(io.BytesIO(body), use_threads=False).to_pylist()
-    assert len(table) == len(rows)
-    for one, two in zip(rows, table, strict=True):
-        assert one.keys() == two.keys()
-        for key, value in one.items():
-            found = dict(two[key]) if key in ("figures", "rewards") else two[key]
-            assert value == found, key
-    return rows
-
-
-@pytest.mark.costly
-def test_a_selection_of_episodes_is_saved_with_the_values_of_the_table(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "PART_ROWS", 5)
-    monkeypatch.setattr(export, "PAGE", 7)
-    rows = both(client, run="first", content="table")
-    assert [row["episode"] for row in rows] == list(range(1, 25))
-    answers = client.ask("episodes", run="first", sort="episode", size=200)["rows"]
-    for row, shown in zip(rows, answers, strict=True):
-        assert {name: row[name] for name in shown} == shown
-    client.when_read("first", search="Done")
-    some = both(client, run="first", content="table", filter="success=1 step>=3", search="Done")
-    total = client.ask("episodes", run="first", filter="success=1 step>=3", search="Done")["total"]
-    assert 0 < len(some) == total < 24
-    assert both(client, run="first", content="table", filter="step>99") == []
-
-
-def test_the_tokens_of_episodes_are_saved_as_the_command_exports_them(
-    client: Client, runs: Path
-) -> None:
-    rows = both(client, run="first", content="tokens", filter="step=2")
-    with Journal.read(runs / "first") as journal:
-        every = export_rows(journal, "tokens", lambda tokens: "")
-        expected = [json.loads(dumps(row)) for row in every if row["step"] == 2]
-    assert rows == expected and len(rows) == 4
-
-
-@pytest.mark.costly
-def test_brushed_tokens_are_saved_with_their_values(client: Client, runs: Path) -> None:
-    whole = columns_of(runs / "first")
-    brush = {"s_min": "0.1", "lag_min": "1"}
-    rows = both(client, run="first", content="brushed", **brush)
-    inside = (whole["log_s"] >= 0.1) & (whole["lag"] >= 1)
-    assert 0 < len(rows) == inside.sum() and rows[0].keys() == ROW
-    for name in ("log_d", "log_s", "episode", "token", "lag", "step", "outcome"):
-        assert [row[name] for row in rows] == whole[name][inside].tolist(), name
-    row = rows[0]
-    answer = client.ask("episode", run="first", episode=row["episode"])
-    (piece,) = [p for p in answer["pieces"] if 0 <= row["token"] - p["start"] < len(p["ids"])]
-    at = row["token"] - piece["start"]
-    assert (row["id"], row["version"]) == (piece["ids"][at], piece["version"])
-    assert row["logp"] == pytest.approx(piece["trained"]["logp"][at])
-    assert len(both(client, run="first", content="brushed")) == len(inside)
-
-
-@pytest.mark.costly
-def test_all_tokens_that_other_options_treat_differently_are_saved(
-    client: Client, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"old_logps.route": "current_recompute", "lag_min": "1"}
-    found = client.ask("alternative", run="first", **options)
-    rows = both(client, run="first", content="changed", **options)
-    assert len(rows) == found["num_changes"] > 0
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
-    assert all(row in rows for row in found["rows"])
-    monkeypatch.setattr(alternatives, "MAX_LISTED", 3)
-    monkeypatch.setattr(alternatives, "MAX_TOKENS", 50)
-    part = client.ask("alternative", run="first", **options)
-    assert part["read"] < part["total"] and len(part["rows"]) <= 3
-    assert both(client, run="first", content="changed", **options) == rows
-    wrong = {"old_logps.route": "ewma_prox", "content": "changed", "format": "jsonl"}
-    assert "moving averages" in client.ask("export", 400, run="first", **wrong)["error"]
-
-
-def test_a_file_has_a_safe_name_and_no_path_leads_out(runs: Path, tmp_path: Path) -> None:
-    strange = 'we"ird; x=..\r\nset-cookie: a é'
-    shutil.copytree(runs / "engine", tmp_path / "runs" / strange)
-    with served(tmp_path / "runs") as client:
-        client.when_read(strange)
-        name, body = save(client, run=strange, content="table", format="jsonl")
-        assert name == "we-ird-x-..-set-cookie-a-table.jsonl" and body.count(b"\n") == 12
-        for run in ("..", "../runs", "/etc", "", f"{strange}/.."):
-            for question in ("factors", "limits", "alternative"):
-                assert client.ask(question, 404, run=run)["error"]
-            assert client.ask("export", 404, run=run, content="table", format="jsonl")["error"]
-        wrong = {"run": strange, "content": "table", "format": "jsonl"}
-        for changes, sentence in (
-            ({"content": "x"}, "content must be one of table, tokens, brushed"),
-            ({"format": "x"}, "format must be one of jsonl, parquet"),
-            ({"filter": "x=1"}, "there is no column 'x'"),
-        ):
-            assert sentence in client.ask("export", 400, **wrong | changes)["error"]
-
-
-def test_parquet_without_its_package_is_explained(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    wanted = {"run": "first", "content": "table"}
-    error = client.ask("export", 400, format="parquet", **wanted)["error"]
-    assert error.startswith("Parquet needs the package pyarrow: ")
-    assert client.ask("run", run="first")["parquet_problem"] == error
-    assert save(client, format="jsonl", **wanted)[1]
-
-
-def test_a_damaged_row_is_a_sentence_and_breaks_a_download_off(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "PART_ROWS", 50)
+def test_a_damaged_row_is_a_sentence(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "first", tmp_path / "runs" / "first")
     with closing(sqlite3.connect(tmp_path / "runs" / "first" / JOURNAL)) as journal:
         journal.execute("UPDATE trained_tokens SET route = 'x' WHERE step = 4")
         journal.commit()
     with served(tmp_path / "runs") as client:
-        for question in ("factors", "alternative"):
-            error = client.ask(question, 409, run="first")["error"]
-            assert "the trained tokens of group 4 in step 4: they changed" in error
+        error = client.ask("factors", 409, run="first")["error"]
+        assert "the trained tokens of group 4 in step 4: they changed" in error
         assert client.ask("factors", run="first", step_max=3)["placed"] > 0
-        with pytest.raises(http.client.IncompleteRead):
-            client.request("/api/export?run=first&content=brushed&format=jsonl")
-        params = "run=first&content=brushed&format=jsonl&step_min=4"
-        assert client.request(f"/api/export?{params}")[0] == 409
     with closing(sqlite3.connect(tmp_path / "runs" / "first" / JOURNAL)) as journal:
         journal.execute("UPDATE pieces SET num_tokens = 1000000000000 WHERE episode = 1")
         journal.commit()
@@ -558,28 +265,8 @@ def test_a_run_without_values_or_options_says_so(tmp_path: Path) -> None:
     with served(tmp_path / "runs") as client:
         found = client.ask("factors", run="plain")
         assert (found["total"], found["points"]["log_d"], found["counts"]) == (0, [], [])
-        assert client.ask("alternative", run="plain")["compared"] == 0
         (run / "config.json").write_text('{"recipe": "x", "nonsense": 1}')
         problem = client.ask("factors", run="plain")["problem"]
         assert problem.startswith("the options of the run cannot be read: ")
-        assert client.ask("limits", 400, run="plain")["error"] == problem
         (run / JOURNAL).unlink()
         assert "is missing" in client.ask("factors", 409, run="plain")["error"]
-
-
-def test_the_options_of_an_approximate_route_can_be_changed(runs: Path, tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", steps=3, route="interp_prox_loglinear", with_values=True)
-    own = limits.own_settings(run)
-    assert limits.choices(own)["computed"]
-    other = limits.changed_settings(own, {"old_logps.alpha": "0"})
-    assert other.is_mixed and other.config.old_logps.fresh == "trainer"
-    found = alternatives.compare(run, TokenChoice(), own, other)
-    engine = limits.changed_settings(own, {"old_logps.route": "rollout"})
-    assert found["lags"] == alternatives.compare(run, TokenChoice(), own, engine)["lags"]
-    for value in ("nan", "-1"):
-        with pytest.raises(BadQuestion):
-            limits.changed_settings(own, {"objective.clip_high": value})
-    off = {"correction.low": "0.7", "correction.mode": "none"}  # the form hides the first field
-    assert limits.changed_settings(own, off).correction == CorrectionConfig(mode="none")
-    free = limits.changed_settings(own, {"objective.clip_high": "inf", "correction.low": "0"})
-    assert [line["label"] for line in limits.lines(free, lag_max=0)][:2] == ["D 2", "S 0.8"]

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_run import fake_run
-from unstale.analysis.dashboard import charts, export, summary, table, tokens, training
+from unstale.analysis.dashboard import charts, summary, table, tokens, training
 from unstale.analysis.dashboard import database as database_module
 from unstale.analysis.dashboard import folders as folders_module
 from unstale.analysis.dashboard import index as index_module
@@ -406,24 +406,11 @@ def test_small_parts_give_the_same_index(
     assert small.update_journal() and 0 < small.num_ended < 7 and not small.is_complete
     with pytest.raises(tokens.NotYet, match="episode 70 is not read yet"):
         tokens.episode(small, 70)
-    for content in ("table", "tokens"):
-        with pytest.raises(tokens.NotYet, match="not all episodes are read yet"):
-            export.parts(small, export.ExportRequest(content=content, format="jsonl"))
     fill(small)
     assert table_of(small) == table_of(filled) and small.is_complete
-    saved = b"".join(export.parts(small, export.ExportRequest(content="table", format="jsonl")))
-    assert len(saved.splitlines()) == small.num_episodes
-    parts = export.parts(small, export.ExportRequest(content="table", format="jsonl"))
-    small.num_restarts += 1
-    with pytest.raises(OSError, match="was replaced during the export"):
-        list(parts)
     os.utime(run / JOURNAL)
     small.look_again()
     assert not small.is_complete, "the journal has changed"
-    fill(small)
-    small.failure = "the index failed"
-    with pytest.raises(OSError, match="the index failed"):
-        export.parts(small, export.ExportRequest(content="table", format="jsonl"))
     small.close()
 
 

@@ -45,7 +45,7 @@ from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunFolder, RunLog
-from unstale.records import ContextPiece, Sampled, Task, Trajectory
+from unstale.records import ContextPiece, Fork, Sampled, Task, Trajectory
 
 RECORDED = RecordedRun.from_json(Path(__file__).with_name("recorded_run.json").read_text())
 COSTS = LinearCosts(decode=0.004, decode_reply=3e-4, prefill_token=2e-5, train_token=1e-4)
@@ -242,6 +242,19 @@ def test_contexts_that_episodes_share_have_one_name() -> None:
     assert other.prefixes == (Prefix(0, 2), Prefix(4, 3), Prefix(5, 6))
 
 
+def test_a_forked_episode_begins_with_contexts_of_its_parent_and_its_share_of_the_calls() -> None:
+    said, last = Sampled((2, 3), (0.0, 0.0), 0), Sampled((4,), (0.0,), 0)
+    pieces = (ContextPiece((7, 8, 1)), said, ContextPiece((5,)), last)
+    task = Task("t", "train", 0)
+    parent = Trajectory(pieces, {}, "done", task, 0, facts={"tool_calls": 4.0})
+    fork = Fork(0, 6)
+    own = (*fork.prefix_of(pieces), replace(last, tokens=(6,)))
+    ((one, two),) = episode_shapes([[parent, replace(parent, pieces=own, episode=1, fork=fork)]])
+    assert one.prefixes == two.prefixes == (Prefix(1, 3), Prefix(2, 6))
+    assert (two.prompt, two.turns) == (6, (TurnShape(1, 0, 2),))
+    assert one.turns == (TurnShape(2, 1, 2), TurnShape(1, 0, 2))
+
+
 def test_an_engine_copies_what_it_has_computed_for_a_sibling() -> None:
     """A prompt of 100 tokens and one turn of 10 and 40: the second episode computes nothing."""
     prefixes = (Prefix(0, 30), Prefix(1, 100), Prefix(2, 150))
@@ -292,6 +305,21 @@ def test_the_smaller_parts_of_a_step_lengthen_it() -> None:
     assert every == pytest.approx([2.0, 2.9, 1.5, 2.9])
     paces = (Pace(), Pace(engine=2.0, train=3.0, old=4.0))
     assert steps(Overheads(paces=paces)) == pytest.approx([2.0, 6.0, 2.0, 6.0])
+
+
+def test_turns_that_end_together_wait_for_the_event_loops() -> None:
+    schedule = replace(SYNCHRONOUS, groups_per_step=4, group_size=5)
+    costs = LinearCosts(decode=0.01, train=1.5)
+
+    def mean_s(**overheads: Any) -> float:
+        given = Overheads(**overheads)
+        return simulate(ONE_TURN, Fleet(), schedule, costs, steps=4, overheads=given).mean_step_s
+
+    assert mean_s() == pytest.approx(2.0)
+    assert mean_s(turn_s=0.05) == pytest.approx(3.0), "20 turns, one after the other"
+    assert mean_s(turn_s=0.05, processes=2) == pytest.approx(2.5)
+    assert mean_s(run_turn_s=0.02, processes=2) == pytest.approx(2.4), "one loop has all"
+    assert mean_s(turn_s=0.05, run_turn_s=0.02, processes=2) == pytest.approx(2.54)
 
 
 def test_the_recorded_run_is_predicted_with_its_bottleneck() -> None:

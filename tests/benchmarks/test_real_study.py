@@ -63,7 +63,8 @@ def test_an_arm_trains(arm: str, planned: dict[tuple[str, str], Planned]) -> Non
 
 
 def test_all_sums_are_asked_once_and_no_held_out_one_is_trained_on() -> None:
-    train_sums, held_out = map(set, Sums().data.values())
+    listed = Sums().data.values()
+    train_sums, held_out = ({(each["first"], each["second"]) for each in part} for part in listed)
     assert not train_sums & held_out and len(held_out) == HELD_OUT
     assert len(train_sums) + len(held_out) == LARGEST**2
 

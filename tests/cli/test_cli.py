@@ -77,7 +77,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("train", "retail", "--correction.low", "1.5"),
             "correction.low must be between 0 and 1, got 1.5",
         ),
-        (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
+        (("train", "retail", "--engine.top_k", "1"), "keeps only the most probable token"),
         (
             ("train", "retail", "--deterministic", "perhaps"),
             "--deterministic must be true or false, got 'perhaps'",
@@ -319,7 +319,6 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
             "'grpo'; it is ppo_clip here, with objective.loss_aggregation = sequence_mean",
         ),
         ("[objective]\nloss_aggregation = 'token-mean'", "it is action_tokens here"),
-        ("[advantage]\nestimator = 'gae'", "cannot be 'gae'; there is no critic"),
         ("[trainer]\nlr = 'x'", "run.toml, trainer.lr must be a number, got 'x'"),
         ("[schedule]\nwindow = 4", "schedule.window is now schedule.lookahead_window"),
         ("trainer = 3", "run.toml, trainer must be a table of options, got 3"),

@@ -94,6 +94,10 @@ def test_no_number_of_the_configuration_is_too_large_to_be_checked() -> None:
         chosen = ["--techniques", option.section] if option.section in techniques() else []
         if chosen:
             chosen += ["--selection.pool", "64"]  # some techniques need one
+        if option.section == "distil":
+            chosen += ["--distil.teacher", "start"]
+        if option.section.startswith("tree"):
+            chosen[1] = "tree tree_advantage"
         if option.section == "opmd":
             chosen += ["--objective.loss_type", "none"]
         for text in ("nan", "1e300", "9" * 400):

@@ -50,6 +50,45 @@ class Silent(ToyTasks):
         return Env(task, self)
 
 
+class Shared(ToyTasks):
+    """A task set whose environments have one state, which each of them resets when it begins."""
+
+    replies = 0
+
+    def env(self, task: Task, seed: int) -> Any:
+        tasks = self
+
+        class Env(ToyEnv):
+            async def begin(self) -> Turn:
+                tasks.replies = 0
+                return await super().begin()
+
+            async def step(self, reply: Message) -> Turn:
+                tasks.replies += 1
+                return Turn((Message("user", str(tasks.replies)),), done=tasks.replies > 5)
+
+        return Env(task, self)
+
+
+class Fading(ToyTasks):
+    """A task set whose environments answer differently while another of the task is open."""
+
+    open = 0
+
+    def env(self, task: Task, seed: int) -> Any:
+        tasks = self
+
+        class Env(ToyEnv):
+            async def begin(self) -> Turn:
+                tasks.open += 1
+                return Turn((Message("user", f"player {tasks.open}"),))
+
+            async def close(self) -> None:
+                tasks.open -= 1
+
+        return Env(task, self)
+
+
 @pytest.mark.parametrize(
     "taskset, says",
     [
@@ -57,6 +96,8 @@ class Silent(ToyTasks):
         (Leaks(), "held-out tasks are among the training tasks"),
         (Restless(), "gives other tasks the second time"),
         (Silent(), "leaves nothing to answer"),
+        (Shared(), "forked after 1 replies change the answers to its parent"),
+        (Fading(), "forked after 1 replies gets other answers to the same replies"),
     ],
 )
 def test_a_broken_one_is_told_what_is_wrong(taskset: Taskset, says: str) -> None:

@@ -51,6 +51,7 @@ from unstale.durability.journal import (
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
 from unstale.durability.journal.tables import ADDED
+from unstale.kept_sets import KeptSets
 from unstale.records import (
     HAS_BEHAVIOR,
     ContextPiece,
@@ -619,12 +620,14 @@ def test_a_writer_that_does_not_come_back_is_not_waited_for(
 
 
 def damaged(path: Path) -> None:
-    """Write some groups, then overwrite a page in the middle of the file."""
+    """Write some groups, then overwrite all pages in the file but those with the schema."""
     with Journal(path) as journal:
         for number in range(30):
             record(journal, group(number, ContextPiece(tuple(range(900)))))
     held = bytearray(path.read_bytes())
-    held[4096:-4096] = b"\xa5" * (len(held) - 8192)
+    for start in range(4096, len(held) - 4096, 4096):
+        if b"CREATE TABLE" not in held[start : start + 4096]:
+            held[start : start + 4096] = b"\xa5" * 4096
     path.write_bytes(held)
 
 
@@ -665,7 +668,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 7, this release writes 5"),
+        ("format", "its format is 7, this release writes 6"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -699,6 +702,36 @@ def test_a_replayed_group_is_recorded_beside_its_first_training(tmp_path: Path) 
         assert read.replayed() == [0] and check(read) == []
 
 
+KEPT = KeptSets(np.array([3, 0], np.int64), np.array([2, 3, 70_000], np.int32))
+
+
+def test_kept_sets_are_read_back_sealed_and_rewound(tmp_path: Path) -> None:
+    kept = Sampled((3, 4), (-0.5, -0.25), version=0, kept_sets=KEPT)
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        asyncio.run(journal.checkpoint("start", step=0, version=0))
+        record(journal, group(0, ContextPiece((1,)), kept, Sampled((5,), (-1.0,), 0)))
+        with Journal.read(tmp_path) as read:
+            assert check(read) == []
+            _, found, plain = read.pieces(1)
+        assert isinstance(found, Sampled) and isinstance(plain, Sampled)
+        assert found.kept_sets is not None and plain.kept_sets is None
+        assert found.kept_sets.sizes.tolist() == [3, 0]
+        assert found.kept_sets.ids.tolist() == [2, 3, 70_000]
+        journal.rewind(0, everything=True)
+    with Journal.read(tmp_path) as read:
+        assert check(read) == [] and read.rows("SELECT * FROM kept_sets") == []
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0, ContextPiece((1,)), kept))
+    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
+        connection.execute("UPDATE kept_sets SET sets = x'00' WHERE episode = 1")
+        connection.commit()
+    with Journal.read(tmp_path) as read:
+        assert check(read) == ["1 rows of kept_sets changed after they were written"]
+        with pytest.raises(JournalError, match="kept sets of episode 1: they changed"):
+            read.pieces(1)
+
+
 def make_older(path: Path, journal_format: int) -> None:
     """Change a journal to one of an older format. Its added tables have no rows."""
     with closing(sqlite3.connect(path)) as connection:
@@ -710,7 +743,7 @@ def make_older(path: Path, journal_format: int) -> None:
         connection.commit()
 
 
-@pytest.mark.parametrize("journal_format", [3, 4])
+@pytest.mark.parametrize("journal_format", [3, 4, 5])
 def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
     tmp_path: Path, journal_format: int
 ) -> None:
@@ -723,6 +756,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed() == read.replayed(0) == []
         assert read.trained_tokens(0) == [] and read.token_steps() == {}
         assert content(read)["token_values"] == 0
+        assert all(each.trajectory.fork is None for each in read.trajectories())
         assert [one.number for one in read.consumed(0)] == [0]
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(1))
@@ -732,7 +766,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed(1) == [0]
 
 
-@pytest.mark.parametrize("journal_format", [3, 4])
+@pytest.mark.parametrize("journal_format", [3, 4, 5])
 def test_journals_of_two_formats_are_compared_in_the_tables_that_both_have(
     tmp_path: Path, journal_format: int
 ) -> None:

@@ -339,6 +339,22 @@ def test_a_killed_run_draws_the_random_bits_of_rounding_again(
     assert len(moved) == STEPS and min(moved) > 0
 
 
+def test_a_killed_run_that_distils_keeps_the_teacher_of_an_earlier_step(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """Weight decay moves the policy away from its teacher."""
+    options = {
+        "techniques": "distil",
+        "distil.teacher": "start",
+        "distil.refresh": 3,
+        "trainer.weight_decay": 0.02,
+    }
+    made = override(config(deterministic=True), options)
+    toy.require_equal_resume(tmp_path, made, "prepare", 4)
+    apart = [row["distil/divergence"] for row in rows(tmp_path / "run") if row["step"]]
+    assert len(apart) == STEPS and apart[0] == 0 and apart[3] == 0 and apart[1] != 0
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("name, number", [("prepare", 3), ("transaction", 120)])
 def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(
@@ -1002,14 +1018,17 @@ KNOBS = [
 ]
 
 
-def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--engine.top_p", "0.8")])
+def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """Everything is real: the engine process, the command line, the signal."""
 
     def parse(*arguments: str) -> RunConfig:
         return recipe_options.configure(main.parse(arguments))
 
     def begin(name: str) -> list[str]:
-        return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS]
+        return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS, *options]
 
     whole = session.train(parse(*begin("whole")), console=Console(file=StringIO()))
     metrics = tmp_path / "killed" / "metrics.jsonl"

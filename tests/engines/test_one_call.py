@@ -144,7 +144,7 @@ def test_sampling_in_c_draws_what_torch_draws(vocab: int) -> None:
     positions = random.integers(0, 4096, 300)
     sampler = Sampler()
     assert sampler.compiled
-    tokens, logp = sampler(logits, temperature, seeds, positions)
+    tokens, logp, _ = sampler(logits, temperature, seeds, positions)
     noise = torch.from_numpy(uniforms(seeds, positions))
     wanted, _ = draw(logits.double(), torch.from_numpy(temperature), noise)
     assert (tokens == wanted.numpy()).all()

@@ -328,3 +328,27 @@ def test_the_tolerance_of_the_probe_is_an_option(model: Path, server: FakeServer
 
     run_engine(loose, accepted)
     run_engine(strict, refused)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("raw_logprobs", [False, True])
+def test_the_probe_of_a_pretrained_model_in_bfloat16(
+    raw_logprobs: bool, pretrained: Path, tmp_path: Path
+) -> None:
+    """A server that rounds nothing passes. One that ignores the temperature does not."""
+    float32 = Policy.load(pretrained)
+    weights = {name: each.bfloat16() for name, each in float32.weights().items()}
+    with FakeVllm(tmp_path, float32, raw_logprobs=raw_logprobs) as server:
+        engine = VllmEngine(EngineOptions(pretrained, url=server.url))
+
+        async def story() -> None:
+            await engine.load(weights, 0)
+            await engine.resume()
+            if raw_logprobs:
+                with pytest.raises(ProbeFailed, match=r"allows 0\.2"):
+                    await engine.sample(PROMPT, FEW)
+            else:
+                await engine.sample(PROMPT, SamplingParams(1, ()))
+                assert 0.01 < engine.metrics()["probe_logp_error"] < 0.1
+
+        run_engine(engine, story)

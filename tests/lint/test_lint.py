@@ -277,10 +277,10 @@ def test_group_size_1_is_refused_only_if_the_estimator_gives_0_to_all(
         assert not check(single).refusals
 
 
-def test_truncated_sampling_without_its_support_is_refused_before_the_linter_sees_it() -> None:
-    with pytest.raises(ConfigError, match="truncated support"):
-        configured("--engine.top_p 0.9")
+def test_the_support_of_mu_is_told() -> None:
     assert "the whole vocabulary" in check(configured()).facts["mu"]
+    mu = check(configured("--engine.top_p 0.9 --engine.top_k 50")).facts["mu"]
+    assert "the kept set of each token (engine.top_p = 0.9, engine.top_k = 50)" in mu
 
 
 ALLOWED = [

@@ -12,7 +12,7 @@ import pytest
 from tests.lint.test_lint import ALLOWED, REFUSED, WARNED, configured
 from unstale.config import ConfigError
 from unstale.config.techniques import techniques
-from unstale.lint import check, stream
+from unstale.lint import check, critic, stream
 from unstale.lint.finding import Rule, find
 from unstale.lint.rules import REFUSALS, WARNINGS
 from unstale.recipes import RECIPES
@@ -91,7 +91,7 @@ REFUSED_TABLE = (
     "--objective.loss_type gspo --objective.unit turn",
 )
 CONFIG_ERROR = (
-    "--engine.top_p 0.95",
+    "--engine.top_p 0.95 --engine.bitwise true",
     "--old_logps.route ewma_prox --old_logps.beta 1",
     "--objective.kl_coef -0.1",
     "--objective.clip_low 1.5",
@@ -298,4 +298,5 @@ def test_every_rule_is_tried() -> None:
     of_streams = {
         rule.__name__ for rule in {*stream.REFUSALS, *stream.WARNINGS}
     }  # test_stream_rules.py tries these
-    assert untried == with_experts | of_streams
+    of_critics = {rule.__name__ for rule in critic.REFUSALS}  # test_critic_rules.py tries these
+    assert untried == with_experts | of_streams | of_critics

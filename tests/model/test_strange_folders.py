@@ -145,10 +145,12 @@ def test_templates_that_fail_or_never_end_are_refused(
     config = replace(make_recipe("calculator"), model="base")
     policy = Policy.load(SHIPPED_POLICY, chat_template="")
     taskset = build_taskset(config.task)
-    assert build_chat(config, policy, taskset).stop_tokens, "the folder's own template is used"
+    assert build_chat(config, policy.tokenizer, policy.ends, taskset).stop_tokens, (
+        "the folder's own template is used"
+    )
     policy.tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=words):
-        build_chat(config, policy, taskset)
+        build_chat(config, policy.tokenizer, policy.ends, taskset)
 
 
 def test_a_pipe_for_a_configuration_is_not_opened(folder: Path) -> None:

@@ -55,6 +55,7 @@ def test_the_configuration_is_written_whole(tmp_path: Path) -> None:
         "lookahead_window": 1,
         "resampled_groups": 0,
         "adaptive_window": False,
+        "pin_versions": False,
     }
     assert config["runs"] == "runs"
 

@@ -23,7 +23,17 @@ OTHER_ROUTES = {
     "old_logps/stall_s",
 }
 OTHER_POLICIES = {"routed_experts/missing_share", "trainer/packing_noise"}
-OTHER_OPTIONS = {"eval/any_success_rate", "schedule/resampled_groups"}
+OTHER_OPTIONS = {
+    "eval/any_success_rate",
+    "schedule/resampled_groups",
+    "kept_sets/size_mean",
+    "kept_sets/single_share",
+    "critic/loss",
+    "critic/explained_variance",
+    "critic/value_mean",
+    "critic/target_mean",
+    "distil/divergence",
+}
 OTHER_DTYPES = {
     "trainer/max_tokens_per_microbatch",
     "trainer/overflow_step_share",

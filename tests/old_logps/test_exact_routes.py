@@ -36,6 +36,7 @@ from unstale.cluster.ranked_trainer import RankedOldLogps
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from unstale.engines import SamplingParams, Update
 from unstale.loop import RunComponents
+from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, interrupt_sync
 from unstale.old_logps.eager import Eager
@@ -46,7 +47,14 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, key_of
 from unstale.records import Batch, PendingPiece, Sampled, ScoredTrajectory, collate, walk
 from unstale.rollout.episode import Rollout
-from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
+from unstale.testing import (
+    checkpoint_round_trip,
+    episode,
+    nudge,
+    plain_logps,
+    tiny_policy,
+    with_kept_sets,
+)
 from unstale.trainer.local import LocalTrainer
 from unstale.weights import child_process
 from unstale.weights.leftovers import hold_lock
@@ -74,9 +82,14 @@ TRAJECTORIES = [episode(number, plan) for number, plan in enumerate(PLANS)]
 BATCH = collate(TRAJECTORIES)
 
 
-def pieces_of(version: int) -> list[PendingPiece]:
+TRUNCATED = [with_kept_sets(each) for each in TRAJECTORIES]
+
+
+def pieces_of(
+    version: int, trajectories: Sequence[ScoredTrajectory] = TRAJECTORIES
+) -> list[PendingPiece]:
     found = []
-    for number, credited in enumerate(TRAJECTORIES):
+    for number, credited in enumerate(trajectories):
         tokens = credited.trajectory.tokens
         for start, piece, _ in walk(credited.trajectory.pieces):
             if isinstance(piece, Sampled) and piece.version == version:
@@ -92,6 +105,7 @@ def play(
     *,
     versions: int = 5,
     closed: Callable[[int], list[PendingPiece]] = pieces_of,
+    arriving: Callable[[int], list[PendingPiece]] = pieces_of,
 ) -> list[Policy]:
     """Drive a route as the loop does. Half of each version's pieces end early, and are scored in
     idle time. `closed` are the pieces that arrive before the version changes. Return full copies.
@@ -105,7 +119,7 @@ def play(
         copies.append(policy.twin())
         route.before_publish()
         route.on_published(live=range(version))
-        early, late = pieces_of(version)[::2], pieces_of(version)[1::2]
+        early, late = arriving(version)[::2], arriving(version)[1::2]
         for piece in early:
             route.on_piece(piece)
             route.on_end([piece])
@@ -122,7 +136,8 @@ def truth(batch: Batch, copies: Sequence[Policy], *, temperature: float = 1.0) -
     for start, end in batch.spans():
         tokens, versions = batch.tokens[start:end].tolist(), batch.version[start:end]
         for version in versions[batch.sampled[start:end]].unique().tolist():
-            logp = plain_logps(copies[version], tokens, temperature=temperature)
+            kept = batch.kept_sets.at(slice(start, end)) if batch.kept_sets else None
+            logp = plain_logps(copies[version], tokens, temperature=temperature, kept_sets=kept)
             values[start:end] = torch.where(versions == version, logp, values[start:end])
     return torch.where(batch.sampled, values, 0.0)
 
@@ -146,6 +161,20 @@ def test_exact_routes_equal_independent_full_copies(
         values, exact = route.logps(BATCH, torch.empty(0))
     assert torch.equal(exact, BATCH.sampled)
     assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", ROUTES)
+def test_exact_routes_take_their_values_over_the_kept_sets(name: str, lora: bool) -> None:
+    policy = tiny_policy(dtype="float32" if lora else "float64", lora=Lora(4) if lora else None)
+    batch = collate(TRUNCATED)
+    pieces = partial(pieces_of, trajectories=TRUNCATED)
+    with built(name, policy) as route:
+        copies = play(route, policy, closed=pieces, arriving=pieces)
+        values, exact = route.logps(batch, torch.empty(0))
+    assert torch.equal(exact, batch.sampled)
+    assert (values - truth(batch, copies, temperature=0.7)).abs().max() < (1e-5 if lora else 1e-9)
+    assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() > 0.1
 
 
 def test_pieces_of_one_episode_share_one_sequence() -> None:

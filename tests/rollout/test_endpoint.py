@@ -1156,25 +1156,6 @@ def test_the_same_tasks_can_be_played_by_any_endpoint() -> None:
     assert len(set(seen)) == 4 and [len(whole(one).branches) for one in outcomes] == [1] * 4
 
 
-def test_the_endpoint_describes_itself_from_what_it_checks() -> None:
-    async def act(client: httpx.AsyncClient, world: World) -> None:
-        async with httpx.AsyncClient(base_url=world.endpoint.url) as stranger:
-            assert (await stranger.get("/openapi.json")).status_code == 401
-            described = (await stranger.get("/openapi.json", headers=client.headers)).json()
-        assert set(described["paths"]) == {
-            before + path
-            for before in ("/v1", "/e/{episode}/v1")
-            for path in ("/chat/completions", "/responses", "/completions", "/models", "/record")
-        }
-        chat = described["components"]["schemas"]["chat_completions"]["properties"]
-        assert set(chat) == set(schemas.CHAT["properties"])
-        assert chat["n"]["anyOf"][0]["maximum"] == schemas.MAX_CHOICES
-        assert "constrained sampling" in chat["tool_choice"]["anyOf"][0]["description"]
-        assert (await client.post("chat/completions", json=ASK)).status_code == 200
-
-    visit(World(talker), act)
-
-
 async def raw(world: World, sent: bytes) -> tuple[int, Any]:
     """Send these bytes and return status and body. The server closes the connection."""
     port = int(world.endpoint.url.rpartition(":")[2])

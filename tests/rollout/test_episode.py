@@ -22,13 +22,17 @@ from unstale.records import (
     ContextPiece,
     EpisodeRecord,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     PendingPiece,
     Piece,
+    Provenance,
     Sampled,
+    ScoredTrajectory,
     Task,
     Trajectory,
+    collate,
 )
 from unstale.rollout import evaluation
 from unstale.rollout.episode import Rollout
@@ -392,6 +396,128 @@ def test_siblings_share_the_environments_seed_and_not_the_noise() -> None:
     assert len({trajectory.episode for trajectory in group.trajectories}) == 4
 
 
+def fork_of(
+    scripts: Sequence[list[Turn | Exception]], at: int, **options: Any
+) -> tuple[Group, Sequence[tuple[str, int]], Tasks]:
+    """Run one episode, and one that is forked from it after `at` tokens.
+
+    Return the group, the text and the seed of each call of the engine, and the tasks. The engine
+    says "ab.", and "cd." with the seed of the forked episode.
+    """
+    calls: list[tuple[str, int]] = []
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        calls.append(("".join(map(chr, tokens)), params.seed))
+        words = "ab." if params.seed == calls[0][1] else "cd."
+        return list(map(ord, words))[params.sampled :]
+
+    def more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
+        return [Fork(0, at)] if len(results) == 1 else []
+
+    async def main() -> tuple[Group, Tasks]:
+        tasks, request = Tasks(*scripts), GroupRequest(0, TASK, 0, 0, sizes=(1,))
+        engine = await awake(ScriptedEngine(say))
+        rollout = Rollout(
+            Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig(**options)
+        )
+        return await rollout.group(request, size=1, more=more), tasks
+
+    group, tasks = asyncio.run(main())
+    return group, calls, tasks
+
+
+def spoken(trajectory: Trajectory) -> list[tuple[str, str]]:
+    return [("".join(map(chr, p.tokens)), p.provenance.name) for p in trajectory.pieces]
+
+
+def test_a_fork_shares_its_parents_beginning_and_has_rewards_of_its_own_replies_only() -> None:
+    def script() -> list[Turn | Exception]:
+        return [
+            says("hi"),
+            Turn((Message("user", "so"),), reward=0.25),
+            Turn((), done=True, reward=0.5, rewards={"r": 0.5}),
+        ]
+
+    group, calls, tasks = fork_of([script(), script()], at=7)
+    trunk, fork = group.trajectories
+    assert spoken(trunk) == [
+        ("hi", "ENVIRONMENT"),
+        ("ab.", "SAMPLED"),
+        ("so", "ENVIRONMENT"),
+        ("ab.", "SAMPLED"),
+    ]
+    assert spoken(fork) == [
+        ("hi", "ENVIRONMENT"),
+        ("ab.", "SHARED"),
+        ("so", "ENVIRONMENT"),
+        ("cd.", "SAMPLED"),
+    ]
+    assert trunk.turn_rewards == (0.25, 0.5) and fork.turn_rewards == (0.5,)
+    assert fork.fork == Fork(0, 7) and trunk.fork is None
+    assert group.added == {1} and fork.rewards == trunk.rewards == {"r": 0.5}
+    assert [text for text, _ in calls] == ["hi", "hiab.so", "hiab.so"], "no token is sampled twice"
+    assert tasks.heard == ["", "ab.", "ab.", "", "ab.", "cd."], "the environment is run again"
+    assert tasks.seeds[0] == tasks.seeds[1]
+
+
+def test_a_fork_in_the_middle_of_a_reply_continues_it() -> None:
+    group, calls, _ = fork_of([[says("hi"), over()] for _ in range(2)], at=3)
+    fork = group.trajectories[1]
+    assert spoken(fork) == [("hi", "ENVIRONMENT"), ("a", "SHARED"), ("d.", "SAMPLED")]
+    assert calls[1][0] == "hia" and fork.num_turns == 1
+    batch = collate([ScoredTrajectory(each, (1.0,)) for each in group.trajectories])
+    assert batch.count(batch.sampled) == [3, 2]
+    assert not batch.behavior_logp[batch.provenance == int(Provenance.SHARED)].any()
+
+
+def test_a_fork_of_an_environment_that_gives_another_text_fails_alone() -> None:
+    scripts = [[says("hi"), says("so"), over()], *[[says("ho")] for _ in range(2)]]
+    group, _, _ = fork_of(scripts, at=7, retries=1)
+    assert len(group.trajectories) == 1
+    (failure,) = group.failures
+    assert failure.stage == "begin" and "other tokens than the 2 on record" in failure.error
+
+
+@pytest.mark.parametrize(("begins", "failed"), [("hi", False), ("ho", True)])
+def test_a_resumed_fork_starts_again_at_its_place_if_its_own_text_differs(
+    begins: str, failed: bool
+) -> None:
+    fork = Fork(0, 3)
+    trunk = Trajectory(
+        (ContextPiece(tuple(map(ord, "hi"))), Sampled(tuple(map(ord, "ab.")), (-0.5,) * 3, 0)),
+        {"r": 1.0},
+        "done",
+        TASK,
+        seed=0,
+    )
+    own = (Sampled((ord("d"), END), (-0.5,) * 2, 0), ContextPiece(tuple(map(ord, "so"))))
+    open_fork = EpisodeRecord(1, (*fork.prefix_of(trunk.pieces), *own), None, fork=fork)
+    past = (EpisodeRecord(0, trunk.pieces, trunk), open_fork)
+    request = GroupRequest(0, TASK, 0, 0, past=past, sizes=(1,))
+    restarts: list[int] = []
+
+    async def main() -> Group:
+        say = ScriptedEngine(lambda tokens, params: list(map(ord, "cd."))[params.sampled :])
+        scripts = [[says(begins), says("no"), over()] for _ in range(2)]
+        rollout = Rollout(
+            Generator(await awake(say), LetterChat(), EngineConfig()),
+            Tasks(*scripts),
+            RolloutConfig(retries=0),
+            on_restart=lambda episode, failure: restarts.append(episode),
+        )
+        return await rollout.group(request, size=1)
+
+    group = asyncio.run(main())
+    assert restarts == ([] if failed else [1]) and len(group.failures) == failed
+    if not failed:
+        assert spoken(group.trajectories[1])[1:3] == [("a", "SHARED"), ("d.", "SAMPLED")]
+
+
+def test_an_episode_is_not_forked_after_its_end_or_from_an_unknown_one() -> None:
+    with pytest.raises(ValueError, match="episode 0 has 5 tokens: it cannot be forked after 9"):
+        fork_of([[says("hi"), over()]], at=9)
+
+
 def test_a_group_is_enlarged_after_its_results_and_a_resumed_one_ends_equal() -> None:
     seeds: list[int] = []
 
@@ -399,8 +525,8 @@ def test_a_group_is_enlarged_after_its_results_and_a_resumed_one_ends_equal() ->
         seeds.append(params.seed)
         return [END]
 
-    def more(results: Sequence[Trajectory | Failure]) -> int:
-        return {2: 1, 3: 2}.get(len(results), 0)
+    def more(results: Sequence[Trajectory | Failure]) -> Sequence[None]:
+        return [None] * {2: 1, 3: 2}.get(len(results), 0)
 
     async def main() -> tuple[Group, Group]:
         tasks = Tasks(*[[says("hi"), over()] for _ in range(7)])

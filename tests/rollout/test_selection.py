@@ -152,7 +152,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
     )
 
     def more(*rewards: float | None) -> int:
-        return hooks.more(request, ended(*rewards))
+        return len(hooks.more(request, ended(*rewards)))
 
     assert more(0.0, 0.0) == 2 and more(0.0, 0.0, 0.0, None) == 2
     assert recorded == [(0, 4), (0, 6)]

@@ -48,7 +48,7 @@ from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, ServerReply
 from unstale.engines.servers import vllm
-from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.servers.vllm import AdapterVllmEngine, VllmEngine
 from unstale.engines.vllm_server import EXTENSION, VllmServer
 from unstale.model.lora import Base, Merging, base_checksum
 from unstale.model.policy import Policy
@@ -56,7 +56,7 @@ from unstale.model.prefix_tree import Packed
 from unstale.old_logps import has_clean_behavior
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Sampled
-from unstale.testing import check_engine, nudge
+from unstale.testing import check_engine, nudge, plain_logps
 from unstale.trainer.auditor import score_truth
 from unstale.weights.recording import RECORDED, Recorded
 from unstale.weights.store import VersionStore
@@ -187,25 +187,28 @@ def test_an_fp8_server_quantises_the_weights_at_each_load(
     assert all(both < 0.015 < 0.6 * alone for alone, both in found)
 
 
+def made_adapters(policy: Policy, *, seed: int) -> dict[str, torch.Tensor]:
+    """Return random adapters of rank 8. They are made by hand: sampling does not need PEFT."""
+    noise = torch.Generator().manual_seed(seed)
+    adapters = {}
+    for name, weight in policy.weights().items():
+        if not name.endswith("_proj.weight"):
+            continue
+        layer = name.removesuffix("weight")
+        adapters[f"{layer}lora_A.weight"] = 0.05 * torch.randn(8, weight.shape[1], generator=noise)
+        adapters[f"{layer}lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 8, generator=noise)
+    return adapters
+
+
 def test_adapters_are_merged_for_the_server(url: str) -> None:
-    """The adapters are made by hand, because sampling does not need PEFT."""
     policy, merging = (
         Policy.load(SHIPPED_POLICY),
-        Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0),
+        Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0, 8),
     )
     engine = VllmEngine(
         EngineOptions(SHIPPED_POLICY, dtype="float32", max_running=32, url=url, merging=merging)
     )
-    noise = torch.Generator().manual_seed(0)
-    layers = {
-        name.removesuffix("weight"): w
-        for name, w in policy.weights().items()
-        if name.endswith("_proj.weight")
-    }
-    adapters = {}
-    for name, weight in layers.items():
-        adapters[f"{name}lora_A.weight"] = 0.05 * torch.randn(8, weight.shape[1], generator=noise)
-        adapters[f"{name}lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 8, generator=noise)
+    adapters = made_adapters(policy, seed=0)
     before = policy.twin()
     policy.load_weights(Base(SHIPPED_POLICY, merging).merged(adapters))
     found: list[torch.Tensor] = []
@@ -218,6 +221,46 @@ def test_adapters_are_merged_for_the_server(url: str) -> None:
 
     _run(engine, story)
     assert found[0].mean() < 1e-4 < 1e-2 < found[1].mean()
+
+
+def test_several_versions_of_adapters_are_sampled_at_once() -> None:
+    """This includes one that was dropped and added again."""
+    merging = Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0, 8)
+    policies = [Policy.load(SHIPPED_POLICY) for _ in range(3)]
+    adapters = [made_adapters(policy, seed=seed) for seed, policy in enumerate(policies)]
+    for policy, each in zip(policies, adapters, strict=True):
+        policy.load_weights(Base(SHIPPED_POLICY, merging).merged(each))
+    options = EngineOptions(
+        SHIPPED_POLICY,
+        dtype="float32",
+        max_running=8,
+        merging=merging,
+        adapters="unmerged",
+        max_versions=4,
+    )
+    engine = AdapterVllmEngine(options)
+    prompt = [*range(3, 60)]
+
+    async def sample(version: int) -> None:
+        params = SamplingParams(24, (), version=version, seed=version)
+        piece = (await engine.sample(prompt, params)).piece
+        errors = []
+        for policy in (policies[version], policies[version - 1]):
+            expected = plain_logps(policy, [*prompt, *piece.tokens])[len(prompt) :]
+            errors.append((expected - torch.tensor(piece.behavior_logp).double()).abs().mean())
+        assert piece.version == version and errors[0] < 1e-4 < 1e-2 < errors[1]
+
+    async def story() -> None:
+        for version, each in enumerate(adapters):
+            await engine.interrupt()
+            await engine.load(each, version)
+            await engine.resume()
+        await asyncio.gather(*map(sample, range(3)))
+        await engine.keep_versions([1])
+        await engine.add_version(adapters[0], 0)
+        await asyncio.gather(*map(sample, range(3)))
+
+    _run(engine, story)
 
 
 async def _log_d(engine: VllmEngine, policy: Policy, temperature: float) -> torch.Tensor:

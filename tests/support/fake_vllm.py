@@ -6,11 +6,13 @@ entrypoints/scale_out/token_in_token_out, v1/engine/core.
 
 import asyncio
 import base64
+import copy
 import io
 import time
 from collections.abc import Awaitable, Mapping
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,11 +96,15 @@ class FakeVllm(FakeServer):
         self._max_model_len = max_model_len
         self._raw = raw_logprobs
         self._version = "default"
-        self._cached: set[tuple[int, ...]] = set()
+        self._cached: set[tuple[Any, ...]] = set()
         """Beginnings of contexts whose whole blocks are in the cache."""
         self._paused = False
         self.workers: GlooWorkers | None = None
         """Set by tests of weight transfers: the workers, with gloo in place of NCCL."""
+        self.adapters: dict[str, Any] | None = None
+        """With `--enable-lora`: a model of PEFT for each adapter, by the adapter's name."""
+        self.confuses_adapters = False
+        """True if every request is sampled by the adapter that was loaded first."""
 
     def pace(self, asked: Mapping[str, Any]) -> float:
         """Return the seconds between two tokens of a reply with these sampling parameters."""
@@ -122,7 +128,8 @@ class FakeVllm(FakeServer):
             case "GET", "/health":
                 return 200, None
             case "GET", "/v1/models":
-                return 200, {"data": [{"id": "fake", "max_model_len": self._max_model_len}]}
+                models = [{"id": "fake", "max_model_len": self._max_model_len}]
+                return 200, {"data": models + [{"id": name} for name in self.adapters or ()]}
             case "POST", "/inference/v1/generate":
                 return await self._generate(body)
             case "POST", "/abort_requests":
@@ -132,6 +139,10 @@ class FakeVllm(FakeServer):
                 return 200, {"status": "aborted"}
         await self.thaw()
         match method, path:
+            case "POST", "/v1/load_lora_adapter" | "/v1/unload_lora_adapter" if (
+                self.adapters is not None
+            ):
+                return self._change_adapters(self.adapters, path, body)
             case "GET", "/weight_info":
                 return 200, {"weight_version": self._version}
             case "POST", "/pause":
@@ -157,6 +168,26 @@ class FakeVllm(FakeServer):
         if self.workers is not None:
             return await self._transfer(self.workers, path, body)
         return 404, {"detail": "Not Found"}
+
+    def _change_adapters(
+        self, adapters: dict[str, Any], path: str, body: Mapping[str, str]
+    ) -> tuple[int, Any]:
+        name = body["lora_name"]
+        if not name or (path.startswith("/v1/load") and name in adapters):
+            return 400, {"error": {"message": f"bad lora_name {name!r}"}}
+        if path.startswith("/v1/load"):
+            from peft import PeftModel  # the environment of real servers lacks it
+
+            base = copy.deepcopy(self.policy.model)
+            adapters[name] = PeftModel.from_pretrained(base, body["lora_path"]).eval()
+        elif adapters.pop(name, None) is None:
+            return 404, {"error": {"message": f"The lora adapter {name!r} cannot be found."}}
+        return 200, b"Success: LoRA adapter changed."
+
+    def step(self, speech: Speech) -> tuple[int, float, float]:
+        if not isinstance(speech, _AdapterSpeech):
+            return super().step(speech)
+        return speech.next(SimpleNamespace(model=speech.model.base_model.model), self.head)  # type: ignore[arg-type]
 
     async def _transfer(self, workers: GlooWorkers, path: str, body: Any) -> tuple[int, Any]:
         """Answer the requests of a weight transfer. Requests in a wrong order are an error."""
@@ -190,15 +221,26 @@ class FakeVllm(FakeServer):
         if len(context) + asked["max_tokens"] > self._max_model_len:
             return 400, {"error": {"message": "This model's maximum context length is exceeded"}}
         self.asked += 1
+        salt = (body.get("model"),) if self.adapters else ()
         cached = max(
-            (end for end in range(0, len(context), _BLOCK) if tuple(context[:end]) in self._cached),
+            (
+                end
+                for end in range(0, len(context), _BLOCK)
+                if (*salt, *context[:end]) in self._cached
+            ),
             default=0,
         )
         name = f"generate-tokens-{body['request_id']}"
         noise = torch.Generator().manual_seed(asked["seed"])
-        speech = self.running[name] = Speech(
-            context, asked["temperature"], lambda _, size: gumbel(noise, size)
-        )
+        speech = Speech(context, asked["temperature"], lambda _, size: gumbel(noise, size))
+        model = body.get("model")
+        if self.adapters is not None:
+            if model not in self.adapters:
+                return 404, {"error": {"message": f"The model {model!r} does not exist."}}
+            model = next(iter(self.adapters)) if self.confuses_adapters else model
+            speech = _AdapterSpeech(speech.context, speech.temperature, speech.noise)
+            speech.model = self.adapters[model]
+        self.running[name] = speech
         due = time.monotonic() + self.pace(asked)
         said: list[tuple[int, float]] = []
         versions: list[str] = []
@@ -236,12 +278,24 @@ class FakeVllm(FakeServer):
             file = io.BytesIO()
             np.save(file, rows.to(torch.uint8).numpy())
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-        self.cache(context)
+        self.cache(context, salt)
         usage = {
             "prompt_tokens": len(body["token_ids"]),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        return 200, {"request_id": body["request_id"], "choices": [choice], "usage": usage}
+        return 200, {
+            "request_id": body["request_id"],
+            "model": model or "fake",
+            "choices": [choice],
+            "usage": usage,
+        }
 
-    def cache(self, context: list[int]) -> None:
-        self._cached.update(tuple(context[:end]) for end in range(_BLOCK, len(context), _BLOCK))
+    def cache(self, context: list[int], salt: tuple[Any, ...] = ()) -> None:
+        ends = range(_BLOCK, len(context), _BLOCK)
+        self._cached.update((*salt, *context[:end]) for end in ends)
+
+
+class _AdapterSpeech(Speech):
+    """A reply that an adapter samples."""
+
+    model: Any

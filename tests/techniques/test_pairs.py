@@ -57,6 +57,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "episode_filter": {"episode_filter.n": 2},
     "proxy": {"proxy.score": "even"},
+    "distil": {"distil.teacher": "start"},
     "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }
@@ -64,7 +65,9 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
 are set in every test here.
 """
 REFUSED_ALONE: Mapping[str, str] = {
-    "reward_channels": "reward_channels needs several named rewards"
+    "reward_channels": "reward_channels needs several named rewards",
+    "tree": "tree needs the technique tree_advantage",
+    "tree_advantage": "tree_advantage needs the technique tree",
 }
 """The reasons for which a technique is refused alone in the recipe `retail`."""
 
@@ -95,6 +98,7 @@ NAMED: tuple[str, ...] = (
     "m2po truncated",
     "novelty outer_step",
     "least_variance_baseline beta_sampler",
+    "tree tree_advantage",
 )
 """Combinations that are trained. `make test-all` trains the first `QUICK`, `-m slow` all."""
 QUICK = 2

@@ -10,7 +10,7 @@ from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.lint import check
-from unstale.records import ContextPiece, Sampled, Trajectory
+from unstale.records import ContextPiece, Provenance, Sampled, Trajectory
 from unstale.research.techniques.episode_filter import EpisodeFilter, EpisodeFilterConfig
 from unstale.research.techniques.flawed_success_penalty import (
     FlawedSuccessPenalty,
@@ -103,6 +103,14 @@ def test_the_tokens_of_interrupted_replies_and_of_branches_count_together() -> N
     several = replace(made(1), pieces=(ContextPiece((1,)), piece, ContextPiece((1,)), piece))
     branched = replace(made(1), branches=(whole,))
     assert [longest_reply(item) for item in (whole, several, branched)] == [18, 9, 18]
+
+
+def test_a_reply_counts_whole_for_an_episode_that_was_forked_in_it_or_after_it() -> None:
+    parts = (ContextPiece((1,)), ContextPiece((1,) * 5, Provenance.SHARED))
+    end = Sampled((1,) * 4, (-0.5,) * 4, version=0)
+    inside = replace(made(1), pieces=(*parts, end))
+    after = replace(made(1), pieces=(*parts, ContextPiece((1,)), end))
+    assert [longest_reply(item) for item in (inside, after)] == [9, 5]
 
 
 def test_the_limit_of_a_reply_is_that_of_the_engine() -> None:

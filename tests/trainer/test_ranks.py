@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +60,8 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
-from unstale.testing import check_old_logps, episode, nudge, tiny_policy
+from unstale.techniques.distil import DistilConfig
+from unstale.testing import check_old_logps, episode, nudge, tiny_policy, with_kept_sets
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.codec import advance
@@ -95,6 +96,17 @@ VARIANTS: Mapping[str, RunConfig] = {
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
     "techniques": replace(SMALL, techniques="minpro m2po token_entropy_advantage preserve_clip"),
+    "truncated": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, minibatches_per_batch=2),
+        objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
+    ),
+    "truncated lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
+    "distil": replace(
+        SMALL,
+        techniques="distil",
+        technique_options={"distil": DistilConfig(teacher="start", refresh=2, advantage_coef=1.0)},
+    ),
     "replay": replace(
         SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
     ),
@@ -113,7 +125,18 @@ EXPERTS = 8
 
 VARIANTS_OF = {
     1: ("bfloat16",),
-    2: ("own", "bfloat16", "stochastic", "offload", "two steps a batch", "inline", "replay"),
+    2: (
+        "own",
+        "bfloat16",
+        "stochastic",
+        "offload",
+        "two steps a batch",
+        "inline",
+        "truncated",
+        "truncated lora",
+        "distil",
+        "replay",
+    ),
     3: ("plain", "8-bit", "lora"),
 }
 """The variants that run on this number of ranks."""
@@ -141,7 +164,7 @@ class Outcome:
     metrics: list[Mapping[str, float]]
 
 
-def batch_of(step: int, *, replay: bool = False) -> Batch:
+def batch_of(step: int, *, replay: bool = False, truncated: bool = False) -> Batch:
     """Return a batch with tokens of the last three versions, each with experts of its own."""
     plans = [
         [20 + i % 3, (12, max(0, step - 2)), 5, (9, max(0, step - 1)), (7, step)] for i in range(5)
@@ -150,6 +173,8 @@ def batch_of(step: int, *, replay: bool = False) -> Batch:
         episode(100 * step + i, plan, advantage=1.0 if i % 2 else -1.0)
         for i, plan in enumerate(plans)
     ]
+    if truncated:
+        episodes = [*map(with_kept_sets, episodes)]
     return collate([*map(with_experts, episodes)], replay_experts=replay)
 
 
@@ -167,7 +192,7 @@ def with_experts(item: ScoredTrajectory) -> ScoredTrajectory:
     return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
 
-def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
+def learn(peers: RankGroup, folder: Path, config: RunConfig, *, truncated: bool = False) -> Outcome:
     """Train for some steps, on batches whose tokens are up to two versions old."""
     options = config.trainer
     lora = LORA if options.lora_rank else None
@@ -183,6 +208,7 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
         policy.replay_experts()
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
+    make_batch = partial(batch_of, replay=replay, truncated=truncated)
     truth: dict[tuple[int, int], Tensor] = {}
     exact, metrics = [], []
     for step in range(STEPS):
@@ -191,8 +217,8 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig) -> Outcome:
         trainer.old.on_published(live)
         auditor.on_published(live)
         for later in range(step, min(step + 3, STEPS)) if config.old_logps.exact else ():
-            truth[later, step] = current_logps(trainer, batch_of(later, replay=replay), step)
-        batch = batch_of(step, replay=replay)
+            truth[later, step] = current_logps(trainer, make_batch(later), step)
+        batch = make_batch(step)
         minibatches = trainer.prepare(batch)
         if config.old_logps.exact:
             old_logp, _ = trainer.old.logps(batch, torch.empty(0))
@@ -224,7 +250,10 @@ def current_logps(trainer: LocalTrainer, batch: Batch, version: int) -> Tensor:
 
 
 def learn_all(peers: RankGroup, folder: Path, variants: tuple[str, ...]) -> dict[str, Outcome]:
-    return {name: learn(peers, folder, VARIANTS[name]) for name in variants}
+    return {
+        name: learn(peers, folder, VARIANTS[name], truncated="truncated" in name)
+        for name in variants
+    }
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +272,13 @@ def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
     return run_ranks(count, learn_all, folder, VARIANTS_OF[count])
 
 
+def require_metrics(one: Outcome, first: Outcome, *, rel: float) -> None:
+    """`first` is the first of several ranks. Only it has the metrics of all passes."""
+    for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
+        values = [[row[name] for row in each.metrics] for each in (one, first)]
+        assert values[1] == pytest.approx(values[0], rel=rel, abs=1e-6)
+
+
 @pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     ("count", "variant"), [(count, name) for count in VARIANTS_OF for name in VARIANTS_OF[count]]
@@ -258,11 +294,10 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
         assert error <= (0 if count == 1 else 1e-6 if wide else 3e-5)
         assert other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)
-        for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
-            assert one.metrics[-1][name] == other.metrics[-1][name]
+    first = outcomes(folder, count)[0][variant]
+    require_metrics(one, first, rel=1e-5 if wide else 1e-2)
+    for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
+        assert one.metrics[-1][name] == first.metrics[-1][name]
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
@@ -285,7 +320,7 @@ def test_ranks_with_one_key_head_each_score_as_one_process() -> None:
         assert torch.allclose(found, alone, rtol=0, atol=1e-5) and len(found)
 
 
-CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
+CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "truncated", "replay"), 4: ("plain",)}
 """The variants that run on this number of ranks, of which each two divide a pass."""
 
 
@@ -318,11 +353,10 @@ def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         assert error <= 1e-6 and all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6)
-        for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
-            assert one.metrics[-1][name] == other.metrics[-1][name]
+    first = context_outcomes(folder, count)[0][variant]
+    require_metrics(one, first, rel=1e-5)
+    for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
+        assert one.metrics[-1][name] == first.metrics[-1][name]
 
 
 REPLICATED = ("plain", "stochastic", "own", "replay")
@@ -355,9 +389,7 @@ def test_two_copies_of_two_ranks_learn_what_one_process_learns(variant: str, fol
         wide = VARIANTS[variant].trainer.dtype == "float32"
         assert error <= (1e-6 if wide else 3e-5) and other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)
+    require_metrics(one, replicated_outcomes(folder)[0][variant], rel=1e-5 if wide else 1e-2)
 
 
 APART: Mapping[tuple[int, int], tuple[str, ...]] = {
@@ -381,8 +413,9 @@ def apart_outcomes(folder: Path, count: int, replicas: int) -> list[dict[str, Ou
     return run_ranks(count, learn_with_experts_apart, folder, replicas, variants)
 
 
+HAS_WHOLE_EXPERTS = "ep_implementation" in DistributedConfig.__dataclass_fields__
 needs_expert_parallelism = pytest.mark.skipif(
-    "ep_size" not in DistributedConfig.__dataclass_fields__, reason="needs a later transformers"
+    not HAS_WHOLE_EXPERTS, reason="needs a later transformers"
 )
 
 
@@ -410,9 +443,9 @@ def test_ranks_with_whole_experts_learn_what_one_process_learns(
         assert errors.max() <= 1e-6 if wide else errors.mean() <= 3e-6
         assert other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
-        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
-            values = [[row[name] for row in each.metrics] for each in (one, other)]
-            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 2e-2, abs=1e-6)
+    require_metrics(
+        one, apart_outcomes(folder, count, replicas)[0][variant], rel=1e-5 if wide else 2e-2
+    )
 
 
 def gradient(peers: RankGroup, folder: Path) -> Tensor:
@@ -781,6 +814,14 @@ def experts_here(peers: RankGroup, folder: Path, *, expert_parallel: bool) -> tu
 
 def experts_kept(peers: RankGroup, folder: Path) -> list[tuple[int, int]]:
     return [experts_here(peers, folder, expert_parallel=each) for each in (True, False)]
+
+
+@pytest.mark.skipif(HAS_WHOLE_EXPERTS, reason="needs transformers 5.19")
+def test_whole_experts_name_the_transformers_that_they_need(folder: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"cluster\.expert_parallel needs a later transformers"
+    ):
+        run_ranks(2, experts_kept, folder / "moe")
 
 
 @needs_expert_parallelism

@@ -165,6 +165,29 @@ def turn_level(
     return scored
 
 
+@estimator
+def gae(
+    groups: Sequence[Group],
+    *,
+    discount: float = 1.0,
+    lam: float = 1.0,
+    over: str = "token",
+    whiten: bool = True,
+) -> list[ScoredTrajectory]:
+    """GAE (arXiv 1506.02438): later rewards, compared with the forecasts of a critic.
+
+    The trainer has the critic and computes the advantages (`unstale.trainer.critic`), because it
+    has the weights. The advantages of this function are those for a critic that always forecasts 0:
+    each turn gets the discounted sum of its own and later rewards, also in a group of one episode.
+    """
+    scored = []
+    for item in _trajectories(groups):
+        returns = reward_to_go(turn_rewards(item), discount=discount).tolist() or [0.0]
+        scored.append(ScoredTrajectory(item, tuple(returns)))
+        scored += [ScoredTrajectory(branch, (item.reward,)) for branch in item.branches]
+    return scored
+
+
 def grpo_advantage(
     rewards: Float[Tensor, "n"],
     group: Int[Tensor, "n"],

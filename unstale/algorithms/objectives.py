@@ -183,7 +183,7 @@ def kl_penalty(
     sampled: Bool[Tensor, "*shape"] | None = None,
     kl_penalty: float = 1.0,
 ) -> Surrogate:
-    """PPO with a KL penalty instead of a clip: -(S A - kl_penalty / 2 (log S)^2).
+    """PPO with a KL penalty instead of a clip: -(S A - (kl_penalty / 2) * (log S)^2).
 
     S is the staleness ratio pi / pi_old and A the advantage. See arXiv 1707.06347, section 4; (log
     S)^2 / 2 is the k2 estimator of the KL.
@@ -445,17 +445,3 @@ def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape
     """
     logps = torch.log_softmax(widen(logits), dim=-1)
     return -(logps.exp() * logps.masked_fill(logps.isneginf(), 0.0)).sum(-1)
-
-
-def sampled_entropy(
-    logp: Float[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
-    """Return an estimate of the entropy at each token from the sampled tokens, without full logits.
-
-    The value is -logp. The mean of its derivative is 0, so the gradient of -logp^2 / 2 is used
-    instead: its mean over tokens drawn from pi is the gradient of the entropy. Multiply by sg(D *
-    S) on stale tokens, where sg stops the gradient.
-    """
-    values = torch.where(sampled, widen(logp), 0.0)
-    half_square = values.square() / 2
-    return -values.detach() - (half_square - half_square.detach())

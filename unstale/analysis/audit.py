@@ -150,6 +150,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
                 clean=bool(clean),
                 provenance=Provenance(provenance),
                 routed_experts=recorded.get(version),
+                kept_sets=batch.kept_sets.at(at) if batch.kept_sets else None,
             )
             text = tuple(batch.tokens[start : start + last].tolist())
             yield PendingPiece(episode, text, first, piece)
@@ -250,7 +251,9 @@ class Replay:
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Repeat the run with the route `old`, and close it. Return its errors and costs."""
+        """Repeat the run with the route `old` (a way to get `old_logp`), and close it. Return its
+        errors and costs.
+        """
         spent = Spent()
         audited: list[Audited] = []
         claims: list[Tensor] = []
@@ -275,7 +278,9 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """Load a version, and give the route all tokens that this version sampled."""
+        """Load a version, and give the route (way to get `old_logp`) all tokens that this version
+        sampled.
+        """
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
         later = [
@@ -298,7 +303,9 @@ class Replay:
                 pass
 
     def _waiting(self, versions: Collection[int], later: Sequence[Batch]) -> list[PendingPiece]:
-        """Return the pieces of some versions in the batches that are still to be scored."""
+        """Return the pieces (runs of sampled tokens) of some versions in the batches that are still
+        to be scored.
+        """
         episodes = {episode for batch in later for episode in batch.episodes}
         return [
             piece
@@ -350,7 +357,9 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """Return the figures about the recorded run that do not depend on the route."""
+        """Return the figures about the recorded run that do not depend on the route (way to get
+        `old_logp`).
+        """
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, shift=0.0)

@@ -10,12 +10,14 @@ import torch
 
 from unstale.builders import loads_in_place, shares_deltas
 from unstale.config import ConfigError, RunConfig
+from unstale.config.hub import count_weights
 from unstale.config.routes import live_versions
 from unstale.config.techniques import needs_reference
 from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
 from unstale.engines.registry import packs_weights
 from unstale.model import linear
 from unstale.model.policy import Policy
+from unstale.techniques.distil import START, DistilConfig
 from unstale.weights.delta_sizes import WORD, delta_bytes, delta_rate
 
 PROCESS_BYTES = 0.7e9
@@ -176,7 +178,8 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     deltas = live * delta if needs.snapshots else 0.0
     averages = needs.averages * _WIDE * trained
     state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
-    trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas
+    taught, kept_teacher = _teacher_bytes(config, copy, width)
+    trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas + taught
     if packs_weights(config):
         trainer += _PACKED * total  # of the version that was sent last
     ranks = config.cluster.trainers
@@ -192,7 +195,7 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
             whole = (whole - total * width * (width < _WIDE)) / ranks
         trainer = PROCESS_BYTES + whole + width * _gathered_weights(policy, config)
     kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
-    checkpoint = trained * (master + moments) + averages + deltas + kept_copies
+    checkpoint = trained * (master + moments) + averages + deltas + kept_copies + kept_teacher
     version = delta if ranks or shares_deltas(config) else copy
     every = config.checkpoint.interval
     most = config.max_steps if config.checkpoint.minutes else math.ceil(config.max_steps / every)
@@ -210,6 +213,19 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
         elsewhere=bool(ranks and config.cluster.address),
         **_scoring_footprint(config, policy, total=total * width, sent=copy / max(1, ranks)),
     )
+
+
+def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, float]:
+    """Return the bytes of the teachers in the trainer, and of those in a checkpoint.
+
+    `copy` is the size of a copy of the policy. A teacher that must be downloaded counts nothing.
+    """
+    options = config.technique_options.get("distil")
+    if not isinstance(options, DistilConfig):
+        return 0.0, 0.0
+    folders = [Path(each) for each in options.sources if Path(each, "config.json").is_file()]
+    loaded = width * sum(sum(count_weights(folder).values()) for folder in folders)
+    return loaded + copy * (START in options.sources), copy * (options.refresh > 0)
 
 
 def _scoring_footprint(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unstale.algorithms.advantages import find_estimator
 from unstale.builders.components import Components
-from unstale.builders.policy import loads_in_place, shares_deltas
+from unstale.builders.policy import keep_versions, loads_in_place, shares_deltas
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.config import (
     AdvantageConfig,
@@ -124,7 +124,12 @@ class LocalComponents(Components):
         }
         # A route may change the trained weights while a checkpoint is written.
         copies = config.old_logps.needs.trained_weights
-        return Checkpoints(run, parts, keep=config.checkpoint.keep, copies=copies)
+        keep = config.checkpoint.keep
+        if config.schedule.pin_versions:
+            # An engine that starts again needs the version of the oldest running episode, which is
+            # rebuilt from the checkpoint before it. Checkpoints are at least one version apart.
+            keep = max(keep, config.schedule.staleness_bound + 2)
+        return Checkpoints(run, parts, keep=keep, copies=copies)
 
     def publisher(
         self,
@@ -141,6 +146,7 @@ class LocalComponents(Components):
             post=posts.post if posts else None,
             in_place=loads_in_place(config),
             packed=config.engine.quantise if packs_weights(config) else "none",
+            keep_versions=keep_versions(config, engine),
         )
 
 

@@ -6,11 +6,13 @@ import warnings
 import torch
 
 from unstale.config import ClusterConfig, ConfigError, RunConfig
+from unstale.engines.pool import EnginePool
 from unstale.engines.registry import engine_spec, packs_weights
 from unstale.model.forward import ForwardOptions
 from unstale.model.lora import Lora
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
+from unstale.weights.publish import KeepVersions
 
 MOST_PADDED = 1.1
 """Largest ratio of the experts that FSDP stores to those of the model, without a warning."""
@@ -114,6 +116,18 @@ def shares_deltas(config: RunConfig) -> bool:
         takes_parts = engine_spec(config.engine.backend).deltas_in_parts
         return takes_parts and same_precision and not config.trainer.lora_rank
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
+
+
+def keep_versions(config: RunConfig, engine: EnginePool) -> KeepVersions | None:
+    """Return the function that lets engines drop versions. None if adapters are merged.
+
+    Without `schedule.pin_versions`, only the newest version samples, so no other one is kept.
+    """
+    if config.engine.adapters == "merged":
+        return None
+    if config.schedule.pin_versions:
+        return engine.keep_versions
+    return lambda _: engine.keep_versions(())
 
 
 def loads_in_place(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from unstale.builders.components import Components
 from unstale.builders.local import build_scorer, build_trainer
-from unstale.builders.policy import load_policy, warn_of_float32
+from unstale.builders.policy import keep_versions, load_policy, warn_of_float32
 from unstale.cluster.components import connect_run
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.ranked_trainer import (
@@ -99,7 +99,13 @@ class RankedComponents(Components):
         checkpoints: Checkpoints,
         posts: WeightPosts | None,
     ) -> Publisher:
-        return RankedPublisher(engine, self.trainer, dtype=self.travel_dtype(config), posts=posts)
+        return RankedPublisher(
+            engine,
+            self.trainer,
+            dtype=self.travel_dtype(config),
+            posts=posts,
+            keep_versions=keep_versions(config, engine),
+        )
 
 
 def build_ranked(

@@ -1,5 +1,6 @@
 """Connect all components of a run for the training loop."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +23,10 @@ from unstale.durability.best_policy import BestPolicy
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.durability.resume import ResumeState
+from unstale.durability.run_folder import plain
 from unstale.engines import Engine
-from unstale.engines.pool import Recovery, supervise
+from unstale.engines.following import EngineHub, restart_dead, share
+from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.envs import (
     Taskset,
 )
@@ -38,11 +41,18 @@ from unstale.rollout import Evaluation
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.hooks import RunHooks
+from unstale.rollout.lessons import build_lessons
+from unstale.rollout.processes.process import program
+from unstale.rollout.processes.shards import ProcessRollout
+from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
+
+ROLLOUT_PROCESS = "unstale.cli.rollout_process"
+"""The module whose `main` a rollout process runs. It builds task set and chat format like a run."""
 
 
 def build_components(
@@ -89,7 +99,13 @@ def build(
     )
     weights = posts.at if posts else checkpoints.weights
     recovery = Recovery(weights, config.engine.restarts, recorder.event)
-    engine = supervise(parts.generator.engine, recovery)
+    hub = EngineHub()
+    engine = parts.generator.engine
+    if config.rollout.processes > 1:
+        assert isinstance(engine, EnginePool), "require_divisible"
+        engine = share(engine, hub)
+    engine = supervise(engine, recovery)
+    restart_dead(engine, hub)
     components.report_events(engine, recorder.event)
     generator = replace(parts.generator, engine=engine)
 
@@ -100,8 +116,20 @@ def build(
     )
     budgeter = parts.techniques.budgeter
     slots = EpisodeSlots(budgeter.max_concurrent_episodes) if budgeter else None
+    make_training_rollout: Callable[..., Rollout] = partial(make_rollout, generator, slots=slots)
+    if config.rollout.processes > 1:
+        make_training_rollout = partial(
+            ProcessRollout,
+            generator,
+            taskset,
+            config.rollout,
+            setup=rollout_setup(config, policy.ends, hub, engine.max_running),
+            program=program(ROLLOUT_PROCESS),
+            hub=hub,
+            on_event=recorder.event,
+        )
     rollout = _training_rollout(
-        partial(make_rollout, generator, slots=slots),
+        make_training_rollout,
         _Listeners(old, pending, recorder),
         start,
     )
@@ -146,6 +174,7 @@ def build(
             hidden_states=parts.hidden_states,
             seed=config.seed,
             replay_experts=config.trainer.routing_replay,
+            give_lessons=build_lessons(config, taskset, parts.generator.chat),
         ),
         old_logps=old,
         auditor=parts.auditor,
@@ -156,6 +185,27 @@ def build(
         log=recorder,
         trainer_thread=LocalThread("trainer", shared_cores.take),
         io_thread=LocalThread("io"),
+    )
+
+
+def rollout_setup(
+    config: RunConfig, ends: tuple[int, ...], hub: EngineHub, max_running: int
+) -> Setup:
+    """Return what all rollout processes of a run begin with.
+
+    `ends` are the tokens that end a reply, by the policy's generation config.
+    """
+    count = config.rollout.processes
+    sizes = hub.engines[0].engine.sizes
+    return Setup(
+        config=plain(config),
+        ends=ends,
+        engines=len(hub.engines),
+        max_running=math.ceil(max_running / count),
+        vocab_size=sizes.vocab_size,
+        routed=sizes.routed,
+        first_episode=0,
+        stride=count,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from rich.markup import escape
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.builders.policy import load_policy, loads_in_place, shares_deltas
 from unstale.cluster import components
@@ -28,10 +29,13 @@ from unstale.config import (
     RunConfig,
     install,
 )
+from unstale.config.given import HERE
 from unstale.config.hub import reading
 from unstale.config.techniques import chosen
 from unstale.durability.console import Console
+from unstale.durability.run_folder import plain
 from unstale.engines import Engine
+from unstale.engines.following import require_servers
 from unstale.engines.pool import EnginePool
 from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
 from unstale.engines.routing import Phases
@@ -91,7 +95,30 @@ def build_sampler(
         taskset = isolate(taskset, config.task)
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the task set is missing
-    return policy, taskset, build_generator(config, policy, taskset, engine)
+    generator = build_generator(config, policy, taskset, engine)
+    if config.rollout.processes > 1:
+        require_divisible(config, taskset, generator.engine)
+    return policy, taskset, generator
+
+
+def require_divisible(config: RunConfig, taskset: Taskset, engine: Engine) -> None:
+    """Raise `ConfigError` if the rollout of a run cannot be divided among processes."""
+    count = config.rollout.processes
+    if ends_freely(taskset):
+        raise ConfigError(
+            f"rollout.processes must be 1 with an ExternalAgent, got {count}: all agents of a run "
+            "call one endpoint"
+        )
+    for name, value in plain(config.task).items():
+        if isinstance(value, str) and HERE in value:
+            raise ConfigError(
+                f"task.{name} = {value} cannot be used with rollout.processes = {count}: rollout "
+                "processes cannot import __main__. Move the code to a module"
+            )
+    try:
+        require_servers(engine.engines if isinstance(engine, EnginePool) else [engine])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
@@ -122,9 +149,9 @@ def build_generator(
         engine = engine or build_engine(config, policy.merging)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    chat = build_chat(config, policy, taskset)
+    chat = build_chat(config, policy.tokenizer, policy.ends, taskset)
     warn_of_hidden_tools(config, chat, taskset)
-    return Generator(engine, chat, config.engine)
+    return Generator(engine, chat, config.engine, pins=config.schedule.pin_versions)
 
 
 def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
@@ -138,10 +165,13 @@ TEMPLATE_S = 30.0
 """Seconds in which a chat template must render some short conversations. 0.1 s is usual."""
 
 
-def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
+def build_chat(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], taskset: Taskset
+) -> Chat:
     """Return the chat format of a policy with the tools of a task set.
 
-    Raises `ConfigError` if the policy's tokenizer or template cannot be used.
+    `ends` are the tokens that end a reply, by the policy's generation config. Raises `ConfigError`
+    if the policy's tokenizer or template cannot be used.
     """
     try:
         with (
@@ -150,9 +180,9 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
             time_limit("the chat template", TEMPLATE_S, "use another template"),
         ):
             return Chat(
-                policy.tokenizer,
+                tokenizer,
                 taskset.tools,
-                ends=policy.ends,
+                ends=ends,
                 template_kwargs=config.template_kwargs,
                 tools_in_prompt=config.tools_in_prompt,
             )
@@ -205,8 +235,19 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     """
     options = config.engine
     spec = engine_spec(options.backend)
+    if options.adapters == "unmerged" and not spec.unmerged:
+        raise ConfigError(
+            f"engine.adapters must be merged with engine.backend = {options.backend}, got "
+            f"{options.adapters}: this engine has one version at a time"
+        )
     if spec.needs_urls and not options.urls.split():
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
+    if options.truncated_by and not spec.keeps_sets:
+        raise ConfigError(
+            f"{options.truncated_by} needs engine.backend = embedded: {options.backend} does not "
+            "return the tokens among which each token was drawn, so no log-probability could be "
+            "taken over them"
+        )
     urls = options.urls.split() or [""] * options.num_started
     max_running = math.ceil(options.max_running / options.num_started)
     over_file = options.transfer != "nccl" and not config.cluster.engine_hosts
@@ -236,6 +277,9 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             transfer=options.transfer,
             probe_tolerance=options.probe_tolerance,
             merging=merging,
+            adapters=options.adapters if merging else "merged",
+            # the versions of running episodes, the newest, and one that is being loaded
+            max_versions=config.schedule.staleness_bound + 2 if config.schedule.pin_versions else 2,
             record_experts=config.trainer.routing_replay,
             lockstep=config.deterministic,
         )
@@ -272,6 +316,11 @@ def build_rollout(
         raise ConfigError(
             f"the technique {limiters[0]} cannot be used with an ExternalAgent, which counts its "
             "turns and calls itself: remove it from techniques, and set rollout.max_turns"
+        )
+    if forking := [each.name for each in chosen(config.techniques) if each.slot == "strategy"]:
+        raise ConfigError(
+            f"the technique {forking[0]} cannot be used with an ExternalAgent, which cannot be "
+            "started again in the middle of an episode: remove it from techniques"
         )
     if config.deterministic:
         raise ConfigError(

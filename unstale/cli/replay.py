@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
 
 
 def _again(config: RunConfig, saved: FailedStep) -> None:
-    columns = saved.columns
+    columns: dict[str, Any] = dict(saved.columns)
     batch = saved.batch
     if saved.about["stage"] == "old_logps":
         sequence: Tensor = torch.tensor(batch.episodes)[batch.sequence]

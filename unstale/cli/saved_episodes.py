@@ -124,9 +124,9 @@ def _read(
 ) -> FinishedEpisodes:
     """Return the finished episodes in the complete lines of a file.
 
-    `defaults` has the values of options of the task that the first line may lack. Files of earlier
-    versions of the package have no rewards. Raises `ConfigError` if the first line differs from
-    `described`.
+    `described` is what the first line must say. `defaults` has the values of options of the task
+    that it may lack. Episodes get no rewards from files without them. Raises `ConfigError` if the
+    first line differs from `described`.
     """
     try:
         if not lines:

@@ -462,7 +462,9 @@ class RunSession:
         self._is_new = machine is not None
         self._restarts = 0
         self._ranks = machine.ranks if machine else None
-        """The trainer ranks. They are kept while none runs, because they know if they need GPUs."""
+        """The object that starts the trainer ranks, or None without ranks. It is kept while no rank
+        runs, because it has found out if ranks need GPUs.
+        """
         self._recorder: RunRecorder | None = None
         self._has_begun = False
 

@@ -19,9 +19,11 @@ from unstale.builders import (
     without_tasks,
 )
 from unstale.config import (
+    AdvantageConfig,
     AuditConfig,
     ConfigError,
     CorrectionConfig,
+    CriticConfig,
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
@@ -127,7 +129,7 @@ def sft(
     taskset = without_tasks("sft") if has_no_tools else build_taskset(config.task)
     own_tools = implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed)
     policy = load_policy(config)
-    chat = build_chat(config, policy, taskset)
+    chat = build_chat(config, policy.tokenizer, policy.ends, taskset)
     warn_of_hidden_tools(config, chat, taskset)
     references = load_references(
         data, chat, max_tokens=config.engine.max_context, own_tools=own_tools
@@ -186,6 +188,8 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
     """
     plain = replace(
         config,
+        advantage=AdvantageConfig(),
+        critic=CriticConfig(),
         old_logps=OldLogpsConfig(route="rollout"),
         correction=CorrectionConfig(mode="none"),
         objective=ObjectiveConfig(

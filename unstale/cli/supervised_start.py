@@ -72,7 +72,7 @@ def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
             "demonstration(task)"
         )
     try:
-        chat = build_chat(config, policy, taskset)
+        chat = build_chat(config, policy.tokenizer, policy.ends, taskset)
         tasks = islice(taskset.train(config.seed), config.sft.demonstrations)
         references = []
         for task in tasks:

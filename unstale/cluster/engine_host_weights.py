@@ -64,7 +64,7 @@ class WeightPosts:
         """Version and file of the full weights, and the deltas from that file to the version."""
         self._full_bytes = 0
         self._lock = threading.Lock()
-        """Guards the fields. It is never held during a transfer."""
+        """A lock for the fields of this object. It is never held during a transfer."""
         self._reading = threading.Lock()
         """Held by the thread that reads full weights from disk."""
 

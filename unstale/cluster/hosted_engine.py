@@ -106,7 +106,8 @@ class HostedEngine:
         await self._control("start", self._epoch, timeout_s=LOAD_S)
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        check_request(tokens, params, max_context=self._options.max_context)
+        limit = self._options.max_context
+        check_request(tokens, params, max_context=limit, keeps_sets=True)  # its engine checks
         session = self._live_session()
         while not session.open.is_set():
             await session.while_alive(session.open.wait())

@@ -1,7 +1,7 @@
-"""The driver's side of the components that run on trainer ranks.
+"""The components of the run's main process (driver) that are divided among trainer ranks.
 
     RankedTrainer        a `Trainer`
-    RankedOldLogps       a route to old log-probabilities
+    RankedOldLogps       a route (way) to old log-probabilities
     RankedAuditor        the audit
     RankedCheckpoints    checkpoints that the ranks write
 
@@ -36,16 +36,17 @@ class RankedTrainer:
     """A `Trainer` whose model and optimizer are divided among ranks."""
 
     def __init__(self, ranks: Ranks, policy: Policy) -> None:
-        """`policy` is the driver's policy, which counts the versions. Its weights are the initial
-        ones.
+        """Create the trainer. `policy` is the policy of the run's main process.
+
+        It counts the versions, and has the initial weights.
         """
         self.ranks = ranks
         self.policy = policy
         self.results = StepResults({}, [], [], [], [])
         """The results of the last batch."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """Called before the ranks need the old log-probabilities of a batch. With None in place of
-        the batch, it collects all values that were requested.
+        """A function that is called before the ranks need the old log-probabilities of a batch. It
+        waits for those of the batch, or if called with None, for all that were requested.
         """
         self._steps_left = 0
         self._posted: PostedStep | None = None
@@ -130,7 +131,7 @@ class RankedTrainer:
         return weights
 
     def update_policy(self) -> None:
-        """Copy the weights of the ranks into the driver's policy."""
+        """Copy the weights of the ranks into the policy of the run's main process."""
         self.advance(self.policy.weights(), self.post("weight_part"))
 
     def add(self, part: Batch) -> None:
@@ -178,7 +179,7 @@ class RankedOldLogps(OldLogps):
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Pieces that the ranks have, or had."""
+        """Pieces (runs of sampled tokens) that the ranks have, or had."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
@@ -199,7 +200,7 @@ class RankedOldLogps(OldLogps):
         self._send("on_wait", past)
 
     def _send(self, name: str, pieces: Sequence[PendingPiece]) -> None:
-        """Send the ranks those pieces that they have not received yet."""
+        """Send the ranks those pieces (runs of sampled tokens) that they have not received yet."""
         new = tuple(piece for piece in pieces if key_of(piece) not in self._sent)
         if new:
             self._trainer.ranks.later(name, new)
@@ -217,8 +218,8 @@ class RankedOldLogps(OldLogps):
         return self._trainer.results.events
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Recover the route and the audit on the ranks. The ranks read the weights of versions from
-        disk themselves.
+        """Recover the route (way to get `old_logp`) and the audit on the ranks. The ranks read the
+        weights of versions from disk themselves.
         """
         self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
 
@@ -242,7 +243,7 @@ class RankedAuditor:
         return self._trainer.results.audit_points
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Do nothing: the route's `recover` also recovers the audit on the ranks."""
+        """Do nothing: `RankedOldLogps.recover` also recovers the audit on the ranks."""
 
 
 class RankedCheckpoints(Checkpoints):

@@ -42,7 +42,9 @@ SLOWER = 10
 _NOTICE_S = 5.0
 """Longest time in seconds until Ray notices that a process ended."""
 _GROUP_S = 3600.0
-"""Time in seconds after which a rank's collective fails. The driver ends the ranks long before."""
+"""Time in seconds after which a rank's collective fails. The driver (the run's main process) ends
+the ranks long before.
+"""
 _PLACE_S = 2
 """Seconds in which Ray may reserve GPUs and cores before the run prints what it waits for."""
 

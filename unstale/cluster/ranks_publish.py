@@ -10,6 +10,7 @@ from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.weights.publish import (
     DeltaInParts,
     DirectPublisher,
+    KeepVersions,
     VersionedWeights,
     WeightReceiver,
     cast,
@@ -23,8 +24,8 @@ class RankedPublisher(DirectPublisher):
     Each rank writes its part of a version to disk, as the difference from the version before, and
     returns it as an object in Ray's store. Engine hosts fetch these objects from `posts`. Without
     engine hosts, an engine that takes deltas applies them to the weights that it has. Other engines
-    load the driver's copy of the weights, which is changed first, in the precision `dtype`. No rank
-    gathers whole weights for it.
+    load the copy of the weights in the run's main process, which is changed first, in the precision
+    `dtype`. No rank gathers whole weights for it.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class RankedPublisher(DirectPublisher):
         *,
         dtype: torch.dtype,
         posts: WeightPosts | None = None,
+        keep_versions: KeepVersions | None = None,
     ) -> None:
-        super().__init__(engine, dtype=dtype)
+        super().__init__(engine, dtype=dtype, keep_versions=keep_versions)
         self._trainer = trainer
         self._posts = posts
 

@@ -1,4 +1,4 @@
-"""One rank of a trainer with several ranks: the components that its driver calls.
+"""One rank of a trainer with several ranks: the components that the main process calls.
 
 All ranks receive the same calls in the same order. Only the first rank's answers are used.
 """
@@ -29,7 +29,9 @@ from unstale.weights.store import Delta, VersionStore
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """The results of a batch that the driver requests after its last optimizer step."""
+    """The results of a batch that the driver (the run's main process) requests after its last
+    optimizer step.
+    """
 
     metrics: Mapping[str, float]
     points: list[dict[str, float]]
@@ -52,15 +54,19 @@ class PublishedPart:
 
 @dataclass(slots=True)
 class Rank:
-    """The trainer, route, audit and checkpoints of one rank."""
+    """The trainer, route (way to get `old_logp`), audit and checkpoints of one rank."""
 
     policy: Policy
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """Past versions that the route keeps. None if it keeps no differences between versions."""
+    """Past versions that the route (way to get `old_logp`) keeps. None if it keeps no differences
+    between versions.
+    """
     _published: VersionStore = field(default_factory=VersionStore, init=False)
-    """The version that was published last, for a route that keeps no versions in `store`."""
+    """The version that was published last, for a route (way to get `old_logp`) that keeps no
+    versions in `store`.
+    """
     _checkpoints: Checkpoints | None = field(default=None, init=False)
     _minibatches: Sequence[Minibatch] = field(default=(), init=False)
     _snapshot: Checkpoint | None = field(default=None, init=False)
@@ -233,6 +239,6 @@ def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
 
 
 MakeRank = Callable[[RankGroup], Any]
-"""A function that creates the object of one rank, such as a `Rank`, whose methods the driver calls.
-It runs after the rank has joined its process group, and can be pickled.
+"""A function that creates the object of one rank, such as a `Rank`, whose methods the driver (the
+run's main process) calls. It runs after the rank has joined its process group, and can be pickled.
 """

@@ -76,7 +76,7 @@ class ScoringRank:
         self._version = version
 
     def score(self, pieces: Pieces) -> Reply:
-        """Score pieces with the loaded weights."""
+        """Score pieces (runs of sampled tokens) with the loaded weights."""
         return answer(self._scorer, pieces)
 
     def pid(self) -> int:
@@ -95,14 +95,14 @@ class RanksLink:
         self._order = ScoringOrder(max_tokens * ranks.count)
         """The work of the ranks. Only the thread uses it."""
         self._messages: deque[Callable[[], None]] = deque()
-        """Functions that add sent pieces and versions to `_order`."""
+        """Functions that add sent pieces (runs of sampled tokens) and versions to `_order`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
         self._calls: deque[Future[Reply | None]] = deque()
         self._submitting = Lock()
         """Keeps `_calls` in the order in which the thread runs them."""
 
     def load(self, version: int, step: PostedStep) -> None:
-        """Send the deltas that lead from the version sent before to this one."""
+        """Send the deltas (differences) that lead from the version sent before to `version`."""
         self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:
@@ -151,7 +151,7 @@ class RanksLink:
 class RankedOldLogitModel(RankedOldLogps):
     """The route `old_logit_model` with trainer ranks, and a second model on ranks of its own.
 
-    The trainer ranks keep the scores. They receive them with the next call.
+    It computes `old_logp`. The trainer ranks keep the scores. They receive them with the next call.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class RankedOldLogitModel(RankedOldLogps):
         self._model.on_piece(piece)
 
     def collect(self, batch: Batch | None) -> None:
-        """Wait for the scores of a batch. None waits for the scores of all
-        pieces that were sent.
+        """Wait for the scores of a batch. None waits for the scores of all pieces (runs of sampled
+        tokens) that were sent.
         """
         if batch is None:
             self._model.score_all()

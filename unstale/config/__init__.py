@@ -8,6 +8,7 @@ returns a `RunConfig`.
 from unstale.config.algorithm import AdvantageConfig as AdvantageConfig
 from unstale.config.algorithm import AuditConfig as AuditConfig
 from unstale.config.algorithm import CorrectionConfig as CorrectionConfig
+from unstale.config.algorithm import CriticConfig as CriticConfig
 from unstale.config.algorithm import Unit as Unit
 from unstale.config.checks import ConfigError as ConfigError
 from unstale.config.cluster import ClusterConfig as ClusterConfig
@@ -19,6 +20,7 @@ from unstale.config.run import MAX_SEED as MAX_SEED
 from unstale.config.run import SHIPPED_POLICIES as SHIPPED_POLICIES
 from unstale.config.run import SHIPPED_POLICY as SHIPPED_POLICY
 from unstale.config.run import RunConfig as RunConfig
+from unstale.config.sampling import Adapters as Adapters
 from unstale.config.sampling import Dtype as Dtype
 from unstale.config.sampling import EndpointConfig as EndpointConfig
 from unstale.config.sampling import EngineConfig as EngineConfig

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from unstale.config.checks import (
+    Count,
+    NonNegative,
     OneOf,
     Positive,
     Range,
@@ -27,14 +29,58 @@ class AdvantageConfig(Section):
     """The advantage estimator, which turns the rewards of a task's episodes into advantages."""
 
     selector: ClassVar[str] = "estimator"
-    refused_unread: ClassVar = ("discount", "group_baseline")
+    refused_unread: ClassVar = ("discount", "group_baseline", "lam", "over", "whiten")
 
     estimator: Estimator = "grpo"
-    """The function that computes advantages from the rewards of a task's episodes."""
+    """The function that computes advantages from the rewards of a task's episodes. `gae` needs no
+    groups: it compares each token with the forecast of a critic (docs/critic.md).
+    """
     discount: Share = 1.0
-    """Only for `turn_level`: discount factor on the rewards of later turns, per turn."""
+    """Only for `turn_level` and `gae`: discount factor on later rewards, per turn or per action of
+    `gae`.
+    """
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
+    lam: Share = 1.0
+    """Only for `gae`: lambda. 1 compares the rewards of the rest of the episode with one forecast;
+    smaller values trust later forecasts instead, with less noise and a bias.
+    """
+    over: Literal["token", "turn"] = "token"
+    """Only for `gae`: the actions that get one forecast and one advantage each."""
+    whiten: bool = True
+    """Only for `gae`: give the advantages of a batch's tokens the mean 0 and the deviation 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig(Section):
+    """The critic, which forecasts rewards for `advantage.estimator = gae`. See docs/critic.md."""
+
+    model: Literal["trunk", "own"] = "trunk"
+    """The layers below the critic's head: those of the policy (`trunk`), or a copy of the model
+    that only the critic trains (`own`).
+    """
+    lr: Positive = 1e-2
+    """Learning rate of the critic's head, with Adam."""
+    own_lr: Positive = 1e-5
+    """Only for `model = own`: learning rate of the copy's layers."""
+    coef: NonNegative = 0.1
+    """Only for `model = trunk`: coefficient of the critic's loss in the gradient of the policy's
+    layers. With 0, only the head learns from it.
+    """
+    lam: Share = 1.0
+    """Lambda of the forecasts' targets; 1 is the sum of the episode's later rewards."""
+    clip: NonNegative = 0.2
+    """Largest change of a forecast, from the start of the batch, that lowers the loss (PPO's value
+    clipping); 0 sets no limit. It matters only with several optimizer steps per batch.
+    """
+    warmup_steps: Count = 0
+    """Optimizer steps at the start of the run in which only the critic learns."""
+
+    read_with: ClassVar = {"own_lr": ("model", "= own"), "coef": ("model", "= trunk")}
+    refused_unread: ClassVar = ("own_lr", "coef")
+
+    def applies(self, option: str) -> bool:
+        return {"own_lr": self.model == "own", "coef": self.model == "trunk"}.get(option, True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

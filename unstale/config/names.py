@@ -151,6 +151,14 @@ SYNONYMS = {
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
     # the loss
     "adv_estimator": "advantage.estimator",
+    "algorithm.gamma": "advantage.discount",
+    "gamma": "advantage.discount",
+    "algorithm.lam": "advantage.lam",
+    "cliprange_value": "critic.clip",
+    "critic.optim.lr": "critic.lr, critic.own_lr; the second is of layers of its own",
+    "critic_warmup": "critic.warmup_steps",
+    "value_lr": "critic.lr",
+    "vf_coef": "critic.coef",
     "scale_rewards": "advantage.estimator; grpo divides by the deviation, grpo_no_std does not",
     "norm_adv_by_std_in_grpo": "advantage.estimator; grpo_no_std does not divide",
     "beta": "objective.kl_coef, old_logps.beta; the second is of a moving average",
@@ -240,7 +248,7 @@ VALUES = {
             ("seq-mean-token-sum-norm", "dr_grpo"), "constant; with objective.constant = its length"
         ),
     },
-    "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
+    "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std"},
     "trainer.optimizer": {
         **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW8bit"),
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "AdamW"),

@@ -51,7 +51,7 @@ class Bounds:
     """
 
     on: str = "s"
-    """The ratio: `d`, `s` or `ds`."""
+    """The ratio that is bounded: `d`, `s` or `ds`."""
     kind: str = "clip"
     """The rule: `veto`, `mask`, `weight`, `clip` or `cap`."""
     low: float = 0.0

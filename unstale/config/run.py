@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionConfig
+from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionConfig, CriticConfig
 from unstale.config.chat_templates import read_template
 from unstale.config.checks import (
     ConfigError,
@@ -31,7 +31,7 @@ from unstale.config.sampling import (
 )
 from unstale.config.start import start_folder
 from unstale.config.tasks import TaskConfig, make_task
-from unstale.config.techniques import SECTIONS, check_needs, complete_options
+from unstale.config.techniques import SECTIONS, check_needs, chosen, complete_options
 from unstale.config.training import (
     CheckpointConfig,
     EvalConfig,
@@ -118,6 +118,7 @@ class RunConfig(Section):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -216,8 +217,12 @@ class RunConfig(Section):
                 f"{self.trainer.quantise}: the trainer rounds only as the engine does"
             )
         self._check_bitwise()
+        self._check_critic()
+        self._check_adapters()
+        self._check_pinned()
         self._check_cluster()
         self._check_groups()
+        self._check_processes()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)
         object.__setattr__(self, "technique_options", complete)
@@ -256,6 +261,58 @@ class RunConfig(Section):
                     "do not compute the same numbers on one CPU"
                 )
 
+    def _check_critic(self) -> None:
+        """Raise `ConfigError` for options of a critic that the run does not have."""
+        defaults = CriticConfig.defaults().items()
+        changed = [name for name, value in defaults if getattr(self.critic, name) != value]
+        if changed and self.advantage.estimator != "gae":
+            raise ConfigError(
+                f"critic.{changed[0]} is read only with advantage.estimator = gae, got "
+                f"{self.advantage.estimator}"
+            )
+
+    def _check_adapters(self) -> None:
+        """Raise `ConfigError` for options with which adapters cannot be unmerged."""
+        engine = self.engine
+        if engine.adapters == "merged":
+            return
+        no_format = engine.quantise == "none"
+        needed = {
+            "trainer.lora_rank > 0": (self.trainer.lora_rank, "there are no adapters"),
+            "engine.quantise = none": (no_format, "passes with adapters round nothing"),
+            "engine.transfer = auto or file": (
+                engine.transfer != "nccl",
+                "vLLM reads adapters from files",
+            ),
+            "engine.keep_cache = false": (
+                not engine.keep_cache,
+                "each version has its own cached contexts, which a new version leaves valid",
+            ),
+            "cluster.engine_hosts = 0": (
+                not self.cluster.engine_hosts,
+                "engine hosts load only the newest version",
+            ),
+        }
+        _require("engine.adapters = unmerged", needed)
+
+    def _check_pinned(self) -> None:
+        """Raise `ConfigError` for options with which an episode cannot keep its version."""
+        if not self.schedule.pin_versions:
+            return
+        needs, route = self.old_logps.needs, self.old_logps.route
+        needed = {
+            "engine.adapters = unmerged": (
+                self.engine.adapters == "unmerged",
+                "merged weights have one version at a time",
+            ),
+            "a route that keeps versions, such as old_logps.route = snapshot_old": (
+                not (needs.closing or needs.own_process),
+                f"{route} scores a version only until the next one is published",
+            ),
+            "cluster.trainers = 0": (not self.cluster.trainers, "no test covers it on ranks"),
+        }
+        _require("schedule.pin_versions = true", needed)
+
     def _check_cluster(self) -> None:
         on_ray = self.task.isolate == "ray"
         if self.deterministic and on_ray:
@@ -288,6 +345,47 @@ class RunConfig(Section):
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"
             )
+
+    def _check_processes(self) -> None:
+        """Raise `ConfigError` for options that a rollout in several processes does not have."""
+        unreachable = "only the process of the run can call these engines"
+        refused = {
+            f"engine.backend = {self.engine.backend}": (
+                self.engine.backend == "embedded",
+                f"{unreachable}. Use vllm or sglang",
+            ),
+            "deterministic = true": (
+                self.deterministic,
+                "a virtual clock does not wait for other processes",
+            ),
+            "cluster.engine_hosts > 0": (self.cluster.engine_hosts > 0, unreachable),
+            "task.isolate = ray": (
+                self.task.isolate == "ray",
+                "rollout processes do not connect to Ray. Use process or none",
+            ),
+            "the technique segments": (
+                "segments" in self.techniques.split(),
+                "its slots are shared by all episodes of the run",
+            ),
+            "the technique tree": (
+                any(each.slot == "strategy" for each in chosen(self.techniques)),
+                "a fork needs the finished episode, which is in the run's process",
+            ),
+            self.engine.truncated_by: (
+                bool(self.engine.truncated_by),
+                "rollout processes do not send the set of tokens that the engine kept",
+            ),
+            "schedule.pin_versions = true": (
+                self.schedule.pin_versions,
+                "rollout processes know only the newest version",
+            ),
+        }
+        for option, (is_set, reason) in refused.items():
+            if self.rollout.processes > 1 and is_set:
+                raise ConfigError(
+                    f"rollout.processes must be 1 with {option}, got {self.rollout.processes}: "
+                    f"{reason}"
+                )
 
     def _check_trainers(self) -> None:
         """Raise `ConfigError` for options that trainer ranks do not have."""
@@ -327,6 +425,16 @@ class RunConfig(Section):
                 raise ConfigError(
                     f"{option} needs cluster.trainers = 0, got {self.cluster.trainers}: {reason}"
                 )
+
+
+def _require(option: str, needed: Mapping[str, tuple[object, str]]) -> None:
+    """Raise `ConfigError` for the first need of an option that is not met.
+
+    `needed` has for each need whether it is met, and the reason for it.
+    """
+    for need, (is_met, reason) in needed.items():
+        if not is_met:
+            raise ConfigError(f"{option} needs {need}: {reason}")
 
 
 SECTIONS.update(option_types(RunConfig))

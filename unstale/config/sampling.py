@@ -25,6 +25,7 @@ from unstale.config.plugins import added_names, modules
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
+Adapters = Literal["merged", "unmerged"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
@@ -122,6 +123,10 @@ class EngineConfig(Section):
     """Number format to which the engine rounds weights and activations. `embedded` has all formats,
     `vllm` only `fp8`. See docs/quantisation.md.
     """
+    adapters: Adapters = "merged"
+    """How the engine adds LoRA adapters: to its weights, or (`unmerged`) to the outputs of layers,
+    as the trainer does. Then it samples several versions at once. See docs/lora.md.
+    """
     bitwise: bool = False
     """Compute the same log-probabilities as the trainer, bit for bit, so that D is exactly 1. The
     run stops if one differs. For dense models on CPUs (docs/engines.md).
@@ -141,9 +146,17 @@ class EngineConfig(Section):
     """Largest number of tokens in an episode, with prompts and replies."""
     temperature: NonNegative = 1.0
     """Sampling temperature, above 0. The trainer divides its logits by the same temperature."""
-    top_p: float = 1.0
-    """Nucleus sampling. Must be 1: below 1, exact log-probabilities would need the set of allowed
-    tokens at each position.
+    top_p: Share = 1.0
+    """Sample from the fewest most probable tokens whose probabilities have at least this sum. Below
+    1, each token's set is recorded, and the trainer uses it (docs/kept-sets.md).
+    """
+    top_k: Count = 0
+    """Sample from this many most probable tokens; 0 sets no limit. Sets are recorded as with
+    `top_p`, to whose tokens it applies first.
+    """
+    min_p: Share = 0.0
+    """Sample from tokens with at least this share of the highest probability. Sets are recorded as
+    with `top_p`. Applies before the other two.
     """
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
@@ -165,8 +178,8 @@ class EngineConfig(Section):
     """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
-    trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.2 for FP8 and
-    0.05 for other formats.
+    trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.05 for
+    float16, and 0.2 for bfloat16 and FP8.
     """
     restarts: Count = 2
     """Number of restarts of a crashed engine before the run stops. Interrupted replies continue."""
@@ -231,10 +244,26 @@ class EngineConfig(Section):
                 "every token, so there is nothing to train on. For greedy evaluation set "
                 "eval.temperature = 0"
             )
-        if self.top_p != 1.0:
+        self._check_truncation()
+
+    @property
+    def truncated_by(self) -> str:
+        """The options that truncate the distribution, with their values. Empty if none does."""
+        limits = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return ", ".join(
+            f"engine.{name} = {getattr(self, name):g}" for name, is_set in limits.items() if is_set
+        )
+
+    def _check_truncation(self) -> None:
+        if not self.top_p or self.top_k == 1 or self.min_p == 1:
             raise ConfigError(
-                f"engine.top_p must be 1.0, got {self.top_p}: "
-                "a truncated support could not be replayed"
+                f"{self.truncated_by} keeps only the most probable token: its log-probability is "
+                "always 0, so there is nothing to train on"
+            )
+        if self.truncated_by and self.bitwise:
+            raise ConfigError(
+                f"engine.bitwise must be false with {self.truncated_by}: equal bits need the same "
+                "sums over the whole vocabulary in engine and trainer"
             )
 
     def _check_quantise(self) -> None:
@@ -269,6 +298,10 @@ class RolloutConfig(Section):
     groups as run concurrently if that is more. Checked once 20 groups have ended. When n groups
     have ended, the share is over the first n that were started. Groups among these that still run
     count as without failures.
+    """
+    processes: PositiveInt = 1
+    """Number of processes among which the groups of episodes are divided. 1: all run in the process
+    of the run. More need engines on HTTP servers (docs/scale-out.md).
     """
 
 
@@ -325,6 +358,10 @@ class ScheduleConfig(Section):
     """Number of tasks in a batch."""
     group_size: PositiveInt = 8
     """Number of episodes of each task."""
+    pin_versions: bool = False
+    """Sample each episode to its end with the version that began it. Needs `engine.adapters` =
+    unmerged. See docs/lora.md.
+    """
     lookahead_window: PositiveInt = 1
     """Number of oldest groups from which a batch may take a finished one before older ones have
     ended. 1 takes groups strictly in order.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Slot = Literal[
     "sampler",
     "allocator",
+    "strategy",
     "source",
     "limiter",
     "reward",
@@ -32,6 +33,7 @@ Slot = Literal[
     "shaper",
     "ratio",
     "objective",
+    "distiller",
     "controller",
     "diagnostic",
 ]
@@ -39,6 +41,7 @@ Slot = Literal[
 
 sampler: which task comes next.
 allocator: how many episodes a task gets.
+strategy: where episodes are forked from others of their group.
 source: which stored groups are added to the fresh groups of a batch.
 limiter: how long an episode may be, and how long it runs at a time.
 reward: the reward of an episode.
@@ -48,11 +51,12 @@ recredit: the advantage of each turn, from the advantages of episodes.
 shaper: the advantage of each token.
 ratio: the importance ratio of each token.
 objective: the loss of each token.
+distiller: a divergence from a teacher, which is added to the loss of each token.
 controller: the size of an optimizer step.
 diagnostic: nothing; the technique adds metrics.
 """
 EXCLUSIVE: frozenset[Slot] = frozenset(
-    {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
+    {"sampler", "allocator", "strategy", "limiter", "estimator", "ratio", "objective", "distiller"}
 )
 """Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
 another slot act in the order written.

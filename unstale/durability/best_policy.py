@@ -31,8 +31,8 @@ class BestPolicy:
     """Keeps the policy with the best evaluation so far in the folder `best` of a run.
 
     Evaluations are compared by `eval.keep_best`. Of two equal ones, the first is the best. A
-    resumed run keeps the best policy if evaluations are made as before. It forgets those from the
-    step on from which it resumes, because it repeats them.
+    resumed run keeps the best policy if evaluations are made as before. It forgets evaluations from
+    the step at which it resumes on, because it repeats these.
     """
 
     def __init__(

@@ -2,11 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
+from torch import Tensor
+
 from unstale.engines.prefixes import EpisodeTokens
+from unstale.kept_sets import Truncation
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
@@ -34,16 +37,26 @@ class SamplingParams:
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     known_experts: tuple[int, int] = (-1, 0)
     """`(version, rows)`: the caller has the routed experts of the first `rows` tokens under
     `version`. A reply of this version may leave them out. -1: the caller has none.
     """
     sampled: int = 0
     """Number of tokens of the reply that earlier requests returned."""
+    version: int = -1
+    """The version whose adapters must sample the reply, if the engine is a `VersionedEngine`. -1 is
+    the version that was loaded last.
+    """
     remaining: int = 0
     """Largest number of tokens that the rest of the reply may have, if the reply is requested in
     several parts of `max_tokens`. 0 means `max_tokens`.
     """
+
+    @property
+    def truncation(self) -> Truncation:
+        """The part of the distribution to sample from. If it is true, replies have kept sets."""
+        return Truncation(self.top_p, self.top_k, self.min_p)
 
     @property
     def reply_limit(self) -> int:
@@ -62,28 +75,35 @@ class SamplingParams:
             raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
 
 
-def check_request(
+def check_request(  # noqa: PLR0913 - the limits of an engine
     tokens: Sequence[int],
     params: SamplingParams,
     *,
     max_context: int = 1 << 62,
     vocab_size: int = 0,
+    keeps_sets: bool = False,
+    versions: Collection[int] = (),
 ) -> None:
-    """Raise ValueError for a request that no engine can serve.
+    """Raise ValueError for a request that the engine cannot serve.
 
     A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked), and sampling without `top_p` and `top_k`.
+    checked), and, unless the engine `keeps_sets`, no truncation. A version that it names must be
+    one of `versions`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
     Traceback (most recent call last):
     ValueError: token ids from 5 to 9, but the model has 0 to 7; does the tokenizer fit the model?
     """
-    if params.top_p < 1 or params.top_k > 0:
+    if params.truncation and not keeps_sets:
         raise ValueError(
-            f"top_p={params.top_p}, top_k={params.top_k} truncate the support: the trainer's "
-            "softmax has full support, so every importance ratio would be biased. "
-            "Use top_p=1 and top_k=0; any temperature is allowed"
+            f"{params.truncation} would truncate the support, but this engine does not return "
+            "the set of tokens that it kept, so every importance ratio would be biased. Sample "
+            "from the whole vocabulary; any temperature is allowed"
+        )
+    if params.version >= 0 and params.version not in versions:
+        raise ValueError(
+            f"version {params.version} was requested, but the engine has {sorted(versions)}"
         )
     if not tokens:
         raise ValueError("the context is empty: sample needs at least one token")
@@ -149,8 +169,7 @@ class GenerationOptions:
         length = self.find_end((*before, *piece.tokens))
         if length is None:
             return piece
-        kept = length - len(before)
-        return replace(piece, tokens=piece.tokens[:kept], behavior_logp=piece.behavior_logp[:kept])
+        return piece.first(length - len(before))
 
 
 DEFAULT_OPTIONS = GenerationOptions()
@@ -294,3 +313,20 @@ class Engine(GenerationControl, Protocol):
 
     async def resume(self) -> None:
         """Let the engine sample again, with the weights that were loaded last."""
+
+
+class VersionedEngine(Engine, Protocol):
+    """An engine that adds LoRA adapters of several versions to the outputs of layers, unmerged.
+
+    Every load adds a version. Requests of several versions are sampled at once. No cached context
+    is used by another version than the one that computed it.
+    """
+
+    async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
+        """Add an earlier version than the one that was loaded last, also while the engine samples.
+
+        Raises ValueError if the adapters do not fit the model.
+        """
+
+    async def keep_versions(self, versions: Collection[int]) -> None:
+        """Drop all versions but these, the last, and those of requests that are being sampled."""

@@ -8,10 +8,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
-from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update, per_second
+from unstale.engines import (
+    Engine,
+    EngineDied,
+    Reply,
+    SamplingParams,
+    Update,
+    VersionedEngine,
+    per_second,
+)
 from unstale.engines.prefixes import CachedPrefixes, add_blocks, hash_blocks
 from unstale.engines.routing import (
     CACHED_TOKENS_PER_REPLY,
@@ -61,6 +70,10 @@ class _Member:
         """Number of successful restarts since metrics were last read."""
         self.version = -1
         """Version of the weights that the engine loaded last, -1 before the first."""
+        self.versions: set[int] = set()
+        """The versions that a `VersionedEngine` has."""
+        self.adding = asyncio.Lock()
+        """Held while an earlier version is added to the engine."""
         self.restart: asyncio.Task[None] | None = None
         """The task that restarts the engine, if there is one."""
 
@@ -184,6 +197,7 @@ class EnginePool:
             member.up = not self.patience_s
             member.cached = CachedPrefixes()
             member.version, member.num_restarts = -1, 0
+            member.versions = set()
         if self.patience_s:
             for member in self._members:
                 self._begin_start(member, None)
@@ -207,6 +221,7 @@ class EnginePool:
             # set before the wait, so that siblings are sent to this engine, too
             member.cached.add(blocks)
             try:
+                await self._provide(member, params.version)
                 reply = await member.engine.sample(tokens, params)
             except EngineDied as died:
                 if starts != self._starts:
@@ -224,6 +239,16 @@ class EnginePool:
             await self._wait_until_up()
             if self._version >= 0:
                 return Reply(Sampled((), (), self._version), "interrupted")
+
+    def report_death(self, engine: Engine, died: EngineDied) -> None:
+        """Restart an engine that died without a call of this pool that noticed it."""
+        for member in self._members:
+            if member.engine is engine:
+                self._lose(member, member.generation, died)
+
+    def require_prospects(self) -> None:
+        """Raise the last error if no engine works and none is being restarted."""
+        self._pending_restarts()
 
     def is_idle(self) -> bool:
         """Return True if no engine has a request. May be called from any thread."""
@@ -255,9 +280,31 @@ class EnginePool:
             raise
         for member in self._up:
             member.version = version
+            member.versions.add(version)
         if not self.keep_cache:
             for member in self._members:
                 member.cached = CachedPrefixes()
+
+    async def keep_versions(self, versions: Collection[int]) -> None:
+        """Let all engines, which must be a `VersionedEngine`, drop all versions but these."""
+        kept = {*versions, self._version}
+        for member in self._members:
+            member.versions &= kept
+        await self._call_all(lambda engine: cast(VersionedEngine, engine).keep_versions(versions))
+
+    async def _provide(self, member: _Member, version: int) -> None:
+        """Add a version that a request names to the engine, if the engine lacks it.
+
+        An engine that started again has only the version that was loaded last.
+        """
+        if version < 0 or version in member.versions:
+            return
+        async with member.adding:
+            if version in member.versions:
+                return
+            adapters = await in_thread(self._recovery.weights, version)
+            await cast(VersionedEngine, member.engine).add_version(adapters, version)
+            member.versions.add(version)
 
     async def resume(self) -> None:
         await self._wait_until_up()
@@ -481,6 +528,7 @@ class EnginePool:
                 # no other task may run between the check of the state and this change
                 member.up = True
                 member.version = self._version
+                member.versions = {self._version}
         member.generation += 1
         member.num_restarts += event == "engine_back"
         member.cached = CachedPrefixes()

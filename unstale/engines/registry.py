@@ -10,10 +10,19 @@ from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
 
-from unstale.config import Dtype, RunConfig, Transfer
+from unstale.config import Adapters, Dtype, RunConfig, Transfer
 from unstale.config.plugins import Plugins, modules
 from unstale.engines import Engine
 from unstale.model.lora import Merging
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What an engine on a server needs of a model whose weights it does not load."""
+
+    vocab_size: int
+    routed: tuple[bool, ...] = ()
+    """True for each layer with a router. Empty if the engine records no experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,18 @@ class EngineOptions:
     """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
+    adapters: Adapters = "merged"
+    """With `merging`: add adapters to the weights when they are loaded, or (`unmerged`) to the
+    outputs of layers. The engine is then a `VersionedEngine`.
+    """
+    max_versions: int = 1
+    """Largest number of versions that a `VersionedEngine` samples at once."""
     record_experts: bool = False
     """Return, with every reply, the experts that an MoE model chose for each token."""
+    sizes: ModelSizes | None = None
+    """If given, another process loads the weights into the server at `url`, and this engine only
+    samples (`RemoteEngine.follow`).
+    """
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
     Results then depend only on the order of calls, so that a run is deterministic.
@@ -118,6 +137,10 @@ class EngineSpec:
     """
     deltas_in_parts: bool = False
     """True if the engine accepts a `DeltaInParts`, such as one delta from each trainer rank."""
+    keeps_sets: bool = False
+    """True if replies of truncated sampling have kept sets. Other engines refuse truncation."""
+    unmerged: bool = False
+    """True if its engines can be a `VersionedEngine`, with the adapters of several versions."""
     reads_gpu: bool = False
     """True if an engine on this machine can read weights in the memory of the trainer's GPU."""
 

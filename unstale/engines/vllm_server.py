@@ -40,6 +40,8 @@ QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """The value of vLLM's `--quantization` for each value of `EngineOptions.quantise`. `fp8_per_block`
 uses the blocks of `model.quantisation.FORMATS`, and quantises bfloat16 weights at each load.
 """
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `--max-lora-rank`."""
 _MEMORY_FLAG = "--gpu-memory-utilization"
 _OPTIONS = {
     "--model": "policy",
@@ -48,6 +50,9 @@ _OPTIONS = {
     "--max-model-len": "engine.max_context",
     "--enable-return-routed-experts": "trainer.routing_replay",
     "--weight-transfer-config": "engine.transfer",
+    "--enable-lora": "engine.adapters",
+    "--max-loras": "schedule.max_staleness",
+    "--max-lora-rank": "trainer.lora_rank",
     _MEMORY_FLAG: "engine.gpu_memory_utilization",
 }
 """Flags of vLLM that an option of the run sets, with this option's name."""
@@ -57,7 +62,7 @@ class VllmServer:
     """A vLLM server and its child processes. They end with `close`, or when this process ends.
 
     The server starts with random weights. So the probe after the first load fails if the load left
-    a parameter unchanged.
+    a parameter unchanged. With adapters that are not merged, it starts with the base weights.
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
@@ -80,7 +85,6 @@ class VllmServer:
         self._arguments = [
             f"--model={options.model_folder.resolve()}",
             f"--uds={self._folder}/http",
-            "--load-format=dummy",
             "--skip-tokenizer-init",
             "--generation-config=vllm",
             "--logprobs-mode=processed_logprobs",
@@ -92,6 +96,7 @@ class VllmServer:
             f"--max-model-len={options.max_context}",
             f"--worker-extension-cls={extension}",
         ]
+        self._arguments += _weight_flags(options)
         if quantization := QUANTIZATION[options.quantise]:
             self._arguments.append(f"--quantization={quantization}")
         if options.record_experts:
@@ -194,6 +199,22 @@ class VllmServer:
                 self._process.stdin.close()
             self._process.wait()
             self._process = None
+
+
+def _weight_flags(options: EngineOptions) -> list[str]:
+    """Return the flags for the weights with which a server starts, and for its adapters.
+
+    Raises ValueError for a rank that vLLM does not have.
+    """
+    if options.adapters == "merged" or options.merging is None:
+        return ["--load-format=dummy"]
+    rank = next((each for each in _LORA_RANKS if each >= options.merging.rank), 0)
+    if not rank:
+        raise ValueError(
+            f"trainer.lora_rank must be at most {_LORA_RANKS[-1]} with engine.adapters = unmerged "
+            f"and vLLM, got {options.merging.rank}"
+        )
+    return ["--enable-lora", f"--max-loras={options.max_versions}", f"--max-lora-rank={rank}"]
 
 
 def require_vllm(python: str) -> None:
@@ -361,6 +382,7 @@ def server_environment(modules: Path, *, python: str, threads: int) -> dict[str,
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_RPC_BASE_PATH": str(modules.parent),

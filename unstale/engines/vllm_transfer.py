@@ -46,7 +46,7 @@ class TransferGroup(Protocol):
     def close(self) -> None:
         """Close the group. A `broadcast` that waits for a dead worker then ends.
 
-        A `join` that waits may not end. If it does, the group is closed then.
+        A `join` that waits may continue to wait. If it ends later, the group is closed then.
         """
         ...
 

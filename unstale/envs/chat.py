@@ -248,6 +248,11 @@ class Chat:
         """
         return self._text.encode(text, after=after)
 
+    def encode_content(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text within a message. No control token comes from it."""
+        seam = SEAM * (1 + longest_seam(text))
+        return self._text.encode(self._mark_start.sub(rf"\1{seam}", text), seam=seam)
+
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
         """Return True if all `tokens` are in the vocabulary."""
         return self._text.are_token_ids(tokens)
@@ -432,7 +437,7 @@ class _Recent:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._tokens: dict[_Key, tuple[int, ...]] = {}
-        """Tokens by key. The least recently used are first."""
+        """The tokens of encoded messages, by key. The least recently used are first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tokens of a key. If they are not kept, call `make` and keep its result."""

@@ -82,7 +82,9 @@ _MEASURES = tuple(
 """Units of one quantity, such as `5 feet 6 inches`."""
 _EQUALS = tuple("=<>\N{ALMOST EQUAL TO}\N{RIGHTWARDS ARROW}")
 _AFTER_SIGN = tuple("-+*/^)=}$")
-"""What follows a factorial in prose, and does not follow an exclamation mark."""
+"""Characters that may follow the sign of a factorial in prose. They do not follow an exclamation
+mark.
+"""
 _CALLS = tuple(f"({each}" for each in "0123456789-.\\")
 _FOLLOWING = re.compile(r"(\s*)(.{0,2})")
 _UNITS = frozenset("mgshlLtdJNWVAKCFcp")

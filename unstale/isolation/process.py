@@ -437,7 +437,9 @@ class LockstepWorker(Worker):
             self._read_until(lambda: self._is_idle)
 
     def _send_all(self, data: bytes) -> None:
-        """Send all bytes. A worker that reads them is not silent."""
+        """Send all bytes to the worker. While the worker reads them, it does not count as
+        silent.
+        """
         unsent = memoryview(data)
         while unsent and not self.ended:
             try:

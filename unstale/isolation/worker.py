@@ -62,7 +62,7 @@ def main(descriptor: int, options: Row) -> None:
 
     The process exits when the socket is closed, so this never returns.
     """
-    _end_with(options["parent"])
+    end_with(options["parent"])
     connection = _Connection(descriptor)
     try:
         taskset = build_taskset(make_task(**options["task"]))
@@ -89,7 +89,7 @@ def main(descriptor: int, options: Row) -> None:
         os._exit(1)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Let this process end with its parent, and ignore Ctrl-C, which the run handles."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs

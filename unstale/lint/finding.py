@@ -75,7 +75,7 @@ def use_route(config: RunConfig, route: str) -> Fix:
 
 
 def _complete(config: RunConfig, fix: Fix) -> Fix:
-    """Return the fix with resets of the options that are not used with the values it selects."""
+    """Return the fix, completed so that options that it makes unused have their defaults."""
     resets = {}
     for name, choice in fix.items():
         section, _, option = name.partition(".")

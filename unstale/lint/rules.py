@@ -12,7 +12,7 @@ from unstale.config.algorithm import Aggregate, Unit
 from unstale.config.objectives import over
 from unstale.config.routes import age_of_average, live_versions
 from unstale.config.techniques import chosen
-from unstale.lint import learning, noise, stream, techniques
+from unstale.lint import critic, learning, noise, stream, techniques
 from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.noise import BAND, TOKEN_RATIO
@@ -406,6 +406,7 @@ REFUSALS: Sequence[Rule] = (
     _unrecorded_experts,
     learning.no_comparison,
     learning.infinite,
+    *critic.REFUSALS,
     *stream.REFUSALS,
 )
 TRIES_ESTIMATOR: Collection[Rule] = (learning.no_comparison, *stream.TRIES_ESTIMATOR)

@@ -27,7 +27,7 @@ class Factor:
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """Return the discrepancy D and the staleness ratio S, with what they contain here."""
+    """Return the discrepancy D and the staleness ratio S, with what they contain in this run."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),
@@ -43,14 +43,17 @@ def facts(config: RunConfig) -> dict[str, str]:
     techniques = {"techniques": "; ".join(describe(config))} if config.techniques else {}
     if in_order := order(config):
         techniques["order"] = in_order
-    merged = ", adapters merged into the base" if trainer.lora_rank else ""
+    merged = f", adapters {engine.adapters}" if trainer.lora_rank else ""
     rounded = f" rounded to {engine.quantise}" if engine.quantise != "none" else ""
+    support = "the whole vocabulary"
+    if engine.truncated_by:
+        support = f"over the kept set of each token ({engine.truncated_by}), as old_logp and logp"
     same = "; the trainer computes the same bits, so D is 1" if engine.bitwise else ""
     passes = f", rounded to {trainer.quantise}" if trainer.quantise != "none" else ""
     return {
         proxy.symbol: f"{proxy.policy} ({trainer.dtype})",
         "mu": f"the engine's distribution: {engine.dtype}{rounded}, temperature "
-        f"{engine.temperature:g} (the trainer's too), the whole vocabulary{merged}{same}",
+        f"{engine.temperature:g} (the trainer's too), {support}{merged}{same}",
         "pi": f"the trainer's weights being trained ({trainer.dtype}{passes})",
         "versions": _versions(config),
         "unbounded": _unbounded(config),

@@ -87,10 +87,10 @@ class ContextGroup:
         return self._swap(out)
 
     def to_heads(self, rows: Tensor) -> Tensor:
-        """Give up `[n, heads, width]` of this rank's tokens for all tokens of its share of heads.
+        """Return `[N, heads / size, width]` of all tokens for this rank's share of the heads.
 
-        The result is `[N, heads / size, width]`, without a gradient. Heads that are fewer than the
-        ranks are repeated.
+        `rows` are `[n, heads, width]` of this rank's tokens, which the ranks exchange. The result
+        has no gradient. Heads that are fewer than the ranks are repeated.
         """
         parts = self._repeat(rows).unflatten(1, (self.size, -1)).movedim(1, 0)
         return self._all_to_all(parts.contiguous()).flatten(0, 1)

@@ -1,6 +1,7 @@
 """A forward pass over packed sequences that share prefixes, and its options."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,24 @@ before_layer: ContextVar[Callable[[], object]] = ContextVar(
 """A function that is called before each layer. The trainer's thread changes its number of cores
 with it, because a pass may take seconds.
 """
+
+
+_last_states: ContextVar[list[Tensor] | None] = ContextVar("hidden states of passes", default=None)
+
+
+@contextmanager
+def last_states() -> Iterator[list[Tensor]]:
+    """Return a context with a list, to which each pass appends its last hidden states `[R, H]`.
+
+    They are those from which the pass computes its R log-probabilities, in that order, with a
+    gradient if gradients are enabled.
+    """
+    found: list[Tensor] = []
+    token = _last_states.set(found)
+    try:
+        yield found
+    finally:
+        _last_states.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +102,12 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
             position_ids=run.positions[None, tokens].to(rows.device),
             use_cache=False,
         )
-        return (out.last_hidden_state if plain_head else out.logits)[0, rows]
+        chosen: Tensor = (out.last_hidden_state if plain_head else out.logits)[0, rows]
     finally:
         running.reset(token)
+    if (found := _last_states.get()) is not None:
+        found.append(chosen)
+    return chosen
 
 
 def announce_layers(model: nn.Module) -> None:

@@ -4,8 +4,8 @@ The full logits `[tokens, vocabulary]` are never in memory at once. A tile is th
 tokens for a part of the vocabulary.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unstale.kept_sets import KeptSets
 from unstale.model import rowwise
+from unstale.model.kept_head import kept_logits, kept_logps
 from unstale.model.kernels import fits_gpu, gpu_kernels
 from unstale.model.linear import FAST, WHOLE, Linear, Products
 from unstale.model.rowwise import ROWWISE
@@ -49,18 +51,27 @@ class LogpQuery:
     """True to compute the entropy of every row, with a gradient."""
     sample: Tensor | None = None
     """`[R]` bool: rows whose entropy is computed without a gradient, for a metric."""
+    kept_sets: KeptSets | None = None
+    """The sets over which the R distributions are taken. None: the whole vocabulary."""
+    compare: "Callable[[nn.Module, Tensor, LogpQuery], tuple[Tensor, ...]] | None" = None
+    """A function that answers the query in place of `token_logps`. It may add values `[R]`."""
 
     def at(self, rows: Tensor) -> "LogpQuery":
         """Return the same query for some of the rows, given by their positions `[r]`."""
         sample = None if self.sample is None else self.sample[rows]
-        return LogpQuery(self.targets[rows], self.temperature, self.with_entropy, sample)
+        kept_sets = self.kept_sets.at(rows.cpu()) if self.kept_sets else None
+        return LogpQuery(self.targets[rows], self.temperature, self.with_entropy, sample, kept_sets)
 
 
-def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
     """Return the log-probabilities and entropies `[R]` of a query, from hidden states `[R, H]`.
 
-    An entropy that the query does not ask for is 0.
+    An entropy that the query does not ask for is 0. `query.compare` may add further values `[R]`.
     """
+    if query.kept_sets:  # not without rows, which a rank of a context group may lack
+        return _query_kept(head, rows, query, query.kept_sets)
+    if query.compare:
+        return query.compare(head, rows, query)
     logp, entropy = token_logps(
         head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
     )
@@ -75,6 +86,33 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
                 with_entropy=True,
             )
         entropy = torch.zeros_like(logp.detach()).index_put((chosen,), some)
+    return logp, entropy
+
+
+def _query_kept(
+    head: nn.Module, rows: Tensor, query: LogpQuery, kept: KeptSets
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and entropies `[R]` of distributions over kept sets."""
+    if kept.any_whole:
+        sizes = kept.to_tensors()[0]
+        parts = [(sizes == 0).nonzero().squeeze(1), sizes.nonzero().squeeze(1)]
+        found = []
+        for part, is_whole in zip(parts, (True, False), strict=True):
+            if not len(part):
+                continue
+            of_part = query.at(part.to(rows.device))
+            of_part = replace(of_part, kept_sets=None) if is_whole else of_part
+            found.append(query_head(head, rows[part.to(rows.device)], of_part))
+        order = torch.cat(parts).argsort().to(rows.device)
+        logp, entropy = (torch.cat(each)[order] for each in zip(*found, strict=True))
+        return logp, entropy
+    is_linear = type(head).forward in (nn.Linear.forward, Linear.forward)
+    logits, sizes, ids = kept_logits(head, rows, kept, is_linear=is_linear)
+    logp, entropy = kept_logps(logits / query.temperature, sizes, ids, query.targets)
+    if not query.with_entropy:
+        entropy = entropy.detach()
+        chosen = torch.zeros_like(query.targets, dtype=torch.bool)
+        entropy = entropy.where(chosen if query.sample is None else query.sample, 0.0)
     return logp, entropy
 
 

@@ -34,7 +34,9 @@ BLOCK = 64
 """Number of queries of one block of attention, as in `kernels.c`."""
 
 _OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
-"""Libraries with the function `GOMP_parallel`. A torch that brings no such library uses one."""
+"""Libraries with the function `GOMP_parallel`. If torch's build includes no OpenMP library, torch
+uses one of these.
+"""
 
 Argument = Tensor | int | float | None
 

@@ -7,6 +7,7 @@ to its own precision. Adapters have the names that PEFT writes, such as
 """
 
 import copy
+import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ class Merging:
     """Precision of the base weights in the trainer."""
     scale: float
     """The factor alpha / rank by which B @ A is multiplied."""
+    rank: int
 
 
 class Base:
@@ -72,6 +74,11 @@ class Base:
                 f"{folder} has weights with checksum {checksum:08x}, "
                 f"but the adapters are trained on weights with checksum {merging.base:08x}"
             )
+
+    @property
+    def scale(self) -> float:
+        """The factor alpha / rank by which B @ A is multiplied."""
+        return self._merging.scale
 
     def merged(
         self, adapters: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
@@ -103,21 +110,34 @@ class Base:
 
         Raises ValueError if an adapter does not fit the base weights.
         """
-        layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}
-        if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
-            raise ValueError(
-                f"adapters need a lora_A and a lora_B for each layer, not {sorted(adapters)[:4]}"
-            )
-        for layer in layers:
-            a = adapters[layer + _A]
-            b = adapters[layer + _B]
+        pairs = pairs_of(adapters)
+        for layer, pair in pairs.items():
             base = self._tensors.get(f"{layer}.weight")
-            if base is None or base.shape != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
-                raise ValueError(
-                    f"the adapter of {layer} does not fit the base: "
-                    f"A is {list(a.shape)}, B is {list(b.shape)}"
-                )
-        return layers
+            require_fit(layer, pair, None if base is None else base.shape)
+        return {*pairs}
+
+
+def pairs_of(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return (A, B) of each layer that has an adapter, by the layer's name.
+
+    Raises ValueError if one of the two is missing, or for a tensor that is neither.
+    """
+    layers = [name.removesuffix(_A) for name in adapters if name.endswith(_A)]
+    if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
+        raise ValueError(
+            f"adapters need a lora_A and a lora_B for each layer, not {sorted(adapters)[:4]}"
+        )
+    return {layer: (adapters[layer + _A], adapters[layer + _B]) for layer in layers}
+
+
+def require_fit(layer: str, pair: tuple[Tensor, Tensor], shape: Sequence[int] | None) -> None:
+    """Raise ValueError unless `pair`, (A, B), fits a base weight of this shape. None: no weight."""
+    a, b = pair
+    if shape is None or tuple(shape) != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
+        raise ValueError(
+            f"the adapter of {layer} does not fit the base: "
+            f"A is {list(a.shape)}, B is {list(b.shape)}"
+        )
 
 
 def base_checksum(folder: Path) -> int:
@@ -229,11 +249,30 @@ def save_adapter(model: Any, folder: Path) -> None:
     # This is a set, which each process would save in another order.
     options.target_modules = sorted(options.target_modules)
     options.save_pretrained(folder)
-    weights = {
-        f"base_model.model.{name}": weight.detach().cpu()
-        for name, weight in adapters(model).items()
+    _save_adapters(adapters(model), folder)
+
+
+def write_adapter(tensors: Mapping[str, Tensor], folder: Path, *, scale: float) -> None:
+    """Write adapters as `save_adapter` does, without the model. `scale` is alpha / rank."""
+    pairs = pairs_of(tensors)
+    rank = len(next(iter(pairs.values()))[0])
+    options = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": sorted(pairs),
+        "bias": "none",
+        "inference_mode": True,
     }
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    _save_adapters(tensors, folder)
+
+
+def _save_adapters(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    named = {f"base_model.model.{name}": each.detach().cpu() for name, each in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -20,7 +20,10 @@ class RoundedWeights(Mapping[str, Tensor]):
     """Packed weights as a mapping of rounded weights. Each is computed when it is read."""
 
     def __init__(self, packed: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> None:
-        """Use weights that `pack` returned for the format `kind`. They are read in `dtype`."""
+        """Create the mapping from weights that `pack` returned for the format `kind`.
+
+        The weights are read in `dtype`.
+        """
         self._packed = packed
         self._format = FORMATS[kind]
         self._dtype = dtype

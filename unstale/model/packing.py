@@ -103,4 +103,5 @@ def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tenso
     routed_experts = (
         packed.routed_experts if packed.routed_experts is None else packed.routed_experts[index]
     )
-    return Packed(packed.tokens[index], tuple(offsets), routed_experts), index
+    kept_sets = packed.kept_sets.at(index) if packed.kept_sets else None
+    return Packed(packed.tokens[index], tuple(offsets), routed_experts, kept_sets), index

@@ -366,8 +366,9 @@ def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
 def _largest(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
     """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
 
-    With `median`, the error of first tokens counts, too. A layer that mixes adjacent tokens changes
-    them in all sequences but the first of a pass, and rounding in few sequences.
+    With `median`, the median error of the sequences' first tokens counts, too. A layer that mixes
+    adjacent tokens changes the first token of all sequences of a pass but the first. Rounding
+    changes few of them.
     """
     pairs = list(zip(some, expected, strict=True))
     errors = [_error(a, b, median=median) for a, b in pairs]

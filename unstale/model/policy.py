@@ -25,12 +25,14 @@ from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
+from unstale.model.divergence import Comparison
 from unstale.model.experts import ExpertLayers, replay_experts
 from unstale.model.forward import (
     ForwardOptions,
     Scored,
     announce_layers,
     checkpoint_layers,
+    last_states,
     run_model,
 )
 from unstale.model.head import LogpQuery, query_head, wide
@@ -274,7 +276,10 @@ class Policy:
         if self.lora is None:
             return None
         return Merging(
-            self.base, str(self.dtype).removeprefix("torch."), self.lora.alpha / self.lora.rank
+            self.base,
+            str(self.dtype).removeprefix("torch."),
+            self.lora.alpha / self.lora.rank,
+            self.lora.rank,
         )
 
     def require_base(self, base: int) -> None:
@@ -589,25 +594,70 @@ class Policy:
         `where`) limits it to some tokens and gives it no gradient. This costs little and is enough
         for a metric.
         """
+        logp, entropy, _ = self.compared(
+            batch,
+            None,
+            temperature=temperature,
+            where=where,
+            with_entropy=with_entropy,
+            entropy_sample=entropy_sample,
+        )
+        return logp, entropy
+
+    def compared(  # noqa: PLR0913 - the options of a query
+        self,
+        batch: Batch | Packed | PrefixTree,
+        compare: Comparison | None,
+        *,
+        temperature: float,
+        where: Tensor | None = None,
+        with_entropy: bool = True,
+        entropy_sample: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `logps_and_entropy` does, and each token's divergence from a teacher, `[T]`.
+
+        The divergence is 0 without `compare`, whose targets are the tokens in `where` that are not
+        the first of a sequence.
+        """
         run = self.prefix_tree(batch, where)
         wanted = run.follows if where is None else run.follows & where.cpu()
         index = wanted.nonzero().squeeze(1)
         logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
-        entropy = torch.zeros_like(logp)
+        entropy, divergence = torch.zeros_like(logp), torch.zeros_like(logp)
         if not len(index):
             if self._is_sharded:  # other ranks wait for this rank's pass, forward and backward
                 query = LogpQuery(run.tokens[:1].to(self.device), temperature)
                 logp = logp + 0 * self._query(run, run.place[:1], query)[0].sum()
-            return logp, entropy
+            return logp, entropy, divergence
         targets = run.tokens[run.place[index]].to(self.device)
         positions = index.to(self.device)
         sample = None if entropy_sample is None else entropy_sample[index].to(self.device)
-        query = LogpQuery(targets, temperature, with_entropy and sample is None, sample)
-        values, entropies = self._query(run, run.place[index - 1], query)
+        kept_sets = run.kept_sets.at(index) if run.kept_sets else None
+        query = LogpQuery(
+            targets, temperature, with_entropy and sample is None, sample, kept_sets, compare
+        )
+        values, entropies, *divergences = self._query(run, run.place[index - 1], query)
         logp = logp.index_put((positions,), values)
         if with_entropy:
             entropy = entropy.index_put((positions,), entropies)
-        return logp, entropy
+        if divergences:
+            divergence = divergence.index_put((positions,), divergences[0])
+        return logp, entropy, divergence
+
+    @torch.no_grad()
+    def teacher_rows(self, batch: Batch | Packed, where: Tensor) -> tuple[Tensor, nn.Module]:
+        """Return what the output head reads before each token in `where`, `[R, H]`, and the head.
+
+        `where` is `[T]` bool. The first token of a sequence is left out. Raises ValueError if the
+        model is divided among trainer ranks.
+        """
+        if self._is_sharded:
+            raise ValueError("teacher_rows needs a whole model")
+        run = self.prefix_tree(batch, where)
+        index = (run.follows & where.cpu()).nonzero().squeeze(1)
+        rows = run.place[index - 1].to(self.device)
+        head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
+        return run_model(self._body, run, rows, self._plain_head), head
 
     @torch.no_grad()
     def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
@@ -625,7 +675,7 @@ class Policy:
         scaled = logits[0].to(wide(self.dtype)) / temperature
         return scaled.log_softmax(-1).cpu()
 
-    def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+    def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
         """Run one forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
 
         `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
@@ -668,7 +718,9 @@ class Policy:
             with torch.no_grad():
                 rows = run.place[index - 1].to(self.device)
                 hidden = run_model(self._body, run, rows, self._plain_head)
-            query = LogpQuery(run.tokens[run.place[index]].to(self.device), temperature)
+            kept_sets = run.kept_sets.at(index) if run.kept_sets else None
+            targets = run.tokens[run.place[index]].to(self.device)
+            query = LogpQuery(targets, temperature, kept_sets=kept_sets)
             total = query_head(head, hidden, query)[0].sum()
         found = torch.autograd.grad(total, trained, allow_unused=True)
         norms = [each.norm(dtype=wide(each.dtype)) for each in found if each is not None]
@@ -713,6 +765,57 @@ class Policy:
         if with_entropy:
             self.peers.sum(entropy)
         return Scored(self.peers.sum(logp), total, entropy)
+
+    @property
+    def has_plain_head(self) -> bool:
+        """True if logits are one linear map of the last hidden states."""
+        return self._plain_head
+
+    def states_before(self, run: PrefixTree, where: Tensor) -> Tensor:
+        """Return the last hidden state before each token in `where` (`[T]` bool), `[R, H]`.
+
+        Tokens that begin a sequence are left out. The model must have a plain head. The states have
+        a gradient if gradients are enabled.
+        """
+        index = (run.follows & where).nonzero().squeeze(1)
+        if self._is_sharded:  # only a pass of the whole model gathers its parameters
+            with last_states() as found:
+                self.logps(run, temperature=1.0, where=where)
+            return found[0][: len(index)]
+        rows = run.place[index - 1].to(self.device)
+        return run_model(self._body, run, rows, self._plain_head)
+
+    @torch.no_grad()
+    def read_states(
+        self,
+        batch: Batch,
+        where: Tensor,
+        read: Callable[[Tensor], Tensor],
+        *,
+        max_tokens_per_microbatch: int,
+    ) -> Scored:
+        """Return numbers, in place of log-probabilities, of the tokens in `where` (`[T]` bool).
+
+        `read` computes them from the states of `states_before`, `[R, H]` -> `[R]`. Passes are
+        limited as in `score`.
+        """
+        values = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
+        packed = self._packed(batch, where)
+        spans = wanted_spans(packed.spans(), where)
+        forwarded = 0
+        passes = self.pack(packed, spans, max_tokens_per_microbatch, where=where)
+        costs = [sum(spans[i][1] - spans[i][0] for i in members) for members in passes]
+        for number, counts in self.peers.deal(costs):
+            part, index = cut(packed, [spans[i] for i in passes[number]])
+            run = self.prefix_tree(part)
+            found = read(self.states_before(run, where[index])).cpu()
+            if counts and self.peers.reports:
+                values[index[run.follows & where[index]]] = found.to(values.dtype)
+                forwarded += run.num_tokens
+        if self._is_sharded:
+            sharding.release(self.model)
+        total = int(self.peers.sum(torch.tensor(forwarded)))
+        return Scored(self.peers.sum(values), total)
 
     def require_layer(self, depth: float) -> None:
         """Raise ConfigError if `hidden_means` cannot read the layer at this share of the depth."""
@@ -761,7 +864,8 @@ class Policy:
             if len(chosen):
                 head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
                 targets = run.tokens[run.place[chosen]].to(self.device)
-                query = LogpQuery(targets, temperature, with_entropy=True)
+                kept_sets = run.kept_sets.at(chosen) if run.kept_sets else None
+                query = LogpQuery(targets, temperature, with_entropy=True, kept_sets=kept_sets)
                 entropy[index[chosen]] = query_head(head, final, query)[1].cpu()
         counts = torch.zeros(sums.shape[:2], dtype=sums.dtype)
         counts.index_add_(0, sequence, marks.to(sums.dtype))
@@ -801,14 +905,14 @@ class Policy:
         return build_prefix_tree(self._packed(batch, where), share=self.passes.share_prompts)
 
     def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
-        """Return the sequences of a batch, with the recorded experts of their tokens."""
+        """Return the sequences of a batch, with recorded experts and kept sets of their tokens."""
         if isinstance(batch, Packed):
             return batch
         routed_experts = None
         if self._expert_layers and batch.routed_experts:
             rows = batch.routed_experts.rows(batch, batch.sampled if where is None else where)
             routed_experts = self._expert_layers.select(rows)
-        return Packed(batch.tokens, batch.offsets, routed_experts)
+        return Packed(batch.tokens, batch.offsets, routed_experts, batch.kept_sets)
 
 
 def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dict[str, str]:

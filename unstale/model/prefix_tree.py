@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unstale.kept_sets import KeptSets
 from unstale.model.context import ContextGroup
 from unstale.records import token_positions
 
@@ -31,6 +32,8 @@ class Packed:
     offsets: tuple[int, ...]
     routed_experts: Tensor | None = None
     """`[T, layers, k]`: the recorded experts that the pass uses for each token. None: no replay."""
+    kept_sets: KeptSets | None = None
+    """The sets over which the T log-probabilities are taken. None: the whole vocabulary."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -44,7 +47,7 @@ class Packed:
 class Segment:
     """A run of tokens, `[start, end)` of a pass, that a set of sequences has in common.
 
-    The tokens after the segment in any of these sequences are `[end, last)`.
+    All tokens that follow it, of all these sequences together, are `[end, last)` of the pass.
     """
 
     start: int
@@ -82,6 +85,8 @@ class PrefixTree:
     """Attention masks that all layers use, by `(queries, depth, window)`. Filled by `mask`."""
     layouts: dict[str, Any] = field(default_factory=dict, compare=False)
     """The tree in the form that attention kernels read, by device. Filled by `layout_of`."""
+    kept_sets: KeptSets | None = None
+    """The sets over which the T log-probabilities are taken. None: the whole vocabulary."""
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 
@@ -149,6 +154,7 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
         tuple(segments),
         num_tokens,
         routed_experts,
+        kept_sets=packed.kept_sets,
     )
 
 

@@ -79,7 +79,11 @@ def round_stochastically(
 
 
 def _round_block(wide: Tensor, narrow: Tensor, first: int, keys: tuple[int, int]) -> None:
-    """Round elements of one block. `first` is the index of the first element in the block."""
+    """Round the elements of one block of a tensor stochastically from `wide` into `narrow`.
+
+    `first` is the index of the first element in the tensor, and `keys` set the random bits. So the
+    result does not depend on the division into blocks.
+    """
     is_half = narrow.dtype == torch.float16
     if wide.is_cuda and (gpu := gpu_kernels()) is not None:
         gpu.round_weights(wide, narrow, len(wide), first, *keys, is_half)

@@ -64,7 +64,8 @@ def _distributed_config(peers: RankGroup, *, mixed: bool) -> DistributedConfig:
     if peers.replicas > 1:
         options[f"cluster.replicas = {peers.replicas}"] = {"dp_replicate_size": peers.replicas}
     if peers.divides_experts:
-        options["cluster.expert_parallel"] = {"ep_size": size}
+        # transformers 5.19 has `ep_size`, but refuses it beside `fsdp_size`. `auto` is the default.
+        options["cluster.expert_parallel"] = {"ep_size": size, "ep_implementation": "auto"}
     sizes: dict[str, Any] = {name: size for each in options.values() for name, size in each.items()}
     for option, each in options.items():
         if lacking := each.keys() - DistributedConfig.__dataclass_fields__.keys():

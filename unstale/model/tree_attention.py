@@ -222,7 +222,8 @@ class DividedLayout:
     ) -> tuple[Tensor, Tensor]:
         """Do the same as `TreeLayout.attend_backward`.
 
-        The inputs are exchanged again, which takes less than it takes to keep them.
+        The inputs are exchanged between the ranks again, because keeping them since the forward
+        pass would cost more.
         """
         group, (out, lse, grad) = self.group, results
         queries, keys, values = map(group.to_heads, (query, key, value))
@@ -260,7 +261,8 @@ def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
 def uses_flash_attention_3() -> bool:
     """Let torch's flash attention run FlashAttention 3 in this process, if it is installed.
 
-    Return True if it does. torch puts the kernels of the module in the place of its own.
+    Return True if it does. torch then replaces its own kernels by those of FlashAttention 3.
+    Otherwise return False, with a warning if torch cannot use an installed version.
     """
     if not find_spec("flash_attn_interface"):
         return False

@@ -8,7 +8,9 @@ from unstale.config.checks import NonNegative, Range, Share
 from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 LOOSE_ABOVE = "S from above where A < 0: the loss of a token that became likelier has no limit"
-"""What objectives that stop tokens only in the direction of their advantage do not limit."""
+"""A clause on the tokens without a limit, for objectives that stop a token only if it moves in the
+direction of its advantage.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

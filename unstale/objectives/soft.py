@@ -50,11 +50,11 @@ class Vespo(ObjectiveConfig):
     W is the product of its staleness ratios.
     """
     vespo_lambda_pos: Positive = 3.0
-    """The rate lambda of this weight, for advantages of 0 or more."""
+    """The rate lambda of the weight W^k exp(lambda (1 - W)), for advantages of 0 or more."""
     vespo_k_neg: NonNegative = 3.0
-    """The power k of this weight, for negative advantages."""
+    """The power k of the weight W^k exp(lambda (1 - W)), for negative advantages."""
     vespo_lambda_neg: Positive = 2.0
-    """The rate lambda of this weight, for negative advantages."""
+    """The rate lambda of the weight W^k exp(lambda (1 - W)), for negative advantages."""
 
     docs: ClassVar = ObjectiveDocs(
         loss="-sg(W^k exp(lambda (1 - W))) A log pi, where W is the product of S over the sequence",

@@ -33,17 +33,6 @@ def wilson(share: float, number: int) -> tuple[float, float]:
     return low, (centre + half) / scale if share < 1 else 1.0
 
 
-def student_t975(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
-
-    >>> round(student_t975(4), 4)
-    2.7764
-    """
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))
-
-
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
     """The mean of `n` differences between paired values, with their standard deviation `sd`.
@@ -114,46 +103,20 @@ class PairedDifference:
         return -float(stdtrit(n - 1, alpha / 2))
 
 
-def has_spread(values: Sequence[float]) -> bool:
-    """Return True if values differ by more than their rounding errors.
-
-    Otherwise their spread is unknown, so they have no interval.
-
-    >>> has_spread([0.1, 0.3 - 0.2]), has_spread([0.1, 0.11]), has_spread([0.1])
-    (False, True, False)
-    """
-    if len(values) < 2:
-        return False
-    return max(values) - min(values) > ROUNDING * max(map(abs, values))
-
-
 def paired_difference(values: Sequence[float]) -> PairedDifference | None:
     """Return the mean and the spread of `values`, the differences between pairs.
 
-    None if there are fewer than two different values. The spread is then unknown, and a test would
-    take it to be 0.
+    None if no two values differ by more than their rounding errors. The spread is then unknown, and
+    a test would take it to be 0.
+
+    >>> paired_difference([0.1, 0.3 - 0.2]), paired_difference([0.1])
+    (None, None)
     """
     n = len(values)
-    if not has_spread(values):
+    if n < 2 or max(values) - min(values) <= ROUNDING * max(map(abs, values)):
         return None
     mean = sum(values) / n
     return PairedDifference(n, mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1)))
-
-
-def pool(parts: Sequence[PairedDifference]) -> PairedDifference:
-    """Return the mean and spread of the pairs of several samples, as if they were one sample.
-
-    The spread is that of all pairs around the common mean. Raises ValueError without samples.
-
-    >>> pool([PairedDifference(2, 1.0, 0.5), PairedDifference(6, -1.0, 0.5)]).mean
-    -0.5
-    """
-    if not parts:
-        raise ValueError("no samples of pairs to pool")
-    n = sum(part.n for part in parts)
-    mean = sum(part.n * part.mean for part in parts) / n
-    squares = sum((part.n - 1) * part.sd**2 + part.n * (part.mean - mean) ** 2 for part in parts)
-    return PairedDifference(n, mean, math.sqrt(squares / (n - 1)))
 
 
 def holm(p_values: Sequence[float], number: int) -> list[float]:

@@ -94,7 +94,8 @@ HEAD = ("", "attempts", "mean tokens", QUANTILES, "mean turns", QUANTILES, "succ
 def shown_places(survivors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attempts at episodes by environment, as a page shows them.
 
-    `survivors` is the content of survivors.json, `missing` a text for the case without any.
+    `survivors` is the content of survivors.json. In the result, `missing` is a text on why there
+    are no attempts to show.
     """
     places = [_place(place) for place in records(survivors.get("places"), MAX_PLACES)]
     return {"places": places, "head": HEAD, "missing": _missing(survivors)}

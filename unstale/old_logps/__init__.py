@@ -64,17 +64,18 @@ class OldLogps:
         """
 
     def on_end(self, pieces: Sequence[PendingPiece]) -> None:
-        """Receive all pieces of an episode that has ended. Failed episodes are not reported.
+        """Receive all pieces (runs of sampled tokens) of an episode that has ended.
 
-        Called on the event loop, so it must not block.
+        Failed episodes are not reported. Called on the event loop, so it must not block.
         """
 
     def on_wait(self, past: Sequence[PendingPiece]) -> None:
         """Receive the notice that the trainer begins to wait for episodes.
 
-        `past` are the pieces of versions before the current one that no batch has contained yet.
-        No further piece of these versions will arrive. Called on the event loop, so it must not
-        block, and only if the route declares `needs.idle` and `needs.snapshots`.
+        `past` are the pieces (runs of sampled tokens) of versions before the current one that no
+        batch has contained yet. No further piece of these versions will arrive. Called on the event
+        loop, so it must not block, and only if the route declares `needs.idle` and
+        `needs.snapshots`.
         """
 
     def score_while_idle(self) -> bool:
@@ -111,7 +112,7 @@ class OldLogps:
         """
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of the route as metrics, by the name after `old_logps/`.
+        """Return the costs of computing `old_logp` as metrics, by the name after `old_logps/`.
 
         Tokens and seconds are counted since the last call. Bytes are those held at the time of the
         call.
@@ -146,4 +147,4 @@ class OldLogps:
         """
 
     def close(self) -> None:
-        """Stop the processes of the route and close its files."""
+        """Stop the processes of the route (way to get `old_logp`) and close its files."""

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Eager(OldLogps):
     """A route that scores each token once, while the trainer waits for episodes.
 
-    The pieces of the current version are scored with the trainer's weights when their episode has
-    ended. If the route `fallback` keeps versions, the pieces of unfinished episodes are scored with
-    its weights when no further token of their version can arrive, so that no context is computed
-    again for every turn. Otherwise they are scored before the optimizer step. The route `fallback`
-    scores the remaining tokens with their batch. The metric `old_logps/scored_in_time_share` is the
-    share of exact values that were known before.
+    The pieces (runs of sampled tokens) of the current version are scored with the trainer's weights
+    when their episode has ended. If the route `fallback` keeps versions, the pieces of unfinished
+    episodes are scored with its weights when no further token of their version can arrive, so that
+    no context is computed again for every turn. Otherwise they are scored before the optimizer
+    step. The route `fallback` scores the remaining tokens with their batch. The metric
+    `old_logps/scored_in_time_share` is the share of exact values that were known before.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -41,11 +41,15 @@ class Eager(OldLogps):
         self._scorer = scorer
         self._cache = LogpCache(scorer)
         self._arrived: deque[tuple[Sequence[PendingPiece], bool]] = deque()
-        """Pieces that are not in a queue yet, and whether their episodes have ended."""
+        """Lists of pieces (runs of sampled tokens) that are not in a queue yet. True marks a list
+        of an episode that has ended.
+        """
         self._ended: dict[int, ScoreQueue] = {}
         """By version, pieces (runs of tokens) of ended episodes that have no score."""
         self._open: dict[int, ScoreQueue] = {}
-        """By version, those of unfinished episodes, to which the version adds no token any more."""
+        """By version, pieces (runs of sampled tokens) of unfinished episodes that have no score.
+        Their version samples no more tokens.
+        """
         self._num_tokens = 0
         self._num_covered = 0
 
@@ -133,7 +137,9 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Give the fallback route the pieces that had no score when the checkpoint was written."""
+        """Give the fallback route (way to get `old_logp`) the pieces (runs of sampled tokens) that
+        had no score when the checkpoint was written.
+        """
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -143,7 +149,9 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put pieces that have no score into the queue of their version, if it can be scored."""
+        """Put pieces (runs of sampled tokens) that have no score into the queue of their version,
+        if it can be scored.
+        """
         while self._arrived:
             pieces, has_ended = self._arrived.popleft()
             for piece in self._cache.missing(pieces):
@@ -161,7 +169,7 @@ class Eager(OldLogps):
                     still_open.put(key_of(piece), text_of(piece))
 
     def _version_to_score(self) -> int | None:
-        """Return the version whose pieces are scored next. None if there is nothing to score.
+        """Return the version whose tokens are scored next. None if there is nothing to score.
 
         Ended episodes are first, because the next batch may contain them. Of these, the newest
         version is first: the fallback's model is nearest to it.
@@ -184,8 +192,8 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     route: str = "eager"
     makes: ClassVar[type[OldLogps]] = Eager
     fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
-    """Only for `eager`: the route that scores the remaining tokens with their batch. With
-    `snapshot_old`, unfinished episodes are also scored while the trainer waits.
+    """Only for `eager`: the route (way to get `old_logp`) that scores the remaining tokens with
+    their batch. With `snapshot_old`, unfinished episodes are also scored while the trainer waits.
     """
 
     exactness: ClassVar = "where scored in time (old_logps/exact_share)"

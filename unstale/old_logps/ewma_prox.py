@@ -29,9 +29,9 @@ DEFAULT_DECAY = 0.5
 
 
 class EwmaProx(OldLogps):
-    """A route that scores with a moving average of the weights of all published versions.
+    """A route that gets `old_logp` from a moving average of the weights of all published versions.
 
-    Its `old_logp` is never exact. With `every_step`, the weights after each optimizer step are
+    The values are never exact. With `every_step`, the weights after each optimizer step are
     averaged instead.
     """
 

@@ -28,7 +28,7 @@ class InterpProx(OldLogps):
 
     Its `old_logp` is never exact (arXiv 2512.06547). The mixture is computed again in every
     training pass. `alpha` is the weight of the current policy. If `alpha` is None, the weight is (d
-    - 1) / d for a token of lag d, and `fresh` for a token of lag 0.
+    - 1) / d for a token of lag (staleness) d, and `fresh` for a token of lag 0.
     """
 
     needs = Needs(inline=True)
@@ -41,7 +41,7 @@ class InterpProx(OldLogps):
         alpha: float | None = None,
         fresh: float = 1.0,
     ) -> None:
-        """Make the route. `mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
+        """Create the route. `mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
         self._scorer = scorer
         self._mix = mix
         self._alpha = alpha
@@ -70,11 +70,11 @@ class InterpProxSpec(OldLogpsConfig):
 
     alpha: Annotated[float | None, Range(0, 1)] = None
     """Only for `interp_prox_*`: weight of the current policy in the mixture. None means (d - 1) / d
-    for a token of lag d.
+    for a token with a lag (staleness) of d.
     """
     fresh: Literal["trainer", "behavior"] = "trainer"
-    """Only for `interp_prox_*`: the old log-probability of tokens of lag 0, from the trainer or
-    from the engine (behavior).
+    """Only for `interp_prox_*`: the old log-probability of tokens without staleness (lag 0), from
+    the trainer or from the engine (behavior).
     """
 
     makes: ClassVar[type[OldLogps]] = InterpProx
@@ -91,7 +91,9 @@ class InterpProxSpec(OldLogpsConfig):
         return self.alpha
 
     def oldest_weight(self, run: RunConfig) -> float:
-        """Return the weight of the current policy in the mixture for a token of the largest lag."""
+        """Return the weight of the current policy in the mixture for a token of the largest lag
+        (staleness).
+        """
         if self.alpha is not None:
             return self.alpha
         bound = run.schedule.staleness_bound

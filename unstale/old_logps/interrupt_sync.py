@@ -53,8 +53,8 @@ class InterruptSync(CachedRoute):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores that `before_update` computed.
 
-        Raises LookupError if a token of the batch was not among the pieces passed to
-        `before_update`.
+        Raises LookupError if a token of the batch was not among the pieces (runs of sampled tokens)
+        passed to `before_update`.
         """
         why = "their pieces were missing when their version was closed"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)

@@ -94,13 +94,13 @@ class SecondModelScores(CachedRoute):
 
 
 class OldLogitModel(SecondModelScores):
-    """A route with a second model in another process: it scores a version, then loads the next.
+    """A route that gets `old_logp` from a second model in another process.
 
-    The process needs the memory of one model. The trainer's thread sends it the weights of each
-    version. If a batch contains tokens of the current version that the process has not scored, the
-    trainer scores them. The metric `publish_wait_s` is the time that publications waited until the
-    process had loaded the previous version. `score_wait_s` is the time that batches waited for
-    scores.
+    The second model scores the tokens of a version, then loads the next version. The process needs
+    the memory of one model. The trainer's thread sends it the weights of each version. If a batch
+    contains tokens of the current version that the process has not scored, the trainer scores them.
+    The metric `publish_wait_s` is the time that publications waited until the process had loaded
+    the previous version. `score_wait_s` is the time that batches waited for scores.
 
     The process starts at the first publication. With `lockstep` no result depends on its speed
     (`SecondModel`).
@@ -124,7 +124,7 @@ class OldLogitModel(SecondModelScores):
     def before_publish(self) -> None:
         """Wait until the process has loaded the version that was published last.
 
-        The process has then scored all pieces of earlier versions.
+        The process has then scored all pieces (runs of sampled tokens) of earlier versions.
         """
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
@@ -255,16 +255,23 @@ class _ChildLink:
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
-    """Return a message with pieces. Its body holds their routed experts end to end."""
-    rows: list[tuple[PieceKey, Sequence[int], list[Any] | None]] = []
+    """Return a message with pieces (runs of sampled tokens). Its body holds their routed experts
+    and kept sets end to end.
+    """
+    rows: list[tuple[PieceKey, Sequence[int], list[Any] | None, int | None]] = []
     body: list[Bytes] = []
-    for key, (tokens, experts_of) in pieces.items():
-        if experts_of is None:
-            rows.append((key, tokens, None))
-            continue
-        experts = experts_of.rows(len(tokens))
-        rows.append((key, tokens, [str(experts.dtype), *experts.shape]))
-        body.append(experts.tobytes())
+    for key, (tokens, experts_of, kept_sets) in pieces.items():
+        about: list[Any] | None = None
+        size: int | None = None
+        if experts_of is not None:
+            experts = experts_of.rows(len(tokens))
+            about = [str(experts.dtype), *experts.shape]
+            body.append(experts.tobytes())
+        if kept_sets is not None:
+            packed = kept_sets.pack(tokens[key.start :])
+            size = len(packed)
+            body.append(packed)
+        rows.append((key, tokens, about, size))
     return b"".join(frame({"op": "pieces", "pieces": rows}, body))
 
 

@@ -53,7 +53,7 @@ class PpoEwmaAsync(OldLogps):
         self._scorer = scorer
         self._options = options
         self._targets: list[float] = []
-        """The mean lag that each average follows. Empty before the first batch."""
+        """The mean lag (staleness) that each average follows. Empty before the first batch."""
         self._version: int | None = None
         self._judged: int | None = None
         """The version whose batch was last checked for a reset."""
@@ -191,7 +191,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """
     averages: PositiveInt = 1
     """Only for `ppo_ewma_async`: number of averages of different age. Each token is scored by the
-    average whose age is nearest to its lag.
+    average whose age is nearest to its lag (staleness).
     """
     lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
     """Only for `ppo_ewma_async`: weight of the earlier batches in the mean lag that the average

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RolloutRoute(OldLogps):
-    """A route that uses the engine's log-probability in place of the trainer's.
+    """A route that uses the engine's log-probability as `old_logp`, in place of the trainer's.
 
     The staleness ratio then also contains the numerical differences between engine and trainer, and
     a clip acts on them too. With `engine.bitwise` there are no such differences, and the trainer

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class SnapshotOld(OldLogps):
     """A route that scores each token with kept weights of the version that sampled it.
 
-    The route keeps one further copy of the model and the differences between consecutive versions,
-    with which this copy is set to each version in turn. For each version, the copy runs the
-    sequences that contain tokens of the version, up to the last such token. Tokens of the current
-    version are scored by the trainer's model until an optimizer step changes it. A thread compares
-    a new version with the one before, while the trainer goes on.
+    The route (way to get `old_logp`) keeps one further copy of the model and the differences
+    between consecutive versions, with which this copy is set to each version in turn. For each
+    version, the copy runs the sequences that contain tokens of the version, up to the last such
+    token. Tokens of the current version are scored by the trainer's model until an optimizer step
+    changes it. A thread compares a new version with the one before, while the trainer goes on.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")

@@ -35,8 +35,8 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Options that must be the same in all arms, so that runs are comparable. The options of `eval`
-must be the same, too.
+"""Options that must be the same in all arms (configurations), so that runs are comparable. The
+options of `eval` must be the same, too.
 """
 
 
@@ -49,8 +49,8 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The arm's name without characters that folder names cannot have. Folders of its runs
-        begin with it.
+        """The configuration's name without characters that folder names cannot have. Folders of its
+        runs begin with it.
         """
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
@@ -96,7 +96,9 @@ def naming(name: str, kind: str = "arm") -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned run of one arm and seed. `config` is the recipe with the options in `values`."""
+    """A planned run of one configuration (arm) and seed. `config` is the recipe with the options in
+    `values`.
+    """
 
     arm: str
     values: Mapping[str, Any]
@@ -130,7 +132,8 @@ def _word(value: Any) -> str:
 class ComparisonPlan:
     """The runs of a comparison, in order of execution.
 
-    All arms of one seed come before the next seed, so an interrupted comparison stays balanced.
+    All arms (configurations) of one seed come before the next seed, so an interrupted comparison
+    stays balanced.
     """
 
     folder: Path
@@ -138,8 +141,8 @@ class ComparisonPlan:
     warnings: Mapping[str, Sequence[str]]
     """Name of an arm -> warnings of the linter about its configuration."""
     reference: str = ""
-    """Name of the arm with which the others are compared. If empty, the page of results chooses
-    one.
+    """Name of the arm (configuration) with which the others are compared. If empty, the page of
+    results chooses one.
     """
 
     @property
@@ -147,7 +150,9 @@ class ComparisonPlan:
         return (self,)
 
     def remember(self, command: str) -> None:
-        """Merge the plan into `plan.json`. Arms and seeds of earlier commands are kept."""
+        """Merge the plan into `plan.json`. Arms (configurations) and seeds of earlier commands are
+        kept.
+        """
         path = self.folder / PLAN
         stored: dict[str, Any] = read_mapping(path) if path.is_file() else {}
         runs = {run["folder"]: run for run in stored.get("runs", [])}

@@ -106,7 +106,9 @@ def compare(
 
 
 def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:
-    """Return each warning of the linter once, with the arms to which it applies."""
+    """Return each warning of the linter once, with the arms (configurations) to which it
+    applies.
+    """
     arms: dict[str, list[str]] = {}
     for plan in plans:
         for arm, texts in plan.warnings.items():

@@ -79,7 +79,7 @@ class Prefix:
         return tuple(token for piece in self.pieces for token in piece.tokens)
 
     def extended(self, token: int) -> tuple[Piece, ...]:
-        """Return the pieces of the prefix with one more sampled token."""
+        """Return the pieces (runs of sampled tokens) of the prefix with one more sampled token."""
         return (*self.pieces, Sampled((token,), (0.0,), version=0))
 
 
@@ -227,9 +227,9 @@ def probe_distillation(
 def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
     """Return `number` prefixes of different finished episodes, each up to a random sampled token.
 
-    Half of them are of successes, or fewer if there are not enough. Episodes with branches are left
-    out. The result is shorter if the journal has fewer episodes. Raises `ConfigError` if it has
-    none.
+    Half of them are of successes, or fewer if there are not enough. Episodes with branches (further
+    conversations) are left out. The result is shorter if the journal has fewer episodes. Raises
+    `ConfigError` if it has none.
     """
     seeds = {row.number: row.seed for row in journal.groups()}
     kept: dict[bool, list[tuple[Trajectory, int]]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""Read a study: a TOML file of settings, and of the arms that are compared in each setting.
+"""Read a study: a TOML file of settings, and of the configurations (arms) to compare in each.
 
 A study is a folder with one comparison per setting. docs/studies.md explains the file.
 """
@@ -29,19 +29,21 @@ from unstale.research.launcher import Plan
 TABLES = ("study", "options", "arms", "dials", "parts", "planned")
 """The tables of a study file."""
 REACH = "reach"
-"""Key of an arm. With the value `equal`, the arm's limits let pi / mu go as far as the reference's
-limits do.
+"""Key of an arm (configuration). With the value `equal`, the arm's limits let pi / mu go as far as
+the reference's limits do.
 """
 
 SEEDS = 3
-"""Number of runs per arm, unless the command or the study sets another number."""
+"""Number of runs per arm (configuration), unless the command or the study sets another number."""
 
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StudyArm:
-    """An arm of a study. With `equal_reach`, its thresholds are computed for each setting."""
+    """An arm (configuration) of a study. With `equal_reach`, its thresholds are computed for each
+    setting.
+    """
 
     arm: Arm
     equal_reach: bool = False
@@ -54,9 +56,11 @@ class PlannedDifferences:
     settings: Sequence[str] = ()
     """Names of settings or parts, as in `--settings`. Empty means all."""
     arms: Sequence[str] = ()
-    """Names of arms. Empty means all."""
+    """Names of arms (configurations). Empty means all."""
     at: Sequence[str] = ("steps",)
-    """The amounts of training at which arms are compared: steps, tokens, minutes."""
+    """The amounts of training at which arms (configurations) are compared: steps, tokens,
+    minutes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +69,15 @@ class Setting:
 
     name: str
     positions: Mapping[str, str]
-    """Name of a dial -> name of its position."""
+    """Name of a dial (choice between sets of options) -> name of its position."""
     values: Values
     parts: Mapping[str, Sequence[str]]
-    """Names of the parts that have the setting, each with the arms that it compares."""
+    """Names of the parts that have the setting, each with the arms (configurations) that it
+    compares.
+    """
 
     def arms(self, name: str) -> set[str]:
-        """Return the arms of this setting that `name` selects.
+        """Return the arms (configurations) of this setting that `name` selects.
 
         `name` is a pattern, in which `*` matches any text. If it matches the setting's name, it
         selects all arms. If it matches the name of a part, it selects the arms of this part.
@@ -126,7 +132,9 @@ class StudyPlan:
     folder: Path
     study: Study
     planned: Sequence[tuple[str, str]]
-    """The planned differences: a setting, and the arm that is compared with the reference."""
+    """The planned differences: a setting, and the arm (configuration) that is compared with the
+    reference.
+    """
     comparisons: tuple[ComparisonPlan, ...]
 
     def remember(self, command: str) -> None:
@@ -193,7 +201,9 @@ def read_study(path: Path) -> Study:
 
 
 def _about(table: Values, path: Path) -> dict[str, Any]:
-    """Return the recipe, the number of seeds and the reference arm, by key of the table `study`."""
+    """Return the recipe, the number of seeds and the reference arm (configuration), by key of the
+    table `study`.
+    """
     kinds = {"recipe": str, "seeds": int, "reference": str}
     for name in table:
         if name not in kinds:
@@ -220,7 +230,9 @@ def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> Plan
 
 
 def _arm(name: str, table: Any, where: str) -> StudyArm:
-    """Return an arm. Its route is the option `old_logps.route`, or the route of its name."""
+    """Return an arm (configuration). Its route is the option `old_logps.route`, or the route of its
+    name.
+    """
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table of options, got {table!r:.40}")
     reach = table.get(REACH, "nominal")
@@ -237,7 +249,7 @@ def _settings(
     dials: Values, parts: Values, reference: str, arms: Sequence[str], path: Path
 ) -> dict[str, Setting]:
     """Return the settings of all parts, in the order of the file. Each setting has one position of
-    every dial.
+    every dial (choice between sets of options).
     """
     positions = _dials(dials, path)
     found: dict[str, Setting] = {}
@@ -318,7 +330,7 @@ def _joined(tables: Sequence[Values], where: str) -> Values:
 def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
     """Return the runs of the settings that the command `chosen` selects, with its options.
 
-    Raises `ConfigError` if the linter refuses an arm in a setting.
+    Raises `ConfigError` if the linter refuses a configuration (arm) in a setting.
     """
     shared = merged(study.options, chosen.values)
     folder = configure_recipe(study.recipe, shared).runs / (shared.pop("name", "") or study.name)
@@ -347,7 +359,7 @@ def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
 
 def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
     """Return the arms of a setting, without those with the same options as the reference or an
-    earlier arm.
+    earlier arm (configuration).
     """
 
     def configure(arm: Arm) -> Any:
@@ -374,7 +386,9 @@ def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
 
 
 def planned(chosen: argparse.Namespace) -> Plan:
-    """Return the runs of the command `compare`, from a study file or from the given arms."""
+    """Return the runs of the command `compare`, from a study file or from the given arms
+    (configurations).
+    """
     if is_study(chosen.config):
         if chosen.recipe or chosen.routes or chosen.arms:
             raise ConfigError(f"{chosen.config} is a study: its recipe and arms are in the file")

@@ -178,8 +178,10 @@ def _truth(node: ast.expr) -> ast.expr:
 
 @dataclass(slots=True)
 class _Split:
-    """Replaces what the program must evaluate by names of its answers, and collects these
-    questions.
+    """Rewrites a test so that it needs no part of the tested program.
+
+    An expression that only the program can evaluate becomes a variable. The expressions are
+    collected as questions, which the program's process answers.
 
     `known` are the names that imports define.
     """

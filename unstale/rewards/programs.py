@@ -159,7 +159,7 @@ async def _call_check(
 
 
 def _for_output(expected: str) -> sandbox.Limits:
-    """Return limits with which a program can write the expected output, and as much more."""
+    """Return limits that allow the program to write twice the expected output."""
     size_kb = len(expected.encode()) >> 10
     return replace(
         LIMITS,

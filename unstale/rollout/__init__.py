@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from unstale.durability.best_policy import BestPolicy
     from unstale.engines import Stopwatch
-    from unstale.records import Failure, Group, GroupRequest, Trajectory
+    from unstale.records import Failure, Fork, Group, GroupRequest, Trajectory
     from unstale.rollout.transcript import OpenWriter
 
 
-More = Callable[["Sequence[Trajectory | Failure]"], int]
+More = Callable[["Sequence[Trajectory | Failure]"], "Sequence[Fork | None]"]
 """A function of the results so far of a group's episodes, in the order of their start. A group is
-several episodes of one task. The function returns the number of further episodes to run; 0 ends the
-group.
+several episodes of one task. The function returns an element for each further episode to run: the
+place at which it is forked from an earlier one, or None for an episode with its own beginning. No
+element ends the group.
 """
 
 
-def no_more(results: Sequence[Trajectory | Failure]) -> int:
-    """Return 0: a group of episodes of one task ends when its first episodes have ended."""
-    return 0
+def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+    """Return (): a group of episodes of one task ends when its first episodes have ended."""
+    return ()
 
 
 def activity(wait_times: Stopwatch) -> str:
@@ -63,9 +64,9 @@ class GroupRollout(Protocol):
     ) -> Group:
         """Run `size` episodes of one task, including those that were started before a resume.
 
-        When all episodes have ended, run as many further episodes as `more` returns, until `more`
-        returns 0. `open_writer` opens the journal's record of an episode. Return the group with all
-        results.
+        When all episodes have ended, run one further episode for each element that `more` returns,
+        until it returns none. `open_writer` opens the journal's record of an episode. Return the
+        group with all results.
         """
         ...
 
@@ -76,9 +77,9 @@ class Evaluation:
 
     measure: Callable[..., Awaitable[list[bool | None]]]
     """A function that runs `samples` episodes on each task. It returns the success of each episode,
-    or None for a failed one. Those of one task are neighbours. The argument `progress` is called
-    with a text, the numbers `done` and `total`, and a function `detail` that returns what the
-    episodes wait for.
+    or None for a failed one. The results of one task follow each other. The argument `progress` is
+    called with a text, the numbers `done` and `total`, and a function `detail` that returns what
+    the episodes wait for.
     """
     samples: int = 1
     """Number of episodes on each held-out task."""

@@ -8,7 +8,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     contextmanager,
@@ -18,6 +18,7 @@ from contextlib import (
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 from unstale.config import RolloutConfig
@@ -56,6 +57,7 @@ from unstale.records import (
     EpisodeBudget,
     EpisodeRecord,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     PendingPiece,
@@ -154,7 +156,8 @@ class Rollout:
     """Runs episodes of the policy in the environments of a task set.
 
     `on_piece` is called with each piece (run of tokens) as soon as it is sampled, and `on_end` with
-    the number of each episode that has ended with a trajectory, and of its branches.
+    the number of each episode that has ended with a trajectory, and of its branches (further
+    conversations of its agent).
     """
 
     def __init__(  # noqa: PLR0913 - five of them are callbacks
@@ -234,8 +237,9 @@ class Rollout:
         """Run `size` episodes of one task concurrently.
 
         Episodes that were recorded before a resume continue from their record. If there are more
-        records than `size`, all of them continue. When all episodes have ended, `more` returns the
-        number of further episodes to run, until this is 0.
+        records than `size`, all of them continue. When all episodes have ended, `more` returns an
+        element for each further episode to run, until it returns none: the place at which the
+        episode is forked from an earlier one, or None for an episode with its own beginning.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
@@ -243,37 +247,76 @@ class Rollout:
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
-        env_seed = derive_seed(request.seed, request.task.key)
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
-        num_more = max(size, len(request.past))
+        forks = [record.fork for record in request.past]
+        forks += [None] * (size - len(forks))
         number = self._failures.begin()
         try:
-            while num_more:
-                indices = range(len(results), len(results) + num_more)
-                async with asyncio.TaskGroup() as siblings:
-                    running = [
-                        siblings.create_task(self._tried(request, index, env_seed, open_writer))
-                        for index in indices
-                    ]
-                results += [episode.result() for episode in running]
-                num_more = more(results)
+            while len(results) < len(forks):
+                starts = _starts(request, results, forks)
+                indices = range(len(results), len(forks))
+                past = enumerate(request.past)
+                records = {index: record for index, record in past if index in indices}
+                results += await self.run_episodes(
+                    request, indices, records, open_writer, starts=starts
+                )
+                forks += more(results)
             self._failures.count(number, results)
         finally:
             self._failures.end(number)
         return _group(request, results)
 
+    async def run_episodes(
+        self,
+        request: GroupRequest,
+        indices: Sequence[int],
+        records: Mapping[int, EpisodeRecord],
+        open_writer: OpenWriter,
+        *,
+        starts: "Mapping[int, Start]" = MappingProxyType({}),
+    ) -> list[Trajectory | Failure]:
+        """Run the episodes of a group with these indices concurrently. Return their outcomes.
+
+        `records` has those that were begun before, which continue from their record. `starts` has
+        the beginnings of forked episodes. If an episode fails, its task is not used again.
+        """
+        async with asyncio.TaskGroup() as siblings:
+            running = [
+                siblings.create_task(
+                    self._tried(
+                        request, index, records.get(index), open_writer, starts.get(index, NO_FORK)
+                    )
+                )
+                for index in indices
+            ]
+        return [episode.result() for episode in running]
+
     async def _tried(
-        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+        self,
+        request: GroupRequest,
+        index: int,
+        record: EpisodeRecord | None,
+        open_writer: OpenWriter,
+        start: "Start",
     ) -> Trajectory | Failure:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
-        outcome = await self._sibling(request, index, env_seed, open_writer)
+        outcome = await self._sibling(request, index, record, open_writer, start)
         if isinstance(outcome, Failure):
-            self.quarantined.add(await self._identities.find(request.task))
+            await self.quarantine(request.task)
         return outcome
 
+    async def quarantine(self, task: Task) -> None:
+        """Start no further episodes of a task."""
+        self.quarantined.add(await self._identities.find(task))
+
     def _sibling(
-        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+        self,
+        request: GroupRequest,
+        index: int,
+        record: EpisodeRecord | None,
+        open_writer: OpenWriter,
+        start: "Start",
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode of a group with this index.
 
@@ -283,13 +326,15 @@ class Rollout:
         if self._slots and request.budget.segments:
             age = (request.number, index)
             slot = EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
+        env_seed = derive_seed(request.seed, request.task.key)
         episode = partial(
             self._episode,
             request.task,
             env_seed=env_seed,
             noise_seed=derive_seed(env_seed, index),
             open_writer=partial(open_writer, request.number, index),
-            record=request.past[index] if index < len(request.past) else None,
+            record=record,
+            start=start,
             limit=request.turn_limit,
             budget=request.budget,
             slot=slot,
@@ -332,6 +377,7 @@ class Rollout:
         noise_seed: int,
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
+        start: "Start" = (None, ()),
         limit: TurnLimit | None = None,
         budget: EpisodeBudget = NO_BUDGET,
         slot: EpisodeSlot | None = None,
@@ -339,19 +385,28 @@ class Rollout:
         """Run one episode. If its environment fails, repeat it up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
-        recorded text again, the episode starts from the beginning. This does not count as a
-        failure. `limit` is a further limit of the episode's turns. Each attempt may use the whole
-        `budget`. Between two segments, the episode gives its `slot` to other episodes.
+        recorded text again, the episode starts from the beginning, or from its fork. This does not
+        count as a failure, unless the text before the fork differs. `start` is the place of the
+        fork and the pieces (runs of tokens) before it. `limit` is a further limit of the episode's
+        turns. Each attempt may use the whole `budget`. Between two segments, the episode gives its
+        `slot` to other episodes.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
             if isinstance(record.outcome, Trajectory) or failures > self.config.retries:
                 return record.outcome
             record = None
+        fork, prefix = start
         while True:
             number = record.episode if record else self.next_episode()
             transcript = Transcript(
-                number, noise_seed, open_writer, record=record, on_piece=self.on_piece
+                number,
+                noise_seed,
+                open_writer,
+                record=record,
+                on_piece=self.on_piece,
+                fork=fork,
+                prefix=prefix,
             )
             record = None
             try:
@@ -375,7 +430,7 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
-            if transcript.replaying:
+            if transcript.replaying and (fork is None or len(transcript.tokens) >= fork.at):
                 transcript.writer.write_restart(
                     f"{failure.stage}: {failure.error}",
                     turns=failure.turns,
@@ -443,6 +498,8 @@ class Rollout:
                 transcript, caller, chat, (turn, turn_rewards), limit, budget_use
             )
         transcript.require_replayed()
+        # the rewards of replies before a fork belong to the episode that sampled them
+        own_rewards = turn_rewards[len(turn_rewards) - count_turns(transcript.pieces) :]
         num_cut = count_cut_replies(transcript.pieces, chat.stop_tokens)
         cut = {CUT_REPLIES: float(num_cut)} if num_cut else {}
         return Trajectory(
@@ -452,8 +509,9 @@ class Rollout:
             task=task,
             seed=transcript.seed,
             episode=transcript.episode,
-            turn_rewards=tuple(turn_rewards) if any(turn_rewards) else (),
+            turn_rewards=tuple(own_rewards) if any(own_rewards) else (),
             facts={**turn.facts, **budget_use.facts(), **cut},
+            fork=transcript.fork,
         )
 
     async def make_env(self, task: Task, seed: int) -> EnvCaller:
@@ -515,10 +573,10 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
-        The last turn has the facts of all turns; a later fact replaces an earlier one of the same
-        name. `begun` are the first turn and the rewards of earlier replies; later rewards are added
-        to this list. `limit` is a further limit of the turns, and `budget_use` counts the episode's
-        use of its budget.
+        The last turn has the facts (reported numbers) of all turns; a later fact replaces an
+        earlier one of the same name. `begun` are the first turn and the rewards of earlier replies;
+        later rewards are added to this list. `limit` is a further limit of the turns, and
+        `budget_use` counts the episode's use of its budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -703,7 +761,7 @@ class _OpenEnvironment:
 async def _in_slot(
     slot: EpisodeSlot, episode: Callable[[], Awaitable[Trajectory | Failure]]
 ) -> Trajectory | Failure:
-    """Wait for the slot, and run the episode in it."""
+    """Wait for the slot (permission to run), and run the episode in it."""
     async with slot:
         return await episode()
 
@@ -739,6 +797,37 @@ def _require_few_hung(failure: Failure) -> None:
             f"cannot be ended; the last one in {failure.stage} of {failure.task.key}: "
             f"{failure.error}. With task.isolate = process their processes are ended"
         )
+
+
+Start = tuple[Fork | None, Sequence[Piece]]
+"""The place at which an episode was forked, and the pieces (runs of tokens) before it. None and no
+pieces for an episode with its own beginning.
+"""
+
+
+NO_FORK: Start = (None, ())
+"""The start of an episode with its own beginning."""
+
+
+def _starts(
+    request: GroupRequest,
+    results: Sequence[Trajectory | Failure],
+    forks: Sequence[Fork | None],
+) -> Mapping[int, Start]:
+    """Return the start of each forked episode of a group that has no result yet, by its index.
+
+    Raises ValueError if an episode is forked from one that is not finished.
+    """
+    past = [record.outcome for record in request.past]
+    parents = {each.episode: each for each in (*past, *results) if isinstance(each, Trajectory)}
+    starts: dict[int, Start] = {}
+    for index, fork in enumerate(forks[len(results) :], start=len(results)):
+        if fork is None:
+            continue
+        if fork.parent not in parents:
+            raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
+        starts[index] = (fork, fork.prefix_of(parents[fork.parent].pieces))
+    return starts
 
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:

@@ -19,7 +19,9 @@ environments of many episodes need a thread or a process each.
 """
 
 MAX_TRIALS = 3
-"""Number of held-out tasks tried one after the other before a run with failing trials stops."""
+"""Number of tasks on which a trial may fail before the run stops. A trial is a single held-out
+episode, which runs before all others.
+"""
 
 Attempt = tuple[str, int]
 """The key of a task, and the number of an attempt at it, from 0."""
@@ -61,10 +63,11 @@ def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
 
 
 def measure_success(outcomes: Sequence[bool | None], samples: int) -> dict[str, float]:
-    """Return the metrics of an evaluation with `samples` neighbouring episodes for each task.
+    """Return the metrics of an evaluation, from the success of each episode.
 
-    The success is the mean over all episodes. It is NaN if none is finished, because the policy's
-    success is then not known.
+    `outcomes` has `samples` successive episodes for each task. The success rate is the mean over
+    all episodes, in which failed ones (None) count as 0. It is NaN if none is finished, because the
+    policy's success is then not known.
 
     >>> measure_success([True, False, None, False], samples=2)["eval/success_rate"]
     0.25

@@ -18,6 +18,8 @@ class Generator:
     config: EngineConfig
     temperature: float | None = None
     """Sampling temperature. None is that of `config`, which the trainer has too."""
+    pins: bool = False
+    """True if an episode is sampled to its end with the version of its first token."""
 
     @property
     def sampling_temperature(self) -> float:
@@ -39,7 +41,8 @@ class Generator:
         """Sample one reply and add it to the transcript, which is the record of the episode.
 
         Return the reply's tokens, and True if it ended with a stop token. If a weight update
-        interrupts the engine, the reply continues from its own tokens under the new version.
+        interrupts the engine, the reply continues from its own tokens under the new version, or
+        with `pins` under its own.
         `since` is the index of the reply's first piece, if an interrupted call already sampled its
         beginning. `budget_use` counts the tokens of the episode's segments: at the end of a segment
         the reply pauses until the episode may continue. Raises `NotReplayed` if a resumed episode
@@ -68,8 +71,12 @@ class Generator:
                 stop_tokens=stop_tokens,
                 temperature=self.sampling_temperature,
                 seed=transcript.seed,
+                top_p=self.config.top_p,
+                top_k=self.config.top_k,
+                min_p=self.config.min_p,
                 known_experts=transcript.known_experts(),
                 sampled=len(tokens),
+                version=transcript.first_version if self.pins else -1,
                 remaining=remaining,
             )
             reply = await self.engine.sample(transcript.tokens, params)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from unstale.records import (
         Batch,
         Failure,
+        Fork,
         Group,
         GroupRequest,
         ScoredTrajectory,
@@ -47,6 +48,8 @@ class RunHooks:
     seed: int
     replay_experts: bool
     """True if the passes for hidden states replay the recorded experts."""
+    give_lessons: Callable[[Batch, Sequence[Group]], Batch] | None = None
+    """A function that adds the lesson of each sequence to a batch. None if no teacher needs one."""
 
     @property
     def max_replay_age(self) -> int:
@@ -56,11 +59,17 @@ class RunHooks:
     def reads_states(self) -> bool:
         return bool(self.techniques.states_readers and self.hidden_states)
 
-    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
+    def more(
+        self, request: GroupRequest, results: Sequence[Trajectory | Failure]
+    ) -> Sequence[Fork | None]:
+        if strategy := self.techniques.strategy:
+            roots = request.sizes[0]
+            # a resumed group may have some of its forks already; the journal has them as episodes
+            return strategy.forks(results[:roots])[len(results) - roots :]
         count = self.selection.more(request, results)
         if count:
             self.resize(request.number, len(results) + count)
-        return count
+        return [None] * count
 
     def read_states(self, groups: Sequence[Group]) -> None:
         assert self.hidden_states, "reads_states says whether there are any"
@@ -77,6 +86,10 @@ class RunHooks:
             identify=self.identify,
             whole=whole,
         )
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch as the trainer receives it."""
+        return self.give_lessons(batch, groups) if self.give_lessons else batch
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
         if not self.techniques.sources:

@@ -39,12 +39,12 @@ class EpisodeSlots:
         self._free = number
         self._waiting: list[tuple[Age, int, asyncio.Future[None]]] = []
         """A heap of the waiting episodes, the oldest first. The future is done when the episode has
-        a slot.
+        a slot (permission to run).
         """
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Take a slot for an episode of this age. Wait until one is free."""
+        """Take a slot (permission to run) for an episode of this age. Wait until one is free."""
         if self._free:
             self._free -= 1
             return
@@ -58,7 +58,9 @@ class EpisodeSlots:
             raise
 
     def give_back(self) -> None:
-        """Give a slot to the oldest waiting episode. The slot becomes free if no episode waits."""
+        """Give a slot (permission to run) to the oldest waiting episode. The slot becomes free if
+        no episode waits.
+        """
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
             if not given.done():
@@ -71,7 +73,9 @@ class EpisodeSlot:
     """The slot of one episode (its permission to run): a context in which the episode runs."""
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
-        """Create the slot of an episode. `on_wait` is called with the seconds of each wait."""
+        """Create the slot (permission to run) of an episode. `on_wait` is called with the seconds
+        of each wait.
+        """
         self._slots = slots
         self._age = age
         self._on_wait = on_wait
@@ -87,7 +91,7 @@ class EpisodeSlot:
         self._give_back()
 
     async def pause(self) -> None:
-        """Give the slot to the oldest waiting episode, and wait for another slot.
+        """Give the slot (permission to run) to the oldest waiting episode. Wait for another slot.
 
         Do nothing if no episode waits.
         """
@@ -123,7 +127,7 @@ class BudgetUse:
         self.budget = budget
         self._slot = slot
         self.segment = 1
-        """The number of the present segment, from 1."""
+        """The number of the present segment of the episode, from 1."""
         self._tokens = 0
         """Number of sampled tokens of the segment."""
         self._segment_calls = 0
@@ -164,7 +168,9 @@ class BudgetUse:
 
     @property
     def slot_wait_s(self) -> float:
-        """Seconds in which the episode has waited for a slot, over all attempts."""
+        """Seconds in which the episode has waited for a slot (permission to run), over all
+        attempts.
+        """
         return self._slot.wait_s if self._slot else 0.0
 
     @property
@@ -175,7 +181,8 @@ class BudgetUse:
     async def tokens_left(self) -> int:
         """Return how many tokens may be sampled next.
 
-        At the end of a segment of the episode, wait first if another episode waits for a slot.
+        At the end of a segment of the episode, wait first if another episode waits for a slot
+        (permission to run).
         """
         if self.begin_segment() and self._slot:
             await self._slot.pause()
@@ -215,6 +222,6 @@ class BudgetUse:
 
     @property
     def _is_over(self) -> bool:
-        """True if the present segment has ended."""
+        """True if the present segment of the episode has ended."""
         calls = self.budget.segment_calls
         return self._tokens >= self._segment_limit or bool(calls and self._segment_calls >= calls)

@@ -228,8 +228,10 @@ class Selection:
 
     def _sized(self, request: GroupRequest, size: int = 0, reply_tokens: int = 0) -> GroupRequest:
         """Return the request with the number and the limits of its episodes."""
-        allocator = self._techniques.allocator
-        if allocator is not None:
+        allocator, strategy = self._techniques.allocator, self._techniques.strategy
+        if strategy is not None:
+            size = strategy.roots(self._config.schedule.group_size)
+        elif allocator is not None:
             size = allocator.first(self.identify(request.task)) or self._config.schedule.group_size
         limiter = self._techniques.limiter
         task = self.identify(request.task)

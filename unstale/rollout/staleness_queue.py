@@ -62,7 +62,9 @@ class StalenessQueue:
         self.bound = staleness_bound(max_staleness, groups_per_step, lookahead_window)
         self._most_tickets = (max_staleness + 1) * groups_per_step
         self._num_tickets = self._most_tickets
-        """Number of tickets that may be in use now. With `adaptive_window` it changes."""
+        """Number of tickets (permissions to start a group) that may be in use now. With
+        `adaptive_window` it changes.
+        """
         self._num_live = 0
         self._num_unreleased = 0
         self._num_admitted = 0
@@ -72,7 +74,9 @@ class StalenessQueue:
         """Finished groups that were not taken yet, with their positions."""
         self._ticket_free = asyncio.Event()
         self._ready = asyncio.Event()
-        """Set when `_num_wanted` groups may be taken."""
+        """An event that is set when as many groups as the waiting caller wants (`_num_wanted`) may
+        be taken.
+        """
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
         """Number of groups that the waiting caller's batch still lacks."""
@@ -133,9 +137,10 @@ class StalenessQueue:
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket (permission to start), then start a group admitted before a resume.
 
-        There may be more such groups than tickets, because the groups of lost training steps are
-        open again. A group without a ticket must wait, because tokens sampled now would be too old
-        when the group is taken into a batch.
+        `position` is the number of the group. There may be more such groups than tickets: the steps
+        since the last checkpoint are lost, so their groups must be trained on again. A group
+        without a ticket must wait, because tokens sampled now would be too old when the group is
+        taken into a batch.
         """
         await self._take_ticket()
         if self._deadlines:
@@ -223,10 +228,11 @@ class StalenessQueue:
         return await self._take(missing, missing=missing)
 
     def leave_out(self, count: int) -> None:
-        """Free the tickets of `count` taken groups that no step is trained on.
+        """Free the tickets (permissions to start) of taken groups that no step is trained on.
 
-        Other groups start in their place now, and the batch takes as many more. The bound stays,
-        because the new groups are behind all others. Not for a queue with `adaptive_window`.
+        `count` is their number. Other groups start in their place now, and the batch takes as many
+        more. The bound stays, because the new groups are behind all others. Not for a queue with
+        `adaptive_window`.
         """
         self._num_live -= count
         self._num_unreleased -= count
@@ -269,9 +275,9 @@ class StalenessQueue:
     def _adapt_tickets(self) -> None:
         """Change the number of tickets, depending on what the last group of a batch waited for.
 
-        A ticket that is not given out leaves a place in a batch free, so finished groups may enter
-        a batch before slow ones. There are always enough tickets for a batch in training and
-        another one.
+        A ticket is the permission to start a group. One that is not given out leaves a place in a
+        batch free, so finished groups may enter a batch before slow ones. There are always enough
+        tickets for a batch in training and another one.
         """
         change = max(1, self.groups_per_step // TICKET_SHARE)
         if self._waited_for == "deadline":
@@ -343,22 +349,26 @@ class PendingPieces:
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.changed = asyncio.Event()
-        """Set by `end`, and when the pieces of a version are complete. Whoever waits clears it
-        before.
+        """An event that is set by `end`, and when the pieces (runs of sampled tokens) of a version
+        are complete. A caller that waits for it clears it first.
         """
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def end(self, episode: int) -> list[PendingPiece]:
-        """Return all pieces of an episode that has ended, and set the event `changed`."""
+        """Return all pieces (runs of sampled tokens) of an episode that has ended, and set the
+        event `changed`.
+        """
         self.changed.set()
         return [
             piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
         ]
 
     def discard(self, episodes: Collection[int]) -> None:
-        """Remove the pieces of episodes that were trained on or have failed."""
+        """Remove the pieces (runs of sampled tokens) of episodes that were trained on or have
+        failed.
+        """
         for version in self.versions:
             by_episode = self._pieces[version]
             for episode in episodes:
@@ -368,16 +378,22 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions of the weights that sampled at least one of these pieces."""
+        """The versions of the weights that sampled at least one of these pieces (runs of sampled
+        tokens).
+        """
         return frozenset(self._pieces)
 
     def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces of earlier versions, without those of the excluded episodes."""
+        """Return the pieces (runs of sampled tokens) of earlier versions, without those of the
+        excluded episodes.
+        """
         earlier = sorted(each for each in self._pieces if each < version)
         return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces that one version sampled, without those of the excluded episodes."""
+        """Return the pieces (runs of sampled tokens) that one version sampled, without those of the
+        excluded episodes.
+        """
         excluded = frozenset(excluding)
         by_episode = self._pieces.get(version, {})
         return [

@@ -7,7 +7,7 @@ text again. If it does not, the episode starts from its beginning.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
 from unstale.envs import Turn
@@ -16,10 +16,12 @@ from unstale.records import (
     ContextPiece,
     EpisodeRecord,
     Failure,
+    Fork,
     PendingPiece,
     Piece,
     Sampled,
     Trajectory,
+    is_reply,
     link_experts,
 )
 from unstale.rollout.seeds import derive_seed
@@ -43,14 +45,23 @@ class EpisodeWriter(Protocol):
 
 OpenWriter = Callable[..., EpisodeWriter]
 """A function that opens the record of an attempt, with the arguments `episode`, `seed` and `again`.
-`again` is True if the journal already has the attempt.
+`again` is True if the journal already has the attempt. For a forked episode it also gets `fork`,
+the place of the fork, and `prefix`, the pieces (runs of tokens) before it, which it writes at once.
 """
 
 
 class NullWriter:
     """An `EpisodeWriter` that discards the record."""
 
-    def __init__(self, *_: int, episode: int, seed: int, again: bool = False) -> None: ...
+    def __init__(
+        self,
+        *_: int,
+        episode: int,
+        seed: int,
+        again: bool = False,
+        fork: Fork | None = None,
+        prefix: Sequence[Piece] = (),
+    ) -> None: ...
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -66,6 +77,7 @@ class Transcript:
 
     A branch is a further conversation of the attempt, which begins when an external agent edits its
     history. If `record` is given, the pieces (runs of tokens) of this record are replayed first.
+    A forked episode (`fork`) without a record replays `prefix` first, the pieces before the fork.
     `on_piece` is called with each piece that is newly sampled.
     """
 
@@ -78,6 +90,7 @@ class Transcript:
         "_snapshot",
         "branches",
         "episode",
+        "fork",
         "pieces",
         "seed",
         "tokens",
@@ -93,24 +106,27 @@ class Transcript:
         record: EpisodeRecord | None = None,
         on_piece: Callable[[PendingPiece], None] = lambda piece: None,
         is_branch: bool = False,
+        fork: Fork | None = None,
+        prefix: Sequence[Piece] = (),
     ) -> None:
         self.episode = episode
+        self.fork = fork
         self.seed = seed
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
         self.tokens = EpisodeTokens()
-        """The tokens of all pieces so far. Tokens are only ever added."""
+        """The tokens of all pieces (runs of sampled tokens) so far. Tokens are only ever added."""
         self.branches: list[Transcript] = []
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
-        self._recorded = [*record.pieces] if record else []
-        """Recorded pieces that are still to be replayed."""
+        self._recorded = [*record.pieces] if record else [*prefix]
+        """Recorded pieces (runs of tokens) that are still to be replayed."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """True for a new branch before its first reply. A branch without replies is not
-        recorded.
+        """True for a new branch (further conversation) before its first reply. A branch without
+        replies is not recorded.
         """
         if not self._opens_at_reply:
             self._open(again=record is not None)
@@ -118,13 +134,16 @@ class Transcript:
             self.add_branch(branch.episode, branch)
 
     def _open(self, *, again: bool) -> None:
-        self.writer = self._open_writer(episode=self.episode, seed=self.seed, again=again)
+        start: dict[str, Any] = {"episode": self.episode, "seed": self.seed, "again": again}
+        if self.fork and not again:
+            start |= {"fork": self.fork, "prefix": tuple(self._recorded)}
+        self.writer = self._open_writer(**start)
         for position, piece in enumerate(self.pieces):
             self.writer.write_piece(position, piece)
         self._opens_at_reply = False
 
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a branch, with a separate seed for sampling.
+        """Begin a branch (further conversation), with a separate seed for sampling.
 
         The branch is recorded as episode number `episode`.
         """
@@ -141,14 +160,19 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True while the attempt, or a branch of it, still repeats what was recorded before a
-        resume.
+        """True while the attempt, or a branch (further conversation) of it, still repeats what was
+        recorded before a resume.
         """
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
     @property
     def has_reply(self) -> bool:
         return any(isinstance(piece, Sampled) for piece in self.pieces)
+
+    @property
+    def first_version(self) -> int:
+        """The version that sampled the first token so far. -1 if there is none."""
+        return next((each.version for each in self.pieces if isinstance(each, Sampled)), -1)
 
     @property
     def all_pieces(self) -> list[Piece]:
@@ -175,11 +199,10 @@ class Transcript:
     async def save_snapshot(
         self, caller: EnvCaller, turn: Turn, turn_rewards: Sequence[float]
     ) -> None:
-        """Record the state of a `Resumable` environment, unless the attempt still repeats its
-        record.
+        """Record the state of a `Resumable` environment.
 
-        `turn` is the environment's last answer, whose rewards and facts are recorded with the
-        state.
+        Do nothing while the attempt still repeats its record. `turn` is the environment's last
+        answer, whose rewards and facts (reported numbers) are recorded with the state.
         """
         if self._recorded:
             return
@@ -206,12 +229,12 @@ class Transcript:
             )
         self._replay()
 
-    def replay_reply(self) -> Iterator[Sampled]:
+    def replay_reply(self) -> Iterator[Piece]:
         """Yield the recorded pieces of the next reply, and add them to the transcript.
 
-        A piece is a run of tokens of one version.
+        A piece is a run of tokens of one version, or of a reply before the place of a fork.
         """
-        while self._recorded and isinstance(piece := self._recorded[0], Sampled):
+        while self._recorded and is_reply(piece := self._recorded[0]):
             self._replay()
             yield piece
 
@@ -233,11 +256,10 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_experts(self) -> tuple[int, int]:
-        """Return the version of the last sampled piece, and for how many tokens its experts are
-        recorded.
+        """Return the version of the last sampled piece, and how many tokens have recorded experts.
 
-        These are the experts of a mixture-of-experts model. Without recorded experts, return (-1,
-        0).
+        A piece is a run of tokens of one version. The experts are those of a mixture-of-experts
+        model. Without recorded experts, return (-1, 0).
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (

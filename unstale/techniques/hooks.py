@@ -5,6 +5,9 @@ technique, and can be imported without torch. A technique is an object with the 
 
     sampler      draw(tasks, context) -> Draw       chooses the task of the next group of episodes
     allocator    first(task), more(group) -> int    chooses the number of episodes of a group
+    strategy     roots(group_size) -> int           chooses the number of episodes that begin a
+                                                    group
+                 forks(results) -> forks            and where further ones are forked from these
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
     reward       reward(groups, context)            changes the rewards of a batch's episodes
@@ -20,6 +23,8 @@ technique, and can be imported without torch. A technique is an object with the 
                  offer(fresh, batch, lag)           receives a prepared batch, to store its groups
     ratio        log_ratio(logp, old_logp, batch)   computes the ratio of each token in the loss
     objective    surrogate(log_ratio, batch, ...)   computes the loss of each token
+    distiller    rewarded(batch, teacher_logp, ...) adds log q - log p of a teacher to advantages
+                 divergence(logp, teacher_logp)     computes the divergence of whole distributions
     controller   plan(seen) -> StepPlan             is called before each optimizer step
 
 A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
@@ -53,7 +58,8 @@ if TYPE_CHECKING:
 
     from unstale.algorithms.objectives import Surrogate
     from unstale.config import ObjectiveConfig, RunConfig
-    from unstale.records import Batch
+    from unstale.records import Batch, Failure, Fork, Trajectory
+    from unstale.techniques.distil import DistilConfig
 
 GradientPart = Literal["full", "head"]
 """The parameters of which a gradient's norm is taken: all trained ones, or only the output head."""
@@ -303,6 +309,26 @@ class Allocator(Protocol):
         ...
 
 
+@runtime_checkable
+class Strategy(Protocol):
+    """A technique that forks episodes: a group becomes one or several trees of episodes."""
+
+    def roots(self, group_size: int) -> int:
+        """Return the number of episodes with which a group begins, at least 1.
+
+        `group_size` is `schedule.group_size`, the largest number of episodes of the whole group.
+        """
+        ...
+
+    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
+        """Return the places at which further episodes are forked from finished ones.
+
+        `results` are those of the episodes that began the group, in order. All have ended. The
+        result must depend only on the arguments.
+        """
+        ...
+
+
 class GradientNorms(Protocol):
     """A function that computes the norm of the gradient of each sequence's log-probability."""
 
@@ -377,6 +403,25 @@ class Objective(Protocol):
 
 
 @runtime_checkable
+class Distiller(Protocol):
+    """A technique that adds a divergence from a teacher to the loss of each token."""
+
+    options: DistilConfig
+
+    def rewarded(self, batch: Batch, teacher_logp: Tensor, logp: Tensor) -> Batch:
+        """Return the sequences of a training pass with new advantages.
+
+        `teacher_logp` and `logp` `[T]` are of the teacher and of the policy in this pass. The first
+        is empty if `divergence` is added to the loss.
+        """
+        ...
+
+    def divergence(self, logp: Tensor, teacher_logp: Tensor) -> Tensor:
+        """Return the divergence `[R]` from log-probabilities `[R, V]`, with a gradient."""
+        ...
+
+
+@runtime_checkable
 class Diagnostic(Protocol):
     """A technique that adds metrics and changes nothing else."""
 
@@ -446,6 +491,7 @@ class Outcome:
     lag: int
     """Number of batches between those weights and the weights that the step started from."""
     rewards: tuple[float, ...]
+    """The rewards of the finished episodes. Episodes forked from others are left out."""
     failures: int
     tokens: int
     """Number of sampled tokens of the group's finished episodes, with those of branches."""
@@ -529,10 +575,12 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
+        self.strategy = next((each for each in values if isinstance(each, Strategy)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
         self.objective = next((each for each in values if isinstance(each, Objective)), None)
+        self.distiller = next((each for each in values if isinstance(each, Distiller)), None)
         self.controllers = [each for each in values if isinstance(each, StepController)]
         self.sources = [each for each in values if isinstance(each, Source)]
         self._fresh: Sequence[FreshGroup] = ()
@@ -732,19 +780,21 @@ def _outcome(
 
     trajectories = group.finished
     conversations = [one for each in trajectories for one in each.conversations]
+    # A forked episode depends on its parent, and ran only part of its turns.
+    roots = [each for each in trajectories if each.fork is None]
     versions = [version for one in conversations for version in one.versions]
     age = int(lag(torch.tensor(max(versions)))) if versions else 0
     return Outcome(
         task=task,
         num_batches=num_batches - age,
         lag=age,
-        rewards=tuple(each.reward for each in trajectories),
+        rewards=tuple(each.reward for each in roots),
         failures=len(group.failures),
         tokens=sum(each.num_sampled_in_all for each in trajectories),
-        added=len(group.added),
-        success_turns=tuple(each.num_turns for each in trajectories if each.success),
+        added=sum(each.episode in group.added for each in roots),
+        success_turns=tuple(each.num_turns for each in roots if each.success),
         turn_limit=group.turn_limit.turns if group.turn_limit else 0,
-        cut_off=sum(each.stop in CUT_OFF for each in trajectories),
+        cut_off=sum(each.stop in CUT_OFF for each in roots),
         budget=group.budget,
     )
 

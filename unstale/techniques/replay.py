@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from unstale.config.checks import ConfigError, PositiveInt, Range, Section
 from unstale.config.techniques import Entry
+from unstale.kept_sets import KeptSets, join
 from unstale.records import Batch, Provenance, StoredLogps
 
 if TYPE_CHECKING:
@@ -140,15 +141,20 @@ class Replay:
         columns = [_columns(batch) for batch in batches]
         names = columns[0] if columns else ()
         tensors = {name: torch.cat([each[name] for each in columns]) for name in names}
-        return {"groups": rows, "tensors": tensors}
+        kept = join([(len(batch.tokens), batch.kept_sets) for batch in batches])
+        return {"groups": rows, "tensors": tensors, "kept_sets": kept and kept.to_tensors()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         rows = state["groups"]
         sizes = [row["offsets"][-1] for row in rows]
         parts = {name: each.split(sizes) for name, each in state["tensors"].items()}
         # The options of a resumed run may be smaller.
+        sets = state.get("kept_sets")
+        kept: list[KeptSets | None] = [None] * len(rows)
+        if sets is not None:
+            kept = [*KeptSets.of_tensors(*sets).split(sizes)]
         self.stored = self._bounded(
-            _stored(row, {name: part[i] for name, part in parts.items()})
+            _stored(row, {name: part[i] for name, part in parts.items()}, kept[i])
             for i, row in enumerate(rows)
         )
 
@@ -178,7 +184,9 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
     return columns | {name: getattr(batch.stored, name) for name in _LOGPS}
 
 
-def _stored(row: Mapping[str, Any], columns: Mapping[str, Tensor]) -> StoredGroup:
+def _stored(
+    row: Mapping[str, Any], columns: Mapping[str, Tensor], kept_sets: KeptSets | None
+) -> StoredGroup:
     tensors: dict[str, Any] = {name: columns[name] for name in _COLUMNS}
     batch = Batch(
         offsets=tuple(row["offsets"]),
@@ -186,6 +194,7 @@ def _stored(row: Mapping[str, Any], columns: Mapping[str, Tensor]) -> StoredGrou
         group=(row["number"],) * len(row["episodes"]),
         reward=tuple(row["reward"]),
         stored=StoredLogps(*(columns[name] for name in _LOGPS)),
+        kept_sets=kept_sets,
         **tensors,
     )
     return StoredGroup(row["number"], row["task"], row["age"], batch)

@@ -2,7 +2,14 @@
 
 from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env
-from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
+from unstale.testing.models import (
+    checkpoint_round_trip,
+    episode,
+    nudge,
+    plain_logps,
+    tiny_policy,
+    with_kept_sets,
+)
 from unstale.testing.old_logps import check_old_logps
 from unstale.testing.tabulate import tabulate
 
@@ -17,4 +24,5 @@ __all__ = [
     "plain_logps",
     "tabulate",
     "tiny_policy",
+    "with_kept_sets",
 ]

@@ -101,14 +101,24 @@ async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: l
     )
 
 
+async def _truncates(engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+    """Require that the engine returns kept sets, or refuses with a ValueError."""
+    try:
+        piece = (await engine.sample(prompt, params)).piece
+    except ValueError:
+        return
+    assert piece.kept_sets is not None, (
+        f"{params.truncation} truncates the support: return the kept set of each token, or raise "
+        "ValueError"
+    )
+    assert not params.top_k or max(piece.kept_sets.sizes) <= params.top_k, "a set has over k tokens"
+    piece.kept_sets.pack(piece.tokens)  # raises ValueError for a set without its token
+
+
 async def _check_refusals(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
     await _publish(engine, update, 3)
     for params in (replace(_params(2), top_p=0.9), replace(_params(2), top_k=5)):
-        await _refuses(
-            engine.sample(prompt, params),
-            "top_p < 1 and top_k > 0 truncate the support",
-            ValueError,
-        )
+        await _truncates(engine, prompt, params)
     await _refuses(
         engine.load(update, 4), "load while sampling mixes two versions in one reply", RuntimeError
     )

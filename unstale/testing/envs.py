@@ -1,9 +1,20 @@
 """A test that every task set must pass."""
 
 from itertools import islice
+from typing import Any
 
 from unstale.durability import virtual_clock
-from unstale.envs import Closable, Message, Taskset, ToolCall, Turn, combine_rewards, implements
+from unstale.envs import (
+    Closable,
+    Env,
+    HasSimulatedDelays,
+    Message,
+    Taskset,
+    ToolCall,
+    Turn,
+    combine_rewards,
+    implements,
+)
 from unstale.envs.guard import call
 from unstale.records import Task
 
@@ -19,6 +30,9 @@ NOISE = (
     ),
 )
 """Replies that an untrained policy may give. An environment must answer all of them."""
+MAX_FORKS = 3
+"""Number of replies after which `check_env` forks an episode. Each fork repeats all earlier ones.
+"""
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
@@ -26,7 +40,9 @@ def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> N
     contract.
 
     Up to `episodes` tasks are played twice with fixed replies. The environment must give the same
-    answers both times.
+    answers both times. The first task is also forked after each of its first replies: a second
+    environment gets the same replies and must give the same answers. Then it gets other replies,
+    which must not change the answers of the first environment.
     """
     held_out = taskset.held_out(8)
     drawn = list(islice(taskset.train(0), 200))
@@ -42,6 +58,7 @@ def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> N
         assert tool.get("function", {}).get("name"), (
             f"a tool without function.name, as chat templates need it: {tool}"
         )
+    turns: list[list[Turn]] = []
     for number, task in enumerate(drawn[:episodes]):
         first, again = (
             virtual_clock.run(_play(taskset, task, number, max_turns)) for _ in range(2)
@@ -49,6 +66,10 @@ def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> N
         assert first == again, (
             f"{task.key} with seed {number} went differently the second time: seed all randomness"
         )
+        turns.append(first)
+    for task, first in zip(drawn, turns[:1], strict=False):
+        for at in range(1, min(len(first) - 1, MAX_FORKS) + 1):
+            virtual_clock.run(_fork(taskset, task, first, at))
 
 
 async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list[Turn]:
@@ -62,8 +83,7 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
             break
         reply = NOISE[(seed + number) % len(NOISE)]
         turns.append(combine_rewards(taskset, await call(env.step, reply)))
-    if implements(env, Closable):
-        await call(env.close)
+    await _close(env)
     for turn in turns:
         assert turn.done or turn.messages, (
             f"{task.key}: a turn without messages that is not done leaves nothing to answer"
@@ -73,3 +93,42 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
             f"{task.key}: an environment cannot speak as {roles}"
         )
     return turns
+
+
+async def _fork(taskset: Taskset, task: Task, turns: list[Turn], at: int) -> None:
+    """Fork an episode with seed 0 after `at` replies. `turns` are its turns without a fork."""
+    parent, fork = taskset.env(task, 0), taskset.env(task, 0)
+
+    async def answers(env: Any, numbers: range, *, other: int = 0) -> list[Turn]:
+        found: list[Turn] = []
+        for number in numbers:
+            if found and found[-1].done:
+                break
+            reply = NOISE[(number + other) % len(NOISE)]
+            found.append(combine_rewards(taskset, await call(env.step, reply)))
+        return found
+
+    shared, rest = range(at), range(at, len(turns) - 1)
+    before = [await call(parent.begin), *await answers(parent, shared)]
+    if implements(fork, HasSimulatedDelays):
+        fork.replaying = True
+    again = [await call(fork.begin), *await answers(fork, shared)]
+    assert again == before == turns[: at + 1], (
+        f"{task.key}: an episode that is forked after {at} replies gets other answers to the same "
+        "replies: an environment must depend only on its task, its seed and its replies"
+    )
+    if not turns[at].done:
+        if implements(fork, HasSimulatedDelays):
+            fork.replaying = False
+        await answers(fork, rest, other=1)
+    assert await answers(parent, rest) == turns[at + 1 :], (
+        f"{task.key}: the replies of an episode that was forked after {at} replies change the "
+        "answers to its parent: environments must not share state that changes"
+    )
+    await _close(parent)
+    await _close(fork)
+
+
+async def _close(env: Env) -> None:
+    if implements(env, Closable):
+        await call(env.close)

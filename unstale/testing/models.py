@@ -1,11 +1,13 @@
 """Small models, episodes and weight changes for tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from unstale.durability.checkpoint import Checkpoints, Progress
+from unstale.kept_sets import KeptSets
 from unstale.model.expert_products import ON_GPU
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora
@@ -74,14 +77,27 @@ def tiny_policy(
     return policy
 
 
-def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:
+def plain_logps(
+    policy: Policy,
+    tokens: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    kept_sets: KeptSets | None = None,
+) -> Tensor:
     """Return the log-probability in nats of each token of one sequence, `[T]`.
 
-    They are computed by a plain forward pass. The value of the first token is 0.
+    They are computed by a plain forward pass. The value of the first token is 0. With the T tokens'
+    `kept_sets`, other logits are masked.
     """
     row = torch.tensor([tokens], device=policy.device)
     with torch.no_grad():
         logits = policy.model(input_ids=row, use_cache=False).logits[0, :-1]
+    for at in range(1, len(tokens) if kept_sets else 0):
+        assert kept_sets
+        if len(ids := kept_sets.at([at]).ids):
+            outside = torch.ones(logits.shape[1], dtype=torch.bool)
+            outside[torch.from_numpy(ids).long()] = False
+            logits[at - 1, outside.to(logits.device)] = -torch.inf
     logp = (
         torch.log_softmax(logits.double() / temperature, -1).gather(1, row[0, 1:, None]).squeeze(1)
     )
@@ -117,6 +133,27 @@ def episode(
         tuple(pieces), {"reward": 1.0}, "done", task, seed=number, episode=number
     )
     return ScoredTrajectory(trajectory, (advantage,))
+
+
+def with_kept_sets(item: ScoredTrajectory, *, vocab: int = 64) -> ScoredTrajectory:
+    """Return an episode whose sampled tokens have random kept sets. One token has all tokens.
+
+    The sets depend only on the episode's number and the piece's place.
+    """
+    pieces: list[Piece] = []
+    for place, piece in enumerate(item.trajectory.pieces):
+        if isinstance(piece, Sampled):
+            noise = np.random.default_rng([item.trajectory.episode, place])
+            sets = []
+            for token in piece.tokens:
+                others = noise.choice(vocab, noise.integers(0, 12), replace=False)
+                sets.append(np.union1d(others, [token]).astype(np.int32))
+            sizes = np.array([len(each) for each in sets], np.int64)
+            if place == 1:
+                sizes[0], sets[0] = 0, sets[0][:0]
+            piece = replace(piece, kept_sets=KeptSets(sizes, np.concatenate(sets)))
+        pieces.append(piece)
+    return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:

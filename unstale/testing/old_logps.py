@@ -16,8 +16,15 @@ from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch, PendingPiece, Sampled, collate, walk
-from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
+from unstale.records import Batch, PendingPiece, Sampled, ScoredTrajectory, collate, walk
+from unstale.testing.models import (
+    checkpoint_round_trip,
+    episode,
+    nudge,
+    plain_logps,
+    tiny_policy,
+    with_kept_sets,
+)
 
 MakePolicy = Callable[[], Policy]
 
@@ -93,7 +100,7 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, versions: 
             pass
         if version < 2:
             route.before_update(in_time)
-    batch = collate([episode(number, plan) for number, plan in enumerate(_PLANS)])
+    batch = collate([_episode(number, plan) for number, plan in enumerate(_PLANS)])
     before = {name: getattr(batch, name).clone() for name in ("tokens", "behavior_logp", "version")}
     values, exact = _ask(route, policy, batch)
     _check_shape(batch, values, exact)
@@ -142,7 +149,7 @@ def _check_recovery(
             route.before_update(_pieces_of(version, _INTERRUPTED))
             nudge(policy, seed=version + 1)
     past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
-    batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
+    batch = collate([_episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
     again = make_policy()
     again.load_weights(again.parts_of(versions.weights(3)))
     again.version = 3
@@ -195,6 +202,14 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], 
         route.trained(kept=1.0)
 
 
+def _episode(
+    number: int, plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]]
+) -> ScoredTrajectory:
+    """Return an episode, every second one of truncated sampling."""
+    made = episode(number, plan)
+    return with_kept_sets(made) if number % 2 else made
+
+
 def _scorer(policy: Policy) -> Scorer:
     return LocalScorer(policy, temperature=1.0, max_tokens=32)
 
@@ -227,7 +242,7 @@ def _pieces_of(
     """Return the pieces that `version` sampled in these episodes, as the route receives them."""
     pieces = []
     for number, plan in enumerate(plans):
-        trajectory = episode(number, plan).trajectory
+        trajectory = _episode(number, plan).trajectory
         for start, piece, _ in walk(trajectory.pieces):
             if isinstance(piece, Sampled) and piece.version == version:
                 text = trajectory.tokens[: start + len(piece.tokens)]
@@ -262,7 +277,9 @@ def _check_claims(batch: Batch, values: Tensor, exact: Tensor, versions: _Versio
             mine = exact[start:end] & (batch.version[start:end] == version)
             if not mine.any():
                 continue
-            expected = plain_logps(policy, batch.tokens[start:end].tolist()).float()
+            kept = batch.kept_sets.at(slice(start, end)) if batch.kept_sets else None
+            tokens = batch.tokens[start:end].tolist()
+            expected = plain_logps(policy, tokens, kept_sets=kept).float()
             error = (values[start:end] - expected)[mine].abs()
             assert error.max() < 1e-5, (
                 f"called exact at version {version}, but off by {error.max():.2g}"

@@ -20,7 +20,7 @@ def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
     columns = {
         field.name: getattr(minibatch, field.name)
         for field in fields(minibatch)
-        if field.name != "batch"
+        if field.name not in ("batch", "forecasts")
     }
     about = {
         "stage": failed.stage,

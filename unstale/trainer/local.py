@@ -35,6 +35,7 @@ from unstale.techniques.hooks import (
 )
 from unstale.token_values import TokenValues
 from unstale.trainer import bitwise
+from unstale.trainer.critic import Critic
 from unstale.trainer.halves import GradientNoiseScale
 from unstale.trainer.loss import Loss
 from unstale.trainer.loss_scale import LossScale
@@ -71,15 +72,19 @@ class LocalTrainer:
         self.config = config.trainer
         self.rules = LossSpec(config.correction, config.objective, techniques)
         self.scoring = Scoring(policy, config, old, self.rules)
-        self._loss = Loss(policy, config, old, self.rules, self.scoring)
+        self.critic = Critic.of(policy, config)
+        self._loss = Loss(policy, config, self.rules, self.scoring, self.critic)
         self.old = old
         self.audit = audit
         self.techniques = techniques
         self.num_steps = config.max_steps * config.trainer.steps_per_batch
-        self.skips_zero_advantage = not (self.rules.trains_zero_advantage or techniques.controllers)
+        self.skips_zero_advantage = not (
+            self.rules.trains_zero_advantage or techniques.controllers or self.critic
+        )
         """True if sequences in which every advantage is 0 need no forward and backward pass. A
-        controller sees all sequences.
+        controller sees all sequences, and a critic learns from all.
         """
+        self._critic_steps = config.critic.warmup_steps if self.critic else 0
         self._bitwise = config.engine.bitwise
         self._route = config.old_logps.route
         self._token_share = config.journal.token_share
@@ -163,7 +168,7 @@ class LocalTrainer:
             self._metrics.tokens.arrange(batch.episodes)
             self._whole_minibatch = added.whole_minibatch(batch, minibatches[0])
         self._metrics.prepare_s += time.perf_counter() - began
-        self._metrics.extra |= self._describe_experts(batch)
+        self._metrics.extra |= self._describe_experts(batch) | _describe_sets(batch)
         self._metrics.extra |= self._audit(scored, old_logp)
         return minibatches * self.config.epochs_per_batch
 
@@ -227,7 +232,14 @@ class LocalTrainer:
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
         old = scoring.old_logps(scored, lag, metrics)
         scoring.offer(batch, index, old)
+        forecasts = None
+        if self.critic:
+            scored, forecasts, tokens = self.critic.credit(scored)
+            metrics.score_tokens += tokens
+            metrics.extra |= self.critic.metrics
+            metrics.tokens.add_shaped(scored, dropped=torch.zeros_like(scored.sampled))
         reference_logp = scoring.reference(scored)
+        teacher_logp = scoring.teachers.logps(scored) if scoring.teachers else torch.empty(0)
         progress = self.steps / self.num_steps
         scored, factor = scoring.shape(scored, old, reference_logp, metrics, progress=progress)
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
@@ -247,6 +259,8 @@ class LocalTrainer:
                     norm=norm[where],
                     reference_logp=select(reference_logp, where),
                     lag=lag[where],
+                    teacher_logp=select(teacher_logp, where),
+                    forecasts=forecasts and forecasts.select(where),
                 )
             )
         return scored, old.old_logp, minibatches
@@ -293,6 +307,8 @@ class LocalTrainer:
             scale = self._loss_scale.value
             (scale * loss if counts else 0 * loss).backward()
             self._masters.collect_gradients(scale)
+            if self.critic:
+                self.critic.collect_gradients(scale)
             counted.microbatches += 1
             counted.sequence_tokens += len(microbatch.tokens)
 
@@ -313,6 +329,7 @@ class LocalTrainer:
             self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
         norm = self._weights.clip(self.config.grad_clip)
+        scale = self._loss_scale.value
         overflows = self._loss_scale.absorbs(math.isfinite(norm))
         if not overflows and not math.isfinite(norm):
             raise FloatingPointError(
@@ -321,12 +338,16 @@ class LocalTrainer:
             )
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
         plan = StepPlan(skip=True) if overflows else self._plan(norm, noise)
+        if self.critic:
+            self.critic.step(scale=scale, is_skipped=overflows)
         lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._update(is_skipped=plan.skip)
+        self._update(is_skipped=plan.skip or self.steps < self._critic_steps)
         self.policy.weights_match_version = False
         self.steps += 1
+        if self.scoring.teachers:
+            self.scoring.teachers.after_step(self.steps)
         self.old.trained(self._metrics.kept_share)
         self._metrics.grad_norms.append(math.nan if overflows else norm)
         self._metrics.lr = lr
@@ -414,6 +435,8 @@ class LocalTrainer:
             "jumps": self.policy.version_gaps,
             "base": self.policy.base,
             "loss_scale": self._loss_scale.state(),
+            "teacher": self.scoring.teachers.state() if self.scoring.teachers else {},
+            **({"critic": self.critic.state()} if self.critic else {}),
         }
 
     @torch.no_grad()
@@ -428,6 +451,10 @@ class LocalTrainer:
         self._weights.restore(state)
         if "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
+        if self.scoring.teachers:
+            self.scoring.teachers.restore(state.get("teacher", {}))
+        if self.critic:
+            self.critic.restore(state["critic"])
         self.steps = state["steps"]
         self.policy.version = state["version"]
         self.policy.weights_match_version = state["at_version"]
@@ -486,6 +513,17 @@ class LocalTrainer:
         if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
         return batch.sequences_with(tokens)
+
+
+def _describe_sets(batch: Batch) -> dict[str, float]:
+    """Return the metrics that only a batch of truncated sampling has."""
+    if batch.kept_sets is None:
+        return {}
+    sizes = torch.from_numpy(batch.kept_sets.sizes)[batch.sampled].double()
+    return {
+        "kept_sets/size_mean": sizes.mean().item(),
+        "kept_sets/single_share": (sizes == 1).double().mean().item(),
+    }
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:

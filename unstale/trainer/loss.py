@@ -1,8 +1,10 @@
 """The loss of some sequences: the only forward passes with a gradient.
 
     loss = sum over tokens of   factor * norm * surrogate(S, advantage)
+                              + distil.coef * norm * divergence from the teacher
                               + kl_coef * norm * (pi / mu) * KL(pi || reference)
                               - entropy_coef * norm * entropy
+         + the loss of the critic, if there is one (`unstale.trainer.critic`)
 
 `factor` is the weight from the correction of D = pi_old / mu, `norm` one over the divisor of the
 loss. S is pi / pi_old. The surrogate of one token is the function of
@@ -11,30 +13,39 @@ loss. S is pi / pi_old. The surrogate of one token is the function of
 (`objective.ratio_cap`).
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 from unstale.algorithms import objectives
 from unstale.algorithms.corrections import bounded_exp
 from unstale.config import RunConfig
 from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps
 from unstale.records import Batch
+from unstale.trainer.critic import Critic
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.records import Minibatch
 from unstale.trainer.rules import LossSpec
-from unstale.trainer.scoring import Scoring, require_finite
+from unstale.trainer.scoring import Scoring, require_finite, select
 
 
 class Loss:
     """Computes the loss of some sequences of a minibatch."""
 
     def __init__(
-        self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec, scoring: Scoring
+        self,
+        policy: Policy,
+        config: RunConfig,
+        rules: LossSpec,
+        scoring: Scoring,
+        critic: Critic | None,
     ) -> None:
         self._policy = policy
+        self._critic = critic
         self._temperature = config.engine.temperature
         self._is_bitwise = config.engine.bitwise
-        self._is_inline = old.needs.inline
+        self._is_inline = scoring.is_inline
         self._rules = rules
         self._scoring = scoring
 
@@ -49,7 +60,11 @@ class Loss:
         objective = self._rules.objective
         norm = minibatch.norm[index]
         lag = minibatch.lag[index]
-        logp, entropy = self._forward_pass(microbatch, passes)
+        reading: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._critic and minibatch.forecasts:
+            reading = self._critic.reading()
+        with reading as states:
+            logp, entropy, divergence = self._forward_pass(microbatch, passes)
         current_logp = logp.detach()
         require_finite(microbatch, logp=current_logp)
         if self._is_bitwise and self._policy.weights_match_version:
@@ -63,10 +78,19 @@ class Loss:
             )  # 0 where a shaper drops tokens
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
+        if distiller := self._rules.techniques.distiller:
+            teacher_logp = select(minibatch.teacher_logp, index)
+            microbatch = distiller.rewarded(microbatch, teacher_logp, current_logp)
+            if len(teacher_logp):
+                divergence = current_logp - teacher_logp
+            passes.add_divergence(divergence.detach()[microbatch.fresh])
+            passes.tokens.add_shaped(microbatch, dropped=torch.zeros_like(microbatch.sampled))
         surrogate = self._rules.surrogate(logp, old_logp, microbatch)
         capped = self._rules.cap(factor, current_logp, microbatch)
         is_capped, factor = capped < factor, capped
         loss = (factor * norm * surrogate.loss).sum()
+        if divergence.requires_grad and distiller:
+            loss = loss + distiller.options.coef * (norm * divergence).sum()
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
             passes.add_reference((reference_logp - current_logp)[microbatch.fresh])
@@ -86,13 +110,17 @@ class Loss:
         if self._rules.techniques.controllers:
             passes.add_log_weights(microbatch, current_logp)
         passes.losses.append(loss.item())
+        if self._critic and minibatch.forecasts:
+            loss = loss + self._critic.loss(microbatch, states, minibatch.forecasts, index)
         return loss
 
-    def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor]:
-        """Return the log-probability and the entropy of each token, `[T]` on the CPU.
+    def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-probability, the entropy and the divergence from the teacher of each
+        token, `[T]` on the CPU.
 
-        With an entropy bonus, the entropy is computed for all sampled tokens and has a gradient.
-        Otherwise it is computed for some tokens, only for the metric.
+        The divergence is 0 unless the loss needs the teacher's distribution. With an entropy bonus,
+        the entropy is computed for all sampled tokens and has a gradient. Otherwise it is computed
+        for some tokens, only for the metric.
         """
         run = self._policy.prefix_tree(batch)
         passes.forward_tokens += run.num_tokens
@@ -100,8 +128,10 @@ class Loss:
         if not self._rules.objective.entropy_coef:
             every = passes.entropy_every
             measured = passes.entropy_sample(batch.sampled)
-        logp, entropy = self._policy.logps_and_entropy(
+        teachers = self._scoring.teachers
+        logp, entropy, divergence = self._policy.compared(
             run,
+            teachers.comparison(batch) if teachers else None,
             temperature=self._temperature,
             where=batch.sampled,
             entropy_sample=None if self._rules.objective.entropy_coef else measured,
@@ -109,4 +139,4 @@ class Loss:
         entropy = entropy.cpu()
         passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
         passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
-        return logp.cpu(), entropy
+        return logp.cpu(), entropy, divergence.cpu()

@@ -84,7 +84,9 @@ class StepMetrics:
         self.grad_norms: list[float] = []
         """The gradient norm of each optimizer step, NaN for a float16 gradient that overflowed."""
         self.skipped_steps = 0
-        """Number of steps that changed no weight, because of an overflow or of a technique."""
+        """Number of steps that changed no weight, because of an overflow, a technique or a
+        critic's warm-up.
+        """
         self._moved = torch.zeros(3, dtype=torch.float64)
         """Sums of `Masters.moved`: weights that changed, weights expected to change, size of the
         sample.
@@ -160,6 +162,10 @@ class StepMetrics:
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
+
+    def add_divergence(self, divergence: Tensor) -> None:
+        """Record the divergence from a teacher at sampled tokens, or its estimates, in nats."""
+        self._values["divergence"].append(divergence)
 
     def count(self, batch: Batch) -> None:
         """Count the tokens of some sequences of the batch."""
@@ -307,6 +313,11 @@ class StepMetrics:
             **_kl("policy/kl_behavior", log_ds),
             **_kl("policy/kl_reference", column("reference_log_ratio")),
             **self.extra,
+            **(
+                {"distil/divergence": _mean(column("divergence"))}
+                if "divergence" in self._values
+                else {}
+            ),
             **(self._of_replayed() if self.replays else {}),
         }
 
@@ -399,9 +410,10 @@ def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:
 
 
 def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
-    """Return metrics of a log-ratio: mean, mean size and 99th percentile of the size.
+    """Return metrics of a log-ratio: mean, mean absolute value and its 99th percentile.
 
-    The mean size is also given for each lag, with its number of tokens.
+    The mean absolute value is also given for each lag, with its number of tokens. The lag is the
+    number of versions between sampling and training.
     """
     size = log_ratio.double().abs()
     p99 = math.nan

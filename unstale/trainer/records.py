@@ -1,13 +1,15 @@
 """Records of the trainer: the data of one optimizer step, and of a step that failed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import NonFinite
 from unstale.records import Batch
 from unstale.trainer.bitwise import NotBitwise
+from unstale.trainer.critic import Forecasts
 
 NOT_FINITE = (FloatingPointError, NonFinite, NotBitwise)
 """Errors raised before an optimizer step if a loss, gradient or log-probability is not finite, or
@@ -36,6 +38,12 @@ class Minibatch:
     """
     lag: Tensor
     """Lag of each token in batches, -1 for tokens that were not sampled."""
+    teacher_logp: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Log-probability of each token under its teacher. Empty if the loss needs none, or the whole
+    distribution of the teacher.
+    """
+    forecasts: Forecasts | None = None
+    """The forecasts of the critic. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class LossSpec:
             or config.loss_aggregation == "kept"
             or config.kl_coef > 0
             or config.entropy_coef > 0
+            or self.techniques.distiller is not None
         )
 
 

@@ -3,6 +3,7 @@
     Scoring.old_logps(batch)   checked values of the route (`old_logp`), and the correction of D
     Scoring.shape(batch)       advantages and weights as techniques change them
     Scoring.reference(batch)   log-probabilities of the reference policy
+    Scoring.teachers           log-probabilities or distributions of teachers
 
 All tensors are `[T]` on the CPU. `unstale.trainer.loss` turns them into a loss.
 """
@@ -27,6 +28,7 @@ from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.passes import pass_tokens
 from unstale.trainer.records import FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
+from unstale.trainer.teachers import Teachers
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
 """A function from the route's `old_logp` `[T]` to metrics of its error. The tensor is empty if the
@@ -58,6 +60,8 @@ class Scoring:
         """
         self._policy = policy
         self._old = old
+        self.is_inline = old.needs.inline
+        """True if the route computes its values in every training pass."""
         self._rules = rules
         self._techniques = rules.techniques
         self._temperature = config.engine.temperature
@@ -67,6 +71,9 @@ class Scoring:
         keeps_reference = config.objective.kl_coef or "reference" in rules.techniques.needs
         self.reference_policy = policy.twin() if keeps_reference else None
         """The policy before training. None if nothing compares with it."""
+        distiller = rules.techniques.distiller
+        self.teachers = Teachers(policy, config, distiller) if distiller else None
+        """The teachers of a run that distils."""
         self.num_compared = 0
         """Tokens of the batch whose value was compared with the engine's in a bitwise run."""
         self.failed_batch: FailedBatch | None = None

@@ -78,6 +78,7 @@ class AddedParts:
             norm=_arrange([each.norm for each in found], order),
             reference_logp=_arrange([each.reference_logp for each in found], order),
             lag=_arrange([each.lag for each in found], order),
+            teacher_logp=_arrange([each.teacher_logp for each in found], order),
         )
 
 

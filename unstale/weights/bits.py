@@ -58,10 +58,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
     """Call a function with each item and return the results in the order of the items.
 
-    `sizes` has the bytes of each item. With `MIN_SHARED_BYTES` or more in all, the calls run on as
-    many threads as torch has, or on half of the processor's cores if these are more: processes that
-    compute little give torch one thread. The threads have the
-    caller's GPU stream, and torch's default modes.
+    `sizes` has the bytes of each item. If they are less than `MIN_SHARED_BYTES` in all, the calls
+    run in the caller's thread. Otherwise they run on as many threads as torch has, or on half of
+    the processor's cores if these are more, because processes that compute little give torch one
+    thread. The threads have the caller's GPU stream, and torch's default modes.
     """
     threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
@@ -80,8 +80,8 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
 def on_side_stream(call: Callable[[], R], device: torch.device) -> Callable[[], R]:
     """Return a function that makes the call on a GPU stream of its own, for another thread.
 
-    It begins when the work of the caller's stream is done, and returns when its own is. On another
-    device than a GPU it is the call itself.
+    The function begins when the caller's stream has done its present work, and returns when its own
+    stream has. For a device other than a GPU, `call` itself is returned.
     """
     if device.type != "cuda":
         return call
@@ -178,7 +178,9 @@ def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors, with successive small ones on a GPU joined: each operation has a cost."""
+    """Yield the tensors. Successive small ones on a GPU are joined, because each GPU operation has
+    a fixed cost.
+    """
     small: list[Tensor] = []
     for part in parts:
         fits = sum(map(len, small)) + len(part) <= MAX_SUM_WORDS

@@ -318,7 +318,10 @@ def _gaps_of(where: Tensor) -> Tensor:
 
 
 def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gaps as bytes with `ESCAPE`, and the end offset of each gap in these bytes."""
+    """Return the gaps between changed positions as bytes, and the offset at which each gap ends.
+
+    A gap takes one byte. A longer gap begins with the byte `ESCAPE`.
+    """
     escapes = gaps // ESCAPE
     ends = (escapes + 1).cumsum(0)
     coded = torch.full((int(ends[-1]),), ESCAPE, dtype=torch.uint8, device=gaps.device)

@@ -1,6 +1,6 @@
 """Publication of a version: engines load the new weights. An engine never mixes two versions."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,6 +97,10 @@ Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
 """A function that puts a version where engines can fetch it, with the arguments of `Put`."""
 
 
+KeepVersions = Callable[[Collection[int]], Awaitable[None]]
+"""A function that lets the engines drop the adapters of all versions but these."""
+
+
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
@@ -106,7 +110,9 @@ class DirectPublisher:
     version. `put` saves every version to disk before the engine loads it. With `post`, the engine
     receives the result of `post` and fetches the weights from there. With `in_place`, whole weights
     stay on the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine
-    receives the values and scales of this format, and later versions as differences of these.
+    receives the values and scales of this format, and later versions as differences of these. An
+    engine that has several versions drops all others than those for which `keep_versions` is
+    called.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -119,6 +125,7 @@ class DirectPublisher:
         post: Post | None = None,
         in_place: bool = False,
         packed: str = "none",
+        keep_versions: KeepVersions | None = None,
     ) -> None:
         self.bytes = 0
         self._engine = engine
@@ -135,8 +142,12 @@ class DirectPublisher:
         self._begun: tuple[int, Mapping[str, Tensor]] | None = None
         """The version that is prepared, and its weights."""
         self._prepared: tuple[Update, int] | None = None
+        self._keep_versions = keep_versions
+        self._live: Collection[int] = ()
+        """The earlier versions that sampled tokens that are not trained on yet."""
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        self._live = live
         self._begun = version, weights = source.version, source.weights()
         if self._store is not None:
             # versions that are no longer needed must not count against the memory limit
@@ -185,6 +196,9 @@ class DirectPublisher:
         self._prepared = None
         await self._engine.interrupt()
         await self._engine.load(update, version)
+        if self._keep_versions is not None:
+            # The version before may have sampled its first tokens since `begin`.
+            await self._keep_versions({*self._live, self._loaded})
         self._loaded = version
         await self._engine.resume()
 

@@ -1,4 +1,4 @@
-"""A recording of a run's versions and batches, on which `unstale audit` tests the old-logp routes.
+"""A recording of a run's versions and batches, on which `unstale audit` tests `old_logp`.
 
     recorded/versions/000012.safetensors    the weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on
@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unstale.config import ConfigError
+from unstale.kept_sets import KeptSets
 from unstale.model.whole_weights import WholeWeights
-from unstale.records import Batch, StoredLogps
+from unstale.records import Batch, Lesson, StoredLogps
 from unstale.routed_experts import ExpertTable, RoutedExperts
 from unstale.weights.bits import bytes_of
 from unstale.weights.codec import file_header
@@ -39,6 +41,11 @@ _LISTS = ("offsets", "episodes")
 _STORED = ("stored.old_logp", "stored.exact")
 """Names of the columns that only a batch with replayed tokens (trained on again) has."""
 
+_LESSONS = "lessons"
+"""Name of the column that only a batch with lessons has: teacher, start, number of tokens and the
+tokens of each lesson.
+"""
+
 _WEIGHT = "weight/"
 """Prefix of the names of weights in the file with a batch that went wrong."""
 
@@ -46,6 +53,9 @@ _ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
 """Names of the columns that only a batch with routed experts has. A row of `routes.places` is
 (sequence, version, start, count).
 """
+
+_KEPT_SETS = ("kept_sets.sizes", "kept_sets.ids")
+"""Names of the columns that only a batch of truncated sampling has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,24 +204,38 @@ class FailedStep:
 
 def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    del columns["group"], columns["reward"]  # no step of a recorded batch reads them
+    for name in ("group", "reward", "turn_rewards"):  # no step of a recorded batch reads them
+        del columns[name]
+    if lessons := columns.pop("lessons"):
+        rows = [(each.teacher, each.start, len(each.tokens), *each.tokens) for each in lessons]
+        columns[_LESSONS] = torch.tensor([number for row in rows for number in row])
     table = columns.pop("routed_experts")
     if stored := columns.pop("stored"):
         columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
+    if kept := columns.pop("kept_sets"):
+        columns |= zip(_KEPT_SETS, kept.to_tensors(), strict=True)
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
     return columns | _expert_columns(table) if table else columns
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
-    apart = (*_ROUTED_EXPERTS, *_STORED)
+    apart = (*_ROUTED_EXPERTS, *_STORED, *_KEPT_SETS, _LESSONS)
     values: dict[str, Any] = {key: value for key, value in columns.items() if key not in apart}
     for name in _LISTS:
         values[name] = tuple(columns[name].tolist())
+    if _LESSONS in columns:
+        numbers = iter(columns[_LESSONS].tolist())
+        values["lessons"] = tuple(
+            Lesson(teacher, next(numbers), tuple(islice(numbers, next(numbers))))
+            for teacher in numbers
+        )
     if _ROUTED_EXPERTS[0] in columns:
         complete, places, experts = (columns[name] for name in _ROUTED_EXPERTS)
         values["routed_experts"] = _expert_table(complete, places, experts, len(values["episodes"]))
     if _STORED[0] in columns:
         values["stored"] = StoredLogps(*(columns[name] for name in _STORED))
+    if _KEPT_SETS[0] in columns:
+        values["kept_sets"] = KeptSets.of_tensors(*(columns[name] for name in _KEPT_SETS))
     return Batch(**values)
 
 

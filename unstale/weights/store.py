@@ -92,9 +92,9 @@ class VersionStore:
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
         self._jobs: list[Future[None]] = []
-        """The work of the store's thread, until something has waited for it."""
+        """The jobs of the store's thread whose end no method has waited for yet."""
         self._thread: ThreadPoolExecutor | None = None
-        """The thread. None if it has no work."""
+        """The thread that does the jobs. None if there are none."""
         self._changing_jobs = Lock()
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -119,9 +119,10 @@ class VersionStore:
         self._begin(partial(self._keep, frozenset(live)), self._movable)
 
     def wait(self) -> None:
-        """Wait for the store's thread. It then does not read any given tensors any more.
+        """Wait for the store's thread.
 
-        Raises the error of its work. The store is then as it was before this work.
+        Afterwards it reads none of the tensors that were given to it. Raises the error of its work.
+        The store is then as it was before this work.
         """
         with self._changing_jobs:
             jobs = self._jobs
@@ -132,7 +133,7 @@ class VersionStore:
             self._forget(jobs)
 
     def _begin(self, work: Callable[[], None], tensors: Mapping[str, Tensor]) -> None:
-        """Give the thread some work, which is not begun if the work before it fails."""
+        """Give the store's thread some work. The thread skips it if the work before it fails."""
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         work = on_side_stream(work, device)
         with self._changing_jobs:
@@ -141,7 +142,10 @@ class VersionStore:
             self._jobs = [*self._jobs, self._thread.submit(_after, before, work)]
 
     def _forget(self, jobs: "Sequence[Future[None]]") -> None:
-        """Forget jobs, except those that a signal did not let end. End the thread without a job."""
+        """Remove these jobs, except unfinished ones (a signal may end the wait for a job early).
+
+        End the thread if no job is left.
+        """
         with self._changing_jobs:
             self._jobs = [job for job in self._jobs if job not in jobs or not job.done()]
             if not self._jobs and self._thread:
@@ -369,7 +373,10 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, tensors)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a delta that fits leads to each version but the first."""
+        """Raise ValueError unless the deltas lead from each stored version to the next, and fit.
+
+        With `storage="full"`, each delta must have all weights of its version instead.
+        """
         versions = state["versions"]
         at = state["at"]
         pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))
@@ -388,8 +395,9 @@ class VersionStore:
     def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        The copy is compared with its checksum `written`, and with that in its version's delta. No
-        delta leads to the first version, so a copy of it is moved to the second version for that.
+        The copy is compared with its checksum `written`, and with that in its version's delta. The
+        first version has no delta. For the second check, a copy of its weights is therefore moved
+        to the second version.
         """
         at = self._at
         with_delta = self._shelf.versions
@@ -447,7 +455,7 @@ class VersionStore:
 
 
 def _after(before: "Future[None] | None", work: Callable[[], None]) -> None:
-    """Do some work, or raise the error of the work before it."""
+    """Do some work, or raise the error of the job `before` if that failed."""
     if before is not None:
         before.result()
     work()

@@ -6,14 +6,12 @@ Only `gather_evidence` reads the run folder, and nothing writes to it. docs/advi
 conclusions.
 """
 
-from unstale.analysis.advice.comparisons import ComparisonTable
 from unstale.analysis.advice.conclusion import Conclusion
 from unstale.analysis.advice.evidence import Evidence, gather_evidence
 from unstale.analysis.advice.page import as_json, page
 from unstale.analysis.advice.rules import conclude
 
 __all__ = [
-    "ComparisonTable",
     "Conclusion",
     "Evidence",
     "as_json",

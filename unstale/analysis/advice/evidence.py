@@ -43,9 +43,9 @@ from unstale.observe.words import mapping, number
 from unstale.records import nearest_rank
 
 Source = Literal["exact", "audited", "replayed", "lag 0", "moments", "none"]
-"""The source of the true D and S. `exact`: the run's route. `audited`: the audit during training.
-`replayed`: `unstale audit`. `lag 0`: pi / mu of tokens of lag 0, which is D. `moments`: variances
-estimated from the metrics. `none`: they are not known.
+"""The source of the true D and S. `exact`: the run's route (way to get `old_logp`). `audited`: the
+audit during training. `replayed`: `unstale audit`. `lag 0`: pi / mu of tokens of lag 0, which is D.
+`moments`: variances estimated from the metrics. `none`: they are not known.
 """
 SOURCES: Mapping[Source, str] = {
     "exact": "the route's exact values, in the journal",
@@ -107,8 +107,9 @@ FIGURES = {
     "live_versions": ("", "versions whose tokens wait for training, at most"),
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
-"""Unit and meaning of each figure. A figure `changed/NAME` is `changed_by_route` for the route
-NAME, if its ratios can be computed from exact ratios.
+"""Unit and meaning of each figure. There is also a figure `changed/NAME`, with the meaning of
+`changed_by_route`, for each route NAME (way to get `old_logp`) whose ratios follow from the exact
+ones.
 """
 
 Row4 = tuple[float, float, float, float]
@@ -119,7 +120,8 @@ MAX_TOKENS = 200_000
 MIN_LAG_0 = 100
 """Smallest number of tokens of lag 0 (no staleness) from which the spread of D is estimated."""
 MIN_OF_BLOCK = 100
-"""Smallest number of tokens in a block of the sample in audit.json. Blocks take the place of steps.
+"""Smallest number of tokens in a block of the sample in audit.json. The sample has no steps, so
+standard errors are computed from such blocks.
 """
 MIN_OF_LAG = 50
 """Smallest number of equally stale tokens from which the reach of a clip is computed."""
@@ -214,7 +216,10 @@ class TokenSample:
 
 
 def read_sample(folder: RunFolder) -> TokenSample:
-    """Read the sample of trained tokens from a run's journal. Problems become gaps of `folder`."""
+    """Read the sample of trained tokens from a run's journal.
+
+    If the journal is missing or damaged, the sample is empty and `folder.gaps` says why.
+    """
     from unstale.durability.journal import JOURNAL, Journal, JournalError  # this imports torch
 
     tokens: list[Row4] = []
@@ -265,7 +270,7 @@ def _truth(
 ) -> tuple[Source, Factors, Factors | None]:
     """Return the source of the exact ratios, tokens with these, and tokens with the route's ratios.
 
-    The third is None if the ratios of the route are not known.
+    The third is None if the ratios of the route (way to get `old_logp`) are not known.
     """
     if config.old_logps.exact and len(sample.tokens):
         return "exact", sample.tokens, sample.tokens
@@ -300,8 +305,9 @@ def of_sample(
 ) -> dict[str, float]:
     """Return the figures of a sample of tokens with the exact ratios `true`.
 
-    `present` has the ratios of the run's route. With the source `lag 0`, `true` has log D of tokens
-    of lag 0, and `present` has pi / mu of all tokens.
+    `present` has the ratios that the run computed with its own way to get `old_logp`. With the
+    source `lag 0`, `true` has log D of the tokens of lag 0 (no staleness), and `present` has pi /
+    mu of all tokens.
     """
     if not len(true):
         return {}
@@ -328,8 +334,8 @@ def of_sample(
 def _of_decisions(
     config: RunConfig, true: Factors, present: Factors | None, lengths: Lengths
 ) -> dict[str, float]:
-    """Return the shares of tokens that thresholds stop with exact ratios, and for each route the
-    share of tokens that its ratios treat differently.
+    """Return the shares of tokens that thresholds stop with exact ratios, and for each route (way
+    to get `old_logp`) the share of tokens that its ratios treat differently.
     """
     limits = Thresholds.of(config, lengths)
     # `rollout` has no correction; with any other route the run's own is kept.
@@ -405,9 +411,10 @@ def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
 
 
 def _of_reach(config: RunConfig, present: Factors, lengths: Lengths) -> dict[str, float]:
-    """Return the pi / mu at which the clip acts with the run's route, for the most frequent lag.
+    """Return the pi / mu at which the clip acts with the run's route (way to get `old_logp`).
 
-    Empty for a route whose S does not follow from pi / mu, such as an exact route.
+    It is that of tokens of the most frequent lag (staleness). Empty for a route whose S does not
+    follow from pi / mu, such as an exact route.
     """
     clip = Thresholds.of(config, lengths).clip
     stale = present.where(present.lag > 0)

@@ -37,10 +37,10 @@ def of_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_moments(rows: Sequence[Row]) -> dict[str, float]:
-    """Return standard deviations of an exact route's log ratios, estimated from KL metrics.
+    """Return standard deviations of log ratios, estimated from KL metrics.
 
-    The estimator k3 of the KL divergence is about E[r^2] / 2 for small log ratios r. Empty if a
-    metric is missing.
+    The ratios must be those of an exact `old_logp`. The estimator k3 of the KL divergence is about
+    E[r^2] / 2 for small log ratios r. Empty if a metric is missing.
     """
     names = ("correction/kl_k3", "objective/kl_k3", "policy/kl_behavior_k3")
     means = [_mean(rows, name) for name in names]
@@ -55,10 +55,10 @@ def of_moments(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[str, float]:
-    """Return the errors of the route `old` that an audit measured. Empty without an audit.
+    """Return the errors of `old_logp` that an audit measured. Empty without an audit.
 
-    The audit is that during training, in the metrics `rows`, or else that of `unstale audit`, in
-    the content `replayed` of `audit.json`.
+    `old` is the run's method (route) to get it. The audit is that during training, in the metrics
+    `rows`, or else that of `unstale audit`, in the content `replayed` of `audit.json`.
     """
     by_figure = {
         "staleness_leak": "staleness_leak",
@@ -94,8 +94,9 @@ def of_costs(
 ) -> dict[str, float]:
     """Return the times of a step, as medians over steps, and the predicted time of an exact route.
 
-    A forward pass is assumed to take a third of a forward and backward pass. An exact route needs
-    about (n + 1) / 2 forward passes over an episode that `n` versions sampled.
+    A forward pass is assumed to take a third of a forward and backward pass. An exact route (way to
+    get `old_logp`) needs about (n + 1) / 2 forward passes over an episode that `n` versions
+    sampled.
     """
     steps = [
         later - earlier for earlier, later in pairwise(_values(rows, "time_s")) if later > earlier

@@ -7,11 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from unstale.analysis.advice.comparisons import ComparisonTable, SettingKind, label_of
 from unstale.analysis.advice.conclusion import Conclusion
 from unstale.analysis.advice.evidence import FIGURES, SOURCES, Evidence
-from unstale.analysis.report.compare_page import points
-from unstale.analysis.report.study import ALPHA
 from unstale.lint.finding import as_options
 from unstale.observe.words import amount, percent
 
@@ -24,22 +21,16 @@ The option old_logps.route chooses how pi_old is computed. A token is stopped
 With the objective `cispo`, the clip stops no token: it only limits a weight."""
 
 
-def page(
-    evidence: Evidence, conclusions: Iterable[Conclusion], comparisons: ComparisonTable
-) -> Group:
+def page(evidence: Evidence, conclusions: Iterable[Conclusion]) -> Group:
     """Return the advice on a run as text for a terminal."""
     parts: list[RenderableType] = [Text(_title(evidence), "bold"), "", Text(HEAD)]
     for number, conclusion in enumerate(conclusions, 1):
         parts += ["", Text(f"{number}  {conclusion.text}", "bold"), _rows(evidence, conclusion)]
-    parts += ["", Text("Success in comparisons of routes", "bold")]
-    parts += _compared(evidence, comparisons)
     parts += ["", Text("Where the figures are from", "bold"), _sources(evidence)]
     return Group(*parts)
 
 
-def as_json(
-    evidence: Evidence, conclusions: Iterable[Conclusion], comparisons: ComparisonTable
-) -> dict[str, Any]:
+def as_json(evidence: Evidence, conclusions: Iterable[Conclusion]) -> dict[str, Any]:
     """Return the advice on a run as a JSON object."""
     return {
         "run": evidence.run,
@@ -62,7 +53,6 @@ def as_json(
             }
             for conclusion in conclusions
         ],
-        "comparisons": comparisons.as_json(evidence.config),
         "gaps": list(evidence.gaps),
     }
 
@@ -121,37 +111,6 @@ def _rows(evidence: Evidence, conclusion: Conclusion) -> Table:
     return grid
 
 
-def _compared(evidence: Evidence, comparisons: ComparisonTable) -> list[RenderableType]:
-    """Return the results that the table of comparisons has for each route, in similar settings."""
-    kind = SettingKind.of(evidence.config)
-    if kind is None:
-        return [Text("The table has only comparisons of objectives that stop tokens by a clip.")]
-    found = comparisons.records(kind)
-    if not found:
-        return [Text(f"The table has no comparison with {kind}, as in this run.")]
-    own = label_of(evidence.config)
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column()
-    for _ in range(4):
-        grid.add_column(justify="right", no_wrap=True)
-    grid.add_row("route", "points", "95% interval", "pairs", "less success in")
-    for record in found:
-        low, high = record.difference.interval(ALPHA)
-        grid.add_row(
-            Text(record.arm, "bold" if record.arm == own else ""),
-            points(record.difference.mean),
-            f"{points(low)} to {points(high)}",
-            str(record.difference.n),
-            f"{record.worse} of {record.settings}",
-        )
-    head = (
-        "Held-out success of each route minus that of an exact route with the same seed, in "
-        f"settings with {kind}, as in this run:"
-    )
-    foot = f"The last column counts settings whose own interval is below 0. {comparisons.about}"
-    return [Text(head), grid, Text(foot.strip())]
-
-
 def _sources(evidence: Evidence) -> Text:
     return Text("\n".join(_source_lines(evidence)))
 
@@ -176,3 +135,4 @@ def _source_lines(evidence: Evidence) -> Iterator[str]:
     if evidence.config.correction.token_veto_threshold:
         yield "Sequences that correction.token_veto_threshold drops are not counted."
     yield from (f"Not read: {gap}." for gap in evidence.gaps)
+    yield "Which routes learned better in comparisons: docs/advise.md. No conclusion predicts it."

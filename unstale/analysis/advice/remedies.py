@@ -16,11 +16,15 @@ OTHERS = {
     "old_logit_model": "needs a second process and no trainer time",
     "interrupt_sync": "needs no memory, but pauses generation",
 }
-"""Exact ways to get `old_logp` -> their cost in words, which a run with another does not show."""
+"""Exact ways to get `old_logp`, each with its cost in words. A run that uses another way does not
+measure this cost.
+"""
 
 
 MOST_TIMES = 10.0
-"""Largest factor by which a suggested run is longer. Ten makes an interval a third as wide."""
+"""Largest factor by which a suggested run is longer. Ten times as many steps make a confidence
+interval a third as wide.
+"""
 
 
 def band_options(low: float, high: float) -> Fix:
@@ -50,7 +54,9 @@ def outwards(low: float, high: float) -> tuple[float, float]:
 
 
 def select_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route, and the mode of correction that this route needs."""
+    """Return the options that select a route (way to get `old_logp`), and the mode of correction
+    that this route needs.
+    """
     changed = with_route(config, route).correction
     fix = use_route(config, route)
     if changed.mode != config.correction.mode:

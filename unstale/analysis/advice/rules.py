@@ -28,13 +28,15 @@ SAME = 0.001
 tokens differently. A clip of PPO typically stops 1% to 5%, so this is a small part of its effect.
 """
 SAME_OF_STOPPED = 0.05
-"""The limit `SAME` is raised to this part of the share of stopped tokens. A clip on sequences may
-stop half of the tokens.
+"""If thresholds stop many tokens, `SAME` is replaced by this part of the share of stopped tokens,
+if that is larger. A clip on sequences may stop half of the tokens.
 """
 PART = 0.05
 """Smallest share of D in the variances of log D and log S for which D is worth removing."""
 LARGE_ERROR = 0.1
-"""Size of log D, or of an error, relative to the nearest threshold from which it matters."""
+"""The size of log D, or of an error, matters from this part of the distance to the nearest
+threshold.
+"""
 CORRELATED = 0.2
 """Size of a correlation of log D and log S that is worth naming."""
 BUSY = 0.03
@@ -328,7 +330,9 @@ def _cost(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_audited(evidence: Evidence) -> Conclusion | None:
-    """Name what is unknown about an inexact route without an audit, and a command to measure it."""
+    """Name what is unknown about an inexact route (way to get `old_logp`) without an audit, and a
+    command to measure it.
+    """
     if evidence.config.old_logps.exact or not evidence.get("steps"):
         return None
     if evidence.source in ("audited", "replayed"):

@@ -35,7 +35,7 @@ class Factors:
 
     @classmethod
     def of(cls, rows: list[tuple[float, float, float, float]]) -> "Factors":
-        """Make the columns from rows of log D, log S, lag and step."""
+        """Make the columns from rows of log D, log S, lag (staleness) and step."""
         columns = numpy.array(rows, dtype=float).reshape(-1, 4).T
         return cls(*columns)
 
@@ -68,7 +68,9 @@ class Spread:
     log_s: float
     log_ratio: float
     correlation: float | None
-    """Correlation of log D and log S. None if one of them is constant."""
+    """Correlation of log D and log S over the tokens. None if one of them is constant.
+    D is old_logp against behavior_logp, S is logp against old_logp, as ratios of probabilities.
+    """
     d_share: float | None
     """var log D / (var log D + var log S). None if both are constant."""
     d_share_se: float | None
@@ -225,7 +227,8 @@ class Thresholds:
     def dropped(self, factors: Factors, rows: Column) -> Column:
         """Return True for tokens whose log D is outside the correction's limits (the band).
 
-        `rows` has indices in `factors`, `[U, n]`, and so has the result.
+        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`. The result has
+        the same shape.
         """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
@@ -267,8 +270,8 @@ def is_computable(config: RunConfig) -> bool:
     """Return True if the route's log S follows from only pi / mu and a token's lag (staleness).
 
     That is so for routes that mix the policies pi and mu. With several minibatches, the pi in the
-    journal is that after some of the batch's updates. Then the route must mix this pi, or use only
-    mu.
+    journal is that after some of the batch's updates. Then the route (way to get `old_logp`) must
+    mix this pi, or use only mu.
     """
     old = config.old_logps
     needs = old.needs
@@ -281,8 +284,8 @@ def is_computable(config: RunConfig) -> bool:
 def factors_of_route(config: RunConfig, true: Factors) -> Factors:
     """Return the log D and log S that the route of `config` gives tokens with exact ratios `true`.
 
-    The route must satisfy `is_computable`. The ratios are those before the first optimizer step on
-    the batch.
+    The route (way to get `old_logp`) must satisfy `is_computable`. The ratios are those before the
+    first optimizer step on the batch.
     """
     ratio = true.log_ratio
     log_s = numpy.zeros(len(true))
@@ -330,8 +333,8 @@ def difference(reference: Column, other: Column, *, effective: int) -> Differenc
 def share_in_s(present: Factors) -> float | None:
     """Return the slope of log S on log(pi / mu): the part of the ratio on which a clip on S acts.
 
-    It is 1 for the route `rollout`, 0 if S is always 1, and 1 - alpha for log-linear interpolation.
-    None if pi / mu is constant.
+    It is 1 for the route `rollout`, 0 if S is always 1, and 1 - alpha for a log-linear mixture of
+    the two policies. None if pi / mu is constant.
     """
     ratio = present.log_ratio
     variance = ratio.var().item() if len(present) > 1 else 0.0

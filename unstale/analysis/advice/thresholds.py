@@ -25,13 +25,13 @@ FAR = 1.25
 value, or below 1 divided by it.
 """
 NOISE = 3.0
-"""Noise decides which tokens are dropped if a limit on log D is below this multiple of it."""
+"""A limit on log D that is below this multiple of the numerical noise drops tokens by chance."""
 FEW = 4000
 """Smallest number of tokens with which the 95% interval of a share of 0 is below `rules.SAME`."""
 
 
 def other_reach(evidence: Evidence) -> Conclusion | None:
-    """Report the pi / mu at which the clip acts with an inexact route, if that is not its limit.
+    """Report the pi / mu at which the clip acts with an inexact `old_logp`, if not at its limit.
 
     The suggested options make the clip act at the limit.
     """

@@ -11,14 +11,14 @@ from unstale.durability.console import Console
 
 
 def _advise(chosen: argparse.Namespace) -> int:
-    from unstale.analysis.advice import ComparisonTable, as_json, conclude, gather_evidence, page
+    from unstale.analysis.advice import as_json, conclude, gather_evidence, page
 
     evidence = gather_evidence(chosen.run)
-    conclusions, comparisons = conclude(evidence), ComparisonTable.load()
+    conclusions = conclude(evidence)
     if chosen.json:
-        print_json(as_json(evidence, conclusions, comparisons))
+        print_json(as_json(evidence, conclusions))
     else:
-        Console().print(page(evidence, conclusions, comparisons), highlight=False)
+        Console().print(page(evidence, conclusions), highlight=False)
     return 0
 
 

@@ -42,7 +42,7 @@ def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
 
 
 def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None:
-    """Add numbers of tokens by tenth and lag to the table `ages`."""
+    """Add numbers of tokens by tenth and lag (staleness) to the table `ages`."""
     writer.executemany(
         "INSERT INTO ages VALUES (?, ?, ?) "
         "ON CONFLICT (tenth, lag) DO UPDATE SET tokens = tokens + excluded.tokens",

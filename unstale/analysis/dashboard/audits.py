@@ -44,7 +44,7 @@ def audit(index: RunIndex) -> Row:
 
     `during` has the last values of the metrics `audit/...`, and is empty if the run did not measure
     them. `after` is None if there is no `audit.json`. `tokens` has, for some audited tokens, log D
-    and log S with the run's route, and the true log D and log S.
+    and log S with the run's `old_logp`, and the true log D and log S.
     """
     after, problems = _stored(index)
     tokens, problem = _audited_tokens(index.folder)

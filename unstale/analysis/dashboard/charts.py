@@ -521,9 +521,9 @@ def sections(names: Iterable[str]) -> list[Row]:
 def _sections(names: tuple[str, ...]) -> list[Row]:
     """Return the groups of plots for the metrics `names`.
 
-    A metric that is recorded by lag becomes one plot, and so does a metric that each engine has.
-    Rewards and figures of the environment have their own groups. All other metrics come last, in
-    one group for each component.
+    A metric that is recorded by lag (staleness) becomes one plot, and so does a metric that each
+    engine has. Rewards and figures of the environment have their own groups. All other metrics come
+    last, in one group for each component.
     """
     left = dict.fromkeys(sorted(set(names) - set(_OF_ROW)))
     found = {
@@ -607,7 +607,9 @@ def _as_json(chart: Chart, lines: Mapping[str, str]) -> Row:
 
 
 def _by_lag(left: dict[str, None]) -> list[Row]:
-    """Return a plot for each metric that is recorded by lag, and remove its names from `left`."""
+    """Return a plot for each metric that is recorded by lag (staleness), and remove its names from
+    `left`.
+    """
     lags: dict[str, dict[int, str]] = {}
     for name in left:
         metric, _, lag = name.partition(_BY_LAG)

@@ -51,7 +51,7 @@ COLUMNS = (
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
 """Columns of the table of episodes. A column by which many episodes are sorted gets a database
-index, so that the next page is read without sorting. Others have none, because keeping 21 indexes
+index when it is first needed, so that the next page is read without sorting. Keeping all 21 indexes
 would take as long as reading the episodes of a live run.
 """
 
@@ -80,7 +80,7 @@ CREATE INDEX spans_by_end ON spans ("end");
 CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT NOT NULL, fields TEXT NOT NULL);
 CREATE INDEX events_by_kind ON events (kind, id)"""
 """SQL of the tables with data of `metrics.jsonl` and `events.jsonl`. `lags` has the number of
-trained tokens by step and lag.
+trained tokens by step and lag (staleness).
 """
 
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
@@ -100,8 +100,8 @@ CREATE TABLE ages (tenth INTEGER NOT NULL, lag INTEGER NOT NULL, tokens INTEGER 
     PRIMARY KEY (tenth, lag)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize='unicode61')"""
 """SQL of the tables with data of the journal. `ages` has the number of trained tokens by tenth of
-the episode and lag. `figures` has the rewards (`reward:NAME`) and facts (`fact:NAME`) of an
-episode. `words` is the full-text index of the conversations, without the text.
+the episode and lag (staleness). `figures` has the rewards (`reward:NAME`) and facts (`fact:NAME`)
+of an episode. `words` is the full-text index of the conversations, without the text.
 """
 
 

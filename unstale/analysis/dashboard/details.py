@@ -79,7 +79,7 @@ def ages(database: Database) -> list[Row]:
 
 
 def size_by_lag(database: Database, ratio: str) -> list[list[float]]:
-    """Return the mean |log D| or |log S| in nats at each lag, as `[lag, mean]`.
+    """Return the mean |log D| or |log S| in nats at each lag (staleness), as `[lag, mean]`.
 
     `ratio` is "D" or "S". Steps are weighted by the number of tokens in their means. In old runs,
     which did not record this number, they are weighted by all action tokens of that lag.
@@ -107,18 +107,18 @@ _ATTEMPTS = """SELECT sampled_tokens, turns, success, reward,
         AND episode = max(episode) OVER (PARTITION BY group_number, sibling)
     THEN 'given_up' ELSE outcome END AS outcome
     FROM (SELECT * FROM episodes WHERE is_branch = 0 ORDER BY episode DESC LIMIT ?)"""
-"""SQL for the newest attempts at episodes, without branches. The outcome of a failed attempt is
-`given_up` if no other attempt followed.
+"""SQL for the newest attempts at episodes, without branches (further conversations). The outcome of
+a failed attempt is `given_up` if no other attempt followed.
 """
 
 
 def attempts(database: Database) -> Row:
     """Return statistics of attempts at episodes by how they ended, and a curve of their lengths.
 
-    Branches of an episode are left out, because they have its outcome and reward. A point of
-    `curve` has a number of sampled tokens, the share of all ended attempts with at most so many,
-    and the same share of those trained on. If long attempts are lost more often, training prefers
-    short episodes.
+    Branches (further conversations) of an episode are left out, because they have its outcome and
+    reward. A point of `curve` has a number of sampled tokens, the share of all ended attempts with
+    at most so many, and the same share of those trained on. If long attempts are lost more often,
+    training prefers short episodes.
     """
     rows = database.rows(
         f"""SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)

@@ -64,9 +64,10 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
 
 
 def add_outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
-    """Return the columns on an episode's end, and write its rewards and facts to `figures`.
+    """Return the columns that say how an episode ended. Write its rewards and facts into the table
+    `figures`.
 
-    `end` is the journal's row on the end.
+    Facts are numbers that the environment reports. `end` is the journal's row on the end.
     """
     episode, stop, rewards, facts, stage, error, reason, step, *_ = end
     if stop is None:

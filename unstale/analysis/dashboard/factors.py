@@ -17,9 +17,9 @@ import numpy as np
 
 from unstale.analysis.dashboard.journals import open_journal
 from unstale.analysis.dashboard.table import BadQuestion
-from unstale.durability.journal import JournalError, JournalReader
+from unstale.durability.journal import JournalReader
 from unstale.durability.journal.tables import COLUMNS, seal
-from unstale.durability.journal.token_rows import TrainedTokens, unpack_tokens
+from unstale.durability.journal.token_rows import unpack_tokens
 from unstale.durability.run_folder import Row
 from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag, TokenValues
 
@@ -44,7 +44,7 @@ UNIT = 1e-3
 """Log ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
 
 MAX_LAG = 5
-"""Lag of the last colour, which also stands for all larger lags."""
+"""Lag (staleness) of the last colour, which also stands for all larger lags."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
 """Names of the outcomes of a token. Arrays have the positions of outcomes in this list."""
@@ -64,9 +64,9 @@ class TokenColumns:
     lag: Any
     """Number of versions published between sampling and training."""
     flags: Any
-    """Sums of `TokenFlag`."""
+    """For each token, the sum of its `TokenFlag` values."""
     outcome: Any
-    """Positions in `OUTCOME_NAMES`."""
+    """The outcome of each token, as a position in `OUTCOME_NAMES`."""
     episode: Any
     token: Any
     """Position of the token in its episode, counting context tokens."""
@@ -82,7 +82,7 @@ class TokenColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """A choice of trained tokens by step, lag and exactness of their old log-probability.
+    """A choice of trained tokens by step, lag (staleness) and exactness of their `old_logp`.
 
     Limits are inclusive. None sets no limit.
     """
@@ -173,15 +173,6 @@ class TokenRow:
     step: int
     num_tokens: int
     seal: int
-
-
-def require_values(values: Sequence[TrainedTokens], row: TokenRow) -> None:
-    """Raise `JournalError` if `values`, read for a row that was found before, are empty."""
-    if not values:
-        raise JournalError(
-            f"the values of group {row.group} in step {row.step} were deleted meanwhile, "
-            "by a resume of the run"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +400,9 @@ def _finite(part: TokenColumns, name: str) -> TokenColumns:
 def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) -> Row:
     """Return counts, points and marginals of some tokens, and episodes with tokens in the brush.
 
-    `drawn` has the `lines` of the run's limits, which the axes include. It is part of the answer.
-    At most `max_points` points are returned, or `MAX_POINTS` if it is 0 or larger than that.
+    The brush is a rectangle that the user selected. `drawn` has the `lines` of the run's limits,
+    which the axes include. It is part of the answer. At most `max_points` points are returned, or
+    `MAX_POINTS` if it is 0 or larger than that.
     """
     lines = drawn["lines"]
     axes = {name: _extent(tokens, name, lines) for name in ("log_d", "log_s")}
@@ -478,7 +470,7 @@ def _counts(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]]) 
 
 
 def _marginal(parts: Sequence[TokenColumns], name: str, axis: Sequence[float]) -> list[Row]:
-    """Return the number of tokens in each cell along the axis of `name`, by lag."""
+    """Return the number of tokens in each cell along the axis of `name`, by lag (staleness)."""
     found: dict[int, Any] = {}
     for part in parts:
         cell = _cell(getattr(part, name), axis)
@@ -490,7 +482,9 @@ def _marginal(parts: Sequence[TokenColumns], name: str, axis: Sequence[float]) -
 
 
 def _by_lag(parts: Sequence[TokenColumns]) -> list[list[int]]:
-    """Return `[lag, number of tokens]` for each lag. Lags above `MAX_LAG` count as `MAX_LAG`."""
+    """Return `[lag, number of tokens]` for each lag (staleness). Lags above `MAX_LAG` count as
+    `MAX_LAG`.
+    """
     counts = np.zeros(MAX_LAG + 1, np.int64)
     for part in parts:
         counts += np.bincount(np.clip(part.lag, 0, MAX_LAG), minlength=MAX_LAG + 1)
@@ -551,7 +545,9 @@ def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Episode:
-    """The number of an episode's tokens in the brush in one step, and the farthest of them."""
+    """The number of an episode's tokens in the brush (selected rectangle) in one step, and the
+    farthest of them.
+    """
 
     episode: int
     step: int
@@ -566,7 +562,7 @@ def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
     """Return the number of tokens inside the brush, and the episodes with most such tokens.
 
     Each episode has its farthest token: the one with the largest size of a ratio that the brush
-    limits.
+    (selected rectangle) limits.
     """
     found: list[_Episode] = []
     parts = list(tokens.inside(brush))

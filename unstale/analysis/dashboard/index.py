@@ -85,8 +85,6 @@ class RunIndex:
         """A sentence on why the index is no longer updated. Empty if it is."""
         self.search_problem = ""
         """A sentence on why texts cannot be searched. Empty if they can."""
-        self.num_restarts = 0
-        """Number of times that all episodes were removed, for a replaced or rewound journal."""
         self.changes = 0
         """A number that grows with every change of this database."""
         self._metrics = Tail(folder / METRICS)
@@ -284,7 +282,6 @@ class RunIndex:
 
     def _restart(self, inode: int) -> None:
         self.database.clear_episodes()
-        self.num_restarts += 1
         self._without_words = array("q")
         self._inode, self._last_episode, self._last_consumed = inode, -1, _NOTHING
         self._has_backlog = False
@@ -454,7 +451,8 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
     """Add an episode that has begun to the run's index, a database.
 
-    Further attempts at an episode have the same seed. Its branches have others.
+    Further attempts at an episode have the same seed. Its branches (further conversations) have
+    others.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(

@@ -1,11 +1,10 @@
 """Compare two runs on the groups that have equal numbers and equal tasks in both."""
 
-import math
 from collections.abc import Sequence
 
 from unstale.analysis.dashboard.database import Database
 from unstale.durability.run_folder import Row
-from unstale.observe.statistics import has_spread, student_t975
+from unstale.observe.statistics import paired_difference
 
 MAX_GROUPS = 50_000
 """Number of newest groups of a run that are compared."""
@@ -37,8 +36,8 @@ def pairs(a: Database, b: Database) -> Row:
 def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
     """Return the mean of each of `FIGURES` in a run's finished groups, by group number and task.
 
-    A group is finished if none of its episodes that have begun is open. Branches of an episode are
-    left out, because they have its reward.
+    A group is finished if none of its episodes that have begun is open. Branches (further
+    conversations) of an episode are left out, because they have its reward.
     """
     means = ", ".join(f"avg({name})" for name in FIGURES)
     rows = database.rows(
@@ -68,18 +67,14 @@ def _compare(
             continue
         differences = [other - one for one, other in known]
         count = len(known)
-        mean = sum(differences) / count
-        spread = sum((each - mean) ** 2 for each in differences)
-        half = None
-        if has_spread(differences):
-            half = student_t975(count - 1) * math.sqrt(spread / (count - 1) / count)
+        paired = paired_difference(differences)
         found.append(
             {
                 "name": name,
                 "a": sum(one for one, _ in known) / count,
                 "b": sum(other for _, other in known) / count,
-                "difference": mean,
-                "interval": None if half is None else [mean - half, mean + half],
+                "difference": sum(differences) / count,
+                "interval": paired and list(paired.interval(0.05)),
                 "groups": count,
             }
         )

@@ -16,11 +16,6 @@ def token_choice(request: Request) -> TokenChoice:
     return TokenChoice(**given, exact=text(request, "exact", "all"))
 
 
-def options(request: Request) -> dict[str, str]:
-    """Return the options that a request changes, as full name -> text: parameters with a dot."""
-    return {name: text(request, name) for name in request.query_params if "." in name}
-
-
 def brush(request: Request) -> Brush:
     limits = ("d_min", "d_max", "s_min", "s_max")
     given = {name: number(request, name, 0.0) for name in limits if request.query_params.get(name)}

@@ -30,11 +30,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unstale.analysis.dashboard import (
-    alternatives,
     audits,
     axes,
     details,
-    export,
     limits,
     pairs,
     parameters,
@@ -200,9 +198,6 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
         "episode": api.episode,
         "group": api.group,
         "factors": api.factors,
-        "limits": api.limits,
-        "alternative": api.alternative,
-        "export": api.export,
     }
     routes = [
         *(Route(f"/api/{name}", _answering(answer)) for name, answer in questions.items()),
@@ -261,10 +256,7 @@ class _Api:
         name = parameters.text(request, "run")
         index = self._shown(name)
         with index.database.read():
-            return summary.overview(name, index) | {
-                "columns": table.columns(),
-                "parquet_problem": export.parquet_problem(),
-            }
+            return summary.overview(name, index) | {"columns": table.columns()}
 
     def series(self, request: Request) -> Any:
         index = self._indexer.get(parameters.text(request, "run"), journal=False)
@@ -352,39 +344,6 @@ class _Api:
             found = self._cache.read(folder, choice)
             drawn = limits.of_run(folder, lag_max=found.lag_max)
             return answer(found, brush, drawn, parameters.whole(request, "points", 0))
-
-    def limits(self, request: Request) -> Any:
-        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
-        return limits.choices(limits.own_settings(folder))
-
-    def alternative(self, request: Request) -> Any:
-        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
-        own = limits.own_settings(folder)
-        other = limits.changed_settings(own, parameters.options(request))
-        choice = parameters.token_choice(request)
-        with self._reading_tokens:
-            found = alternatives.compare(folder, choice, own, other)
-        lags = [each["lag"] for each in found["lags"]]
-        return found | limits.drawn(other, lag_max=max(lags, default=0))
-
-    def export(self, request: Request) -> Response:
-        name = parameters.text(request, "run")
-        selection = export.ExportRequest(
-            content=parameters.text(request, "content"),
-            format=parameters.text(request, "format"),
-            filter=parameters.text(request, "filter", ""),
-            search=parameters.text(request, "search", ""),
-            choice=parameters.token_choice(request),
-            brush=parameters.brush(request),
-            changes=parameters.options(request),
-        )
-        parts = export.parts(self._indexer.get(name), selection)
-        file = export.file_name(name, selection)
-        headers = {
-            "cache-control": "no-store",
-            "content-disposition": f'attachment; filename="{file}"',
-        }
-        return StreamingResponse(parts, headers=headers, media_type=export.KINDS[selection.format])
 
     async def stream(self, request: Request) -> Response:
         """Send an event whenever the run of the request changes, or any run if it names none."""

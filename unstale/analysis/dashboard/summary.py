@@ -298,10 +298,10 @@ def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, floa
 
 
 def lags(database: Database, points: int = 300) -> Row:
-    """Return the number of tokens trained on at each lag: in all steps, and in parts of the steps.
+    """Return the number of tokens trained on at each lag (staleness).
 
-    `total` has `[lag, tokens]`, and `steps` such pairs for each part of `width` steps, by its first
-    step. There are at most `points` parts.
+    `total` is over all steps and has `[lag, tokens]`. `steps` has such pairs for each part of
+    `width` steps, by its first step. There are at most `points` parts.
     """
     total = database.rows("SELECT lag, sum(tokens) FROM lags GROUP BY lag ORDER BY lag")
     ((first, last),) = database.rows("SELECT min(step), max(step) FROM lags")

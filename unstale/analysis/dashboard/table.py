@@ -21,7 +21,7 @@ OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "
 """Operators of a filter, and their SQL. `~` means that a text contains another text."""
 
 _FIGURE = re.compile(r"(?:reward|fact):.+", re.DOTALL)
-"""Pattern of the name of a reward, or of a fact of the environment."""
+"""Pattern of the name of a reward, or of a fact (a reported number) of the environment."""
 
 _CONDITION = re.compile(r"([a-z_]+|(?:reward|fact):[^<>=!~]+)(<=|>=|!=|=|<|>|~)(.*)", re.DOTALL)
 
@@ -66,7 +66,9 @@ class Question:
 
     @property
     def column(self) -> str:
-        """Name of the column, reward or fact by which the table is sorted: `sort` without `-`."""
+        """Name of the column, reward or fact (a reported number) by which the table is sorted:
+        `sort` without `-`.
+        """
         return self.sort.removeprefix("-")
 
     @property
@@ -222,7 +224,7 @@ def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
 
 
 def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
-    """Add to each row the rewards and facts of its episode, as `figures`."""
+    """Add to each row the rewards and facts (reported numbers) of its episode, as `figures`."""
     for row in rows:
         figures = reader.execute(
             "SELECT name, value FROM figures WHERE episode = ? ORDER BY name", (row["episode"],)
@@ -231,7 +233,7 @@ def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
 
 
 def figure_names(database: Database, limit: int = 200) -> list[str]:
-    """Return at most `limit` names of rewards and facts that episodes have."""
+    """Return at most `limit` names of rewards and facts (reported numbers) that episodes have."""
     statement = """WITH RECURSIVE each (name) AS (
         SELECT min(name) FROM figures
         UNION ALL SELECT (SELECT min(name) FROM figures WHERE name > each.name) FROM each

@@ -21,15 +21,15 @@ MAX_READ = 200_000
 """Largest number of activities that are read for an answer: the newest in the range."""
 
 PARTS = 400
-"""Number of parts of a lane with too many activities, and largest number of bars in a lane with
-levels.
+"""Number of parts of a lane (row of the timeline) with too many activities, and largest number of
+bars in a lane with levels.
 """
 
 MAX_MARKS = 200
 """Largest number of marks of publications in an answer."""
 
 MAX_ENGINES = 16
-"""Largest number of engines with a lane of their own."""
+"""Largest number of engines with a lane (row of the timeline) of their own."""
 
 
 def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
@@ -68,7 +68,9 @@ def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) 
 
 
 def _parts(rows: Sequence[tuple[Any, ...]], start: float, end: float) -> list[list[Any]]:
-    """Return for each lane the share of each part of a range that its activities cover."""
+    """Return for each lane (row of the timeline) the share of each part of a range that its
+    activities cover.
+    """
     edges = np.linspace(start, max(end, start + 1e-9), PARTS + 1)
     lanes: dict[str, list[tuple[float, float]]] = {}
     for lane, begin, stop, _ in rows:
@@ -93,7 +95,7 @@ def _integral(times: Any, at: Any) -> Any:
 def _levels(database: Database, start: float, end: float) -> list[list[Any]]:
     """Return the bars of the lanes with levels: busy engines, and episodes in tools.
 
-    A bar is lane, start, end, level from 0 to 1 and label.
+    A bar is lane (row of the timeline), start, end, level from 0 to 1 and label.
     """
     times = _column(database, "time_s", start, end)
     found: list[list[Any]] = []

@@ -23,16 +23,15 @@ MAX_SIBLING_TOKENS = 3000
 MAX_SIBLINGS = 32
 
 WINDOW_BEFORE = 100
-"""Number of tokens that are shown before a difference between siblings."""
+"""Number of tokens that are shown before a difference between siblings (episodes of the same
+group).
+"""
 
 WINDOW_TOKENS = 500
 """Number of tokens that are shown around a difference after the first `MAX_SIBLING_TOKENS`."""
 
 FINISHED = ("trained", "waiting")
 """Outcomes of an episode that came to its end."""
-
-MARK = "<|im_start|>"
-"""Text of the token that begins a message in the ChatML format."""
 
 JOINED = 8
 """Largest number of tokens that are decoded together, because a character may have several."""

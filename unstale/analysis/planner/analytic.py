@@ -1,9 +1,9 @@
 """Time and memory of a configuration, computed from a model's sizes and a device's data sheet.
 
-Two things are assumed. Work on several devices divides evenly: a sharded trainer, engines with
-tensor parallelism, and deltas (differences between versions) that each rank encodes for its shard.
-A sharded trainer computes a layer while it gathers the next one, so that a pass takes the longer of
-the two times.
+Two assumptions are made. Work on several devices divides evenly among them, whether they train,
+sample with tensor parallelism, or encode deltas (differences between two versions of the weights).
+A sharded trainer computes a layer while it gathers the weights of the next one, so a pass takes the
+longer of the two times.
 """
 
 import math
@@ -21,22 +21,23 @@ from unstale.weights import delta_sizes
 from unstale.weights.delta_sizes import WORD
 
 STATE_BYTES = 16
-"""Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
+"""Bytes of a training device per trained parameter: float32 weight 4, gradient 4, two moments 8."""
 OFFLOADED_BYTES = 12
-"""Bytes per trained parameter in main memory with `trainer.offload_optimizer`: float32 weight 4,
-two moments 8. Several devices also keep their parts in float32, rounded for the passes.
+"""Bytes of main memory per trained parameter with `trainer.offload_optimizer`: float32 weight 4,
+two moments 8. With several devices, each also keeps its float32 shard of the weights, from which
+the bfloat16 weights of a pass are rounded.
 """
 CHECKPOINT_BYTES = 14
-"""Bytes of main memory per trained parameter while a checkpoint is written, for the copy that it is
-written from: float32 weight 4, two moments 8, bfloat16 weight 2.
+"""Bytes of main memory per trained parameter while a checkpoint is written. They hold a copy of
+float32 weight 4, two moments 8 and bfloat16 weight 2.
 """
 _GATHERED_LAYERS = 2
-"""Number of layers whose whole weights a device of a sharded trainer has: the present and the next
-one.
+"""Number of layers whose whole weights each device of a sharded trainer holds: the layer that it
+computes and the next one.
 """
 _REDUCED_BYTES = 4
-"""Bytes per parameter that a backward pass of a sharded trainer sums over devices: float32
-gradients.
+"""Bytes per trained parameter that a sharded trainer sums over its devices after a backward pass: a
+float32 gradient.
 """
 _STEPPED_BYTES = 30
 """Bytes that AdamW reads and writes per parameter and step. It reads the float32 weight, the
@@ -49,32 +50,33 @@ us.
 """
 TRANSFER_S = 0.034 / 40_387_200
 """Processor seconds per byte of weights copied to another process through main memory. Measured:
-with the route `old_logit_model`, 40 MB took 3.4% of a step of 1.00 s
+with `old_logps.route` `old_logit_model`, a copy of 40 MB took 3.4% of a step of 1.00 s
 (benchmarks/results/routes-planner.md).
 """
 PASS_TOKENS = 4096
-"""Number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A longer
-episode is a microbatch alone.
+"""Largest number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A
+longer episode is a microbatch of its own.
 """
 MOST_PASS_TOKENS = 32_768
-"""Largest microbatch that is proposed. Longer ones compute no faster."""
+"""Largest microbatch, in tokens, that the planner proposes. Longer ones compute no faster."""
 SCORING_FACTOR = 4
-"""Tokens of a pass without gradient, of which GPUs keep one layer's activations at a time, as a
-multiple of a microbatch: the default of `trainer.max_tokens_per_scoring_pass`.
+"""Tokens of a forward pass without gradient, divided by those of a microbatch, on GPUs: the default
+of `trainer.max_tokens_per_scoring_pass`. Such a pass can be longer because it keeps the activations
+of one layer at a time.
 """
 
 MIN_EPISODES = 8
-"""Number of episodes of mean length for which an engine must have memory. Tensor parallelism is
-increased until it has.
+"""Number of episodes of mean length whose keys and values must fit into an engine's memory. The
+planner skips degrees of tensor parallelism that are too low for this.
 """
 ENGINE_SIZES = (1, 2, 4, 8)
 """Numbers of devices that a single engine may use (tensor parallelism)."""
 CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
-"""Numbers of trainer ranks that may divide the tokens of a pass: the values of `cluster.context`.
+"""Numbers of trainer ranks that may divide the tokens of one microbatch: the values of
+`cluster.context`.
 """
 _SPLITS = 16
-"""The numbers of training devices that are tried are multiples of the number of devices divided by
-this.
+"""The planner tries numbers of training devices in steps of the number of devices divided by this.
 """
 
 
@@ -88,37 +90,47 @@ class TrainingSetup:
     lr: float
     episodes: EpisodeStats
     rounding: str = "stochastic"
-    """The option `trainer.rounding`, on which the size of deltas depends. It is that of `llm`."""
+    """The value of `trainer.rounding`, on which the size of deltas (differences between versions)
+    depends. The default is that of the recipe `llm`.
+    """
     gradient_checkpointing: bool = False
     offload: bool = False
-    """True with `trainer.offload_optimizer`."""
+    """The value of `trainer.offload_optimizer`."""
     context: int = 1
     """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
     microbatch: int = PASS_TOKENS
-    """Largest number of tokens in a pass: `trainer.max_tokens_per_microbatch`."""
+    """Largest number of tokens in a microbatch: `trainer.max_tokens_per_microbatch`."""
     scoring_pass: int = PASS_TOKENS
-    """The same without gradient: `trainer.max_tokens_per_scoring_pass`."""
+    """Largest number of tokens in a pass without gradient:
+    `trainer.max_tokens_per_scoring_pass`.
+    """
     lora_rank: int = 0
-    """Rank of the adapters that are trained; 0 trains all weights: `trainer.lora_rank`."""
+    """Rank of the LoRA adapters that are trained, as `trainer.lora_rank`. 0 trains all weights."""
 
     @property
     def trained(self) -> float:
-        """The number of parameters that are trained."""
+        """The number of parameters that are trained: those of the adapters with `lora_rank`, else
+        all.
+        """
         return self.model.lora_parameters(self.lora_rank) or self.model.parameters
 
     @property
     def version_bytes(self) -> float:
-        """Bytes of a version as the trainer copies it to main memory, in bfloat16."""
+        """Bytes of a version of the trained weights in bfloat16, as the trainer copies it to main
+        memory.
+        """
         return WORD * self.trained
 
     @property
     def delta_rate(self) -> float:
-        """The learning rate for the formulas of `deltas`."""
+        """The learning rate to pass to the functions of `weights.delta_sizes`."""
         return delta_sizes.delta_rate(self.lr, self.rounding)
 
     @property
     def flops(self) -> float:
-        """Operations per second that a device reaches in training, scoring and prefill."""
+        """Floating-point operations per second that a device reaches in training, scoring and
+        prefill.
+        """
         return self.device.flops * self.shares.matmul
 
     @property
@@ -134,29 +146,36 @@ class TrainingSetup:
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
         """Return the bytes of memory that the trainer needs on each of its devices.
 
-        The optimizer's state, the float32 weights and the models of the old-logit route are
-        sharded. The activations of a microbatch are divided by `context`.
+        The optimizer's state, the float32 weights and the models that `route` adds are sharded over
+        the devices. The activations of a microbatch are divided by `context`.
         """
         sharded = self.sharded_bytes(route, devices)
         activations = max(self.activation_bytes, self.scoring_bytes)
         return sharded / devices + self.computed_bytes(devices) + activations
 
     def sharded_bytes(self, route: RouteCost, devices: int = 1) -> float:
-        """Return the bytes that are divided among the trainer's devices, on all of them."""
+        """Return the bytes that are divided among the trainer's devices, as their sum over all
+        devices.
+        """
         share = self.trained / self.model.parameters
         frozen = self.model.copy_bytes if self.lora_rank and self.is_sharded(devices) else 0.0
         of_route = share * self._padding(devices) * route.device_bytes(self.model)
         return self.state_bytes(devices) + of_route + frozen
 
     def state_bytes(self, devices: int) -> float:
-        """Return the bytes of trained weights, gradients and moments on all training devices."""
+        """Return the bytes of trained weights, gradients and moments, as the sum over all training
+        devices.
+        """
         each = STATE_BYTES
         if self.offload:
             each -= OFFLOADED_BYTES - 4 * self.is_sharded(devices)
         return self._padding(devices) * each * self.trained
 
     def _padding(self, devices: int) -> float:
-        """Return the factor by which trained weights grow, because devices hold as many experts."""
+        """Return the factor by which padded experts enlarge the trained weights.
+
+        A sharded trainer pads the experts so that each device has the same number of them.
+        """
         if self.lora_rank or not self.is_sharded(devices):
             return 1.0
         return self.model.padding(devices)
@@ -164,43 +183,44 @@ class TrainingSetup:
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
 
-        A single device has a copy of the model. With several devices, each has the embedding, the
-        head and two layers at a time (FSDP2, resharded after each layer).
+        A single device has a copy of the model. Each of several devices has the embedding, the head
+        and two layers at a time (FSDP2, resharded after each layer).
         """
         if not self.is_sharded(devices):
             return self.model.copy_bytes
         return self.model.gathered_bytes(_GATHERED_LAYERS)
 
     def scorer_bytes(self, devices: int) -> float:
-        """Return the bytes of memory that each of `devices` devices needs which only score.
+        """Return the bytes of memory of each of `devices` devices that only compute `old_logp`.
 
-        They divide the bfloat16 weights and gather layers as training devices do. They do not
-        divide a pass, of which they have one layer's activations at a time.
+        These devices divide the bfloat16 weights and gather layers as training devices do. They do
+        not divide the tokens of a pass, and keep the activations of one layer at a time.
         """
         gathered = self.model.gathered_bytes(_GATHERED_LAYERS) if self.is_sharded(devices) else 0
         activations = self.scoring_bytes * self.context
         return self.model.copy_bytes / devices + gathered + activations
 
     def checkpoint_bytes(self, devices: int) -> float:
-        """Return the bytes of main memory for the copy of a checkpoint, for each training device.
+        """Return the bytes of main memory, per training device, that the copy for a checkpoint
+        takes.
 
-        A trainer on one device makes no copy.
+        The result is 0 for a trainer on one device, which makes no copy.
         """
         copied = CHECKPOINT_BYTES * self.trained / devices
         return copied if self.is_sharded(devices) else 0.0
 
     def is_sharded(self, devices: int) -> bool:
-        """Return True if the trainer is sharded.
+        """Return True if a trainer with this number of devices shards the weights over them.
 
-        Processor cores are not, since they share memory.
+        Processor cores share one memory, so nothing is sharded over them.
         """
         return devices > 1 and not self.device.is_core
 
     def ring_bandwidth(self, devices: int) -> float:
         """Return the bytes per second that each of `devices` devices receives in a collective.
 
-        Within a node this is the bandwidth of a link. Rings through several nodes use the network
-        ports of all devices of a node, and each node receives the bytes once.
+        Within a node this is the bandwidth of a link. A ring through several nodes uses the network
+        ports of all devices of a node together, because each node receives the bytes once.
         """
         link = self.device.link
         if devices > self.device.node:
@@ -209,15 +229,17 @@ class TrainingSetup:
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens in the largest microbatch, which decides the memory.
+        """The number of tokens in the largest microbatch. It decides how much memory is needed.
 
-        `context` devices share it.
+        `context` devices divide these tokens.
         """
         return max(self.microbatch, math.ceil(self.episodes.longest))
 
     @property
     def mean_pass_tokens(self) -> float:
-        """The mean number of tokens in a microbatch, which decides how many there are."""
+        """The mean number of tokens in a microbatch. It decides how many microbatches a batch
+        has.
+        """
         return max(self.microbatch, self.episodes.tokens)
 
     @property
@@ -229,7 +251,10 @@ class TrainingSetup:
         return self.trainer_bytes(devices, route) <= self.memory
 
     def with_largest_passes(self, devices: int, route: RouteCost) -> Self:
-        """Return the setup with the largest microbatch and scoring pass that fit on GPUs."""
+        """Return the setup with the largest microbatch and scoring pass that fit into GPU memory.
+
+        On processor cores both have the default size, `PASS_TOKENS`.
+        """
         best = replace(self, microbatch=PASS_TOKENS, scoring_pass=PASS_TOKENS)
         if self.device.is_core:
             return best
@@ -247,22 +272,24 @@ class TrainingSetup:
 
     @property
     def activation_bytes(self) -> float:
-        """The bytes of the activations of one microbatch on each of its `context` devices."""
+        """Bytes of the activations of one microbatch, on each of its `context` devices."""
         token = token_bytes(self.model, checkpointing=self.gradient_checkpointing)
         return token * self.pass_tokens / self.context
 
     @property
     def scoring_bytes(self) -> float:
-        """The bytes of one layer's activations of a pass without gradient, on each device."""
+        """Bytes of one layer's activations in a pass without gradient, on each of its `context`
+        devices.
+        """
         tokens = max(self.scoring_pass, math.ceil(self.episodes.longest))
         return self.model.layer_bytes * tokens / self.context
 
     @property
     def context_sizes(self) -> list[int]:
-        """Numbers of GPUs over which one microbatch can be split by attention heads.
+        """Numbers of GPUs over which one microbatch can be split by attention heads: context
+        parallelism.
 
-        This is context parallelism. On CPU cores the only number is 1, because cores share one
-        memory.
+        On CPU cores the only number is 1, because cores share one memory.
         """
         heads, key_heads = self.model.heads, self.model.kv_heads
         return [
@@ -274,19 +301,19 @@ class TrainingSetup:
     def context_tokens(self, tp: int, *, taken: float = 0.0) -> float:
         """Return how many tokens of context fit into the memory of an engine with `tp` devices.
 
-        The number is negative if the weights do not fit. Each device has at least one key-value
-        head, so heads are replicated if `tp` is larger than their number. `taken` are the bytes of
-        a trainer on the same device.
+        `taken` is the number of bytes that a trainer on the same device uses. The result is
+        negative if not even the engine's weights fit. Each device holds at least one key-value
+        head, so heads are replicated if `tp` is larger than their number.
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes - taken
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
 
     @property
     def engine_sizes(self) -> list[int]:
-        """The numbers of devices with which an engine has enough memory.
+        """The numbers of devices per engine (tensor parallelism) with which an engine has enough
+        memory.
 
-        It must hold the model, and the contexts of `MIN_EPISODES` mean episodes or of the longest
-        one.
+        An engine must hold the model and `least_context` tokens of context.
         """
         return [
             tp
@@ -296,7 +323,10 @@ class TrainingSetup:
 
     @property
     def least_context(self) -> float:
-        """The number of context tokens for which an engine must have memory."""
+        """The number of context tokens that must fit into an engine's memory.
+
+        It is that of `MIN_EPISODES` mean episodes or of the longest episode, whichever is larger.
+        """
         return max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
 
     def share_one(self, route: RouteCost) -> bool:
@@ -307,17 +337,21 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A division of the devices among trainer, engines and the scoring of old log-probabilities."""
+    """A division of the devices among trainer, engines and the computation of old
+    log-probabilities.
+    """
 
     trainers: int
     engines: int
     tp: int
     """Number of devices of each engine (tensor parallelism)."""
     scorers: int = 0
-    """Number of devices for an old-logit route that scores in another process."""
+    """Number of devices that only compute old log-probabilities, for a route (a method to get them)
+    that does so in another process.
+    """
     colocated: bool = False
-    """True if engines and trainer use the same devices in turn. Switching between them is assumed
-    to take no time.
+    """True if engines and trainer use the same devices in turn. Switching between the two is
+    assumed to take no time.
     """
 
     @property
@@ -325,7 +359,7 @@ class Placement:
         return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
 
     def describe(self, unit: str) -> str:
-        """Return the division in words. `unit` is the word for a device.
+        """Return the division in words. `unit` is the word for one device, `GPU` or `core`.
 
         >>> Placement(4, 2, 2).describe("GPU")
         '4 GPUs to train, 2 x 2 to sample'
@@ -342,10 +376,11 @@ class Placement:
 def placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int, max_staleness: int
 ) -> Iterator[Placement]:
-    """Yield the divisions of the devices that fit. Devices that are too few for an engine train.
+    """Yield the divisions of the devices among trainer and engines that fit into memory.
 
-    A single device trains and samples in turns, with memory for both. Numbers of training devices
-    that divide the number of experts are preferred, because others pad the experts.
+    Devices that are left over because they are too few for one more engine train. A single device
+    trains and samples in turns, and needs memory for both. If some numbers of training devices
+    divide the number of experts, only those are used, because others would pad the experts.
     """
     if devices == 1:
         yield from colocated_placements(setup, route, devices=1)
@@ -363,7 +398,7 @@ def placements(
 def _divisions(
     setup: TrainingSetup, route: RouteCost, devices: int, tp: int, max_staleness: int
 ) -> Iterator[Placement]:
-    """Yield the divisions that fit, with engines of `tp` devices."""
+    """Yield the divisions that fit into memory, with engines of `tp` devices each."""
     stride = max(1, devices // _SPLITS)
     divisors = {count for count in range(1, devices) if setup.model.experts % count == 0}
     tried = {*range(1, devices, stride), *(divisors if setup.model.experts else ())}
@@ -379,7 +414,10 @@ def _divisions(
 def colocated_placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int
 ) -> Iterator[Placement]:
-    """Yield divisions in which all devices alternate between training and sampling."""
+    """Yield the divisions in which all devices alternate between training and sampling.
+
+    They differ in the number of devices per engine. Divisions that do not fit are left out.
+    """
     if devices == 1 and (route.needs.own_process or not setup.share_one(route)):
         return
     if devices % setup.context == 0 and setup.fits(devices, route):
@@ -391,12 +429,13 @@ def colocated_placements(
 def scoring_devices(
     setup: TrainingSetup, route: RouteCost, trainers: int, *, max_staleness: int
 ) -> int:
-    """Return how many devices the old-logit route needs in addition to `trainers` training devices.
+    """Return how many devices a route that computes old log-probabilities needs of its own.
 
-    They must have memory for the model, gathered layers and a pass; if no number of them has, the
-    result is the number that has it for the model. They must score a batch in the time in which
-    `trainers` devices train on it, which is that of three forward passes. A trajectory is assumed
-    to be sampled by two versions. The old-logit process of a processor has one core.
+    The result is 0 if the route scores on the `trainers` training devices, and 1 on processor
+    cores. Otherwise the devices must have memory for the model, gathered layers and a pass. If no
+    number of devices has, the result counts those with memory for the model. They must also score a
+    batch in the time of three forward passes on `trainers` devices, which is the time to train on
+    it. A trajectory is assumed to be sampled by two versions.
     """
     if not route.needs.own_process:
         return 0
@@ -414,7 +453,7 @@ def scoring_devices(
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyticCosts:
-    """The durations of a run with a given setup, division of devices and old-logit route."""
+    """The durations of a run with one setup, division of devices and method to get `old_logp`."""
 
     setup: TrainingSetup
     placement: Placement
@@ -422,23 +461,28 @@ class AnalyticCosts:
     batch: float
     """Mean number of tokens in a batch."""
     live: int
-    """Number of versions whose tokens may be waiting for training at the same time."""
+    """Number of versions of the weights whose sampled tokens may wait for training at the same
+    time.
+    """
     absorbed_s: float = 0.0
-    """Seconds of a step in which the trainer waits, and a route with `needs.idle` scores."""
+    """Seconds of a step in which the trainer waits for episodes, so that scoring in them costs
+    nothing. Only routes (methods to get `old_logp`) with `needs.idle` use them.
+    """
 
     @property
     def context_tokens(self) -> float:
-        """The number of context tokens that fit into the memory of an engine."""
+        """The number of context tokens that fit into the memory of one engine."""
         taken = 0.0
         if self.placement.devices == 1:
             taken = self.setup.trainer_bytes(1, self.route)
         return self.setup.context_tokens(self.placement.tp, taken=taken)
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the seconds of one decoding step of an engine.
+        """Return the seconds in which an engine decodes one token of each of `replies` running
+        replies.
 
-        It is the longer of two times, plus overheads: reading memory (weights, keys, values), and
-        computing.
+        `context` is the sum of their context tokens. The result is the longer of two times, plus
+        overheads: the time to read weights, keys and values from memory, and the time to compute.
         """
         setup = self.setup
         model = setup.model
@@ -450,7 +494,8 @@ class AnalyticCosts:
         return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the seconds in which an engine computes `tokens` tokens of context.
+        """Return the seconds in which an engine computes the keys and values of `tokens` context
+        tokens.
 
         The time to read the weights is not included, because it is part of `step_s`.
         """
@@ -458,28 +503,33 @@ class AnalyticCosts:
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
     def transfer_s(self, tokens: int) -> float:
-        """Return the seconds to send keys and values of `tokens` tokens to another engine."""
+        """Return the seconds to send the keys and values of `tokens` tokens to another engine."""
         device, shares = self.setup.device, self.setup.shares
         is_one_node = self.placement.devices <= device.node
         link = device.link if is_one_node else device.network
         return self.setup.model.kv_bytes * tokens / (self.placement.tp * link * shares.link)
 
     def train_s(self, tokens: int) -> float:
-        """Return the seconds of a forward pass, a backward pass and the optimizer step.
+        """Return the seconds of a forward pass, a backward pass and the optimizer step on a batch.
 
         A backward pass takes as long as two forward passes, or three with gradient checkpointing.
-        With adapters it takes one less, because frozen weights have no gradient.
+        With LoRA adapters it takes one forward pass less, because frozen weights have no gradient.
         """
         return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
 
     def train_compute_s(self, tokens: int) -> float:
-        """Return the seconds that a forward and backward pass over `tokens` tokens computes."""
+        """Return the seconds that devices compute in a forward and backward pass over `tokens`
+        tokens.
+
+        The exchange of tokens between the devices that share a microbatch is included.
+        """
         setup = self.setup
         passes = 3 + setup.gradient_checkpointing - (setup.lora_rank > 0)
         return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
 
     def train_transfer_s(self, tokens: int) -> float:
-        """Return the seconds of the transfers between the trainer's devices, as part of `train_s`.
+        """Return the seconds of weight and gradient transfers between the trainer's devices in
+        `train_s`.
 
         The weights are gathered for the forward and for the backward pass. The gradients are summed
         in float32 after each backward pass.
@@ -489,21 +539,23 @@ class AnalyticCosts:
         return copies * self._gather_s(tokens, self.placement.trainers, setup.mean_pass_tokens)
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds that the old-logit route adds to the trainer's step.
+        """Return the seconds that computing old log-probabilities adds to the trainer's step.
 
-        A route with separate devices works in parallel. It adds the transfer of the weights, and
+        `versions` is the mean number of versions that sampled a sequence. A route (method) with
+        separate devices works in parallel with training. It adds the transfer of the weights, and
         the seconds by which it is slower than training. A route that restores versions from deltas
-        applies one delta for each version in the batch, and at most all that it keeps. One that
-        scores while the trainer waits adds what does not fit into `absorbed_s`.
+        applies one delta for each version in the batch, and at most all that it keeps. A route that
+        scores while the trainer waits adds the seconds that exceed `absorbed_s`.
         """
         if self.route.needs.idle:
             return max(0.0, self._late_s(tokens, versions) - self.absorbed_s)
         return self._scored_s(tokens, versions)
 
     def _late_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds of a route that scores each version's tokens before the next one.
+        """Return the seconds to score each version's tokens before the next version replaces it.
 
-        They are those of its forward passes with the trainer's weights. No version is restored.
+        These are the seconds of forward passes with the trainer's present weights. No older version
+        is restored.
         """
         route = self.route
         prompt = self.setup.episodes.prompt_fraction
@@ -511,13 +563,15 @@ class AnalyticCosts:
         return forwards * self._scoring_pass_s(tokens)
 
     def _scoring_pass_s(self, tokens: int) -> float:
-        """Return the seconds of a forward pass of the trainer's devices without gradient."""
+        """Return the seconds of a forward pass without gradient on the trainer's devices."""
         forward_s = self.forward_s(tokens) + self._exchange_s(tokens)
         each = self.setup.mean_scoring_tokens
         return max(forward_s, self._gather_s(tokens, self.placement.trainers, each))
 
     def _scored_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds in which a route scores a batch when it is trained on."""
+        """Return the seconds to compute a batch's old log-probabilities when the batch is trained
+        on.
+        """
         route = self.route
         trainers = self.placement.trainers
         forwards = route.forward_passes(
@@ -537,7 +591,8 @@ class AnalyticCosts:
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
-        """Return the seconds in which the trainer copies a version to main memory and encodes it.
+        """Return the seconds in which the trainer copies a version to main memory and encodes its
+        deltas.
 
         They include `driver_s`.
         """
@@ -550,7 +605,8 @@ class AnalyticCosts:
     def driver_s(self) -> float:
         """Seconds in which the run's own process applies the deltas of all ranks, on one core.
 
-        It does so if several engines of one node load whole weights.
+        Deltas are differences between two versions of the weights. It applies them only for a
+        sharded trainer whose engines load whole weights. Otherwise 0.
         """
         setup = self.setup
         ranked = setup.is_sharded(self.placement.trainers) and not setup.lora_rank
@@ -563,20 +619,22 @@ class AnalyticCosts:
 
     @property
     def sends_deltas(self) -> bool:
-        """True if engines get deltas: a single one on this node, or engine hosts on others.
+        """True if engines receive deltas (differences between versions), not whole weights.
 
-        Adapters are merged into whole weights.
+        Deltas suit a single engine on the trainer's node, and hosts on other nodes. With LoRA
+        adapters all engines receive whole weights, into which the adapters are merged.
         """
         has_deltas = self.route.needs.snapshots or self.setup.is_sharded(self.placement.trainers)
         has_base = self.placement.engines == 1 or not self.is_one_node
         return has_deltas and has_base and not self.setup.lora_rank
 
     def stage_s(self) -> float:
-        """Return the seconds in which hosts receive and decode a version, while engines sample.
+        """Return the seconds in which engine hosts receive and decode a version, while engines
+        sample.
 
         Engines pass a version on to each other, so the time does not depend on their number.
-        Between nodes, a delta is sent if that is faster than sending all weights. The embedded
-        engines of processor cores stage nothing.
+        Between nodes, deltas are sent if that is faster than sending all weights. The result is 0
+        on processor cores, whose embedded engines decode nothing in advance.
         """
         setup = self.setup
         if setup.device.is_core:
@@ -594,9 +652,9 @@ class AnalyticCosts:
         return min(whole_s, delta_s + delta_sizes.delta_bytes(words, rate) / link)
 
     def load_s(self) -> float:
-        """Return the seconds for which engines stand still to load a version.
+        """Return the seconds for which engines stop sampling to load a version.
 
-        A server reads its staged weights from main memory, each of its devices a part.
+        The weights lie in main memory. Each device of an engine reads its share of them.
         """
         setup = self.setup
         each = setup.model.copy_bytes / self.placement.tp
@@ -605,10 +663,12 @@ class AnalyticCosts:
         return each / (setup.shares.loader_gb_s * 1e9)
 
     def probe_s(self) -> float:
-        """Return the seconds after a load for which replies are held until the probe has passed.
+        """Return the seconds after a load for which replies are held until the new weights are
+        checked.
 
-        A server samples the probe's tokens one by one, and a core computes them with the same
-        weights. Embedded engines have no probe.
+        The check is a short probe: the server samples tokens one by one, and a processor core
+        computes their log-probabilities with the same weights. The result is 0 on processor cores,
+        whose embedded engines are not probed.
         """
         if self.setup.device.is_core:
             return 0.0
@@ -617,9 +677,9 @@ class AnalyticCosts:
 
     @property
     def encode_s(self) -> float:
-        """Seconds in which the trainer's ranks encode the deltas of their shards.
+        """Seconds in which the trainer's ranks encode the deltas of their shards of the weights.
 
-        0 without deltas.
+        0 if neither engines nor the computation of `old_logp` use deltas.
         """
         cores = self.placement.trainers * self.setup.shares.cores
         encode = delta_sizes.encode_s(self.setup.trained, self.setup.delta_rate)
@@ -628,20 +688,24 @@ class AnalyticCosts:
 
     @property
     def apply_s(self) -> float:
-        """Seconds in which the trainer's ranks apply the deltas of their shards."""
+        """Seconds in which the trainer's ranks apply one delta, each to its shard of the
+        weights.
+        """
         alone = delta_sizes.apply_s(self.setup.trained, self.setup.delta_rate)
         return alone / (self.placement.trainers * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
-        """Return the trainer's seconds for a forward pass over `tokens` tokens."""
+        """Return the seconds of a forward pass over `tokens` tokens on all training devices
+        together.
+        """
         flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return flops / (self.placement.trainers * self.setup.flops)
 
     def _gather_s(self, tokens: float, devices: int, pass_tokens: float) -> float:
         """Return the seconds in which `devices` devices gather the weights for a forward pass.
 
-        Every device takes part in the same number of microbatches of `pass_tokens` tokens, and
-        gathers the weights in bfloat16 for each of them, with padded experts. The time is 0 for one
+        `tokens` tokens are computed in microbatches of `pass_tokens` tokens. For each microbatch,
+        every device gathers the bfloat16 weights, with padded experts. The result is 0 for one
         device.
         """
         setup = self.setup
@@ -654,11 +718,11 @@ class AnalyticCosts:
         return microbatches * received / setup.ring_bandwidth(devices)
 
     def _exchange_s(self, tokens: float) -> float:
-        """Return the seconds in which devices exchange tokens for heads in a forward pass.
+        """Return the seconds in which devices that share a microbatch exchange tokens for heads.
 
-        They exchange queries, keys, values and the attention output of each layer. A backward pass
-        exchanges their gradients, which takes as long. Devices that divide a microbatch are in one
-        node if they fit.
+        In a forward pass they exchange queries, keys, values and the attention output of each
+        layer. A backward pass exchanges their gradients, which takes as long. These devices are in
+        one node if they fit there.
         """
         setup = self.setup
         model, size = setup.model, setup.context
@@ -669,7 +733,9 @@ class AnalyticCosts:
 
     @property
     def optimizer_s(self) -> float:
-        """Seconds of an optimizer step, with the copies from and to main memory."""
+        """Seconds of an optimizer step. With `offload` they include the copies from and to main
+        memory.
+        """
         setup, trainers = self.setup, self.placement.trainers
         stepped_s = _STEPPED_BYTES * setup.trained / (trainers * setup.bandwidth)
         if not setup.offload:
@@ -680,8 +746,8 @@ class AnalyticCosts:
     def _all_reduce_s(self, tokens: int) -> float:
         """Return the seconds of the two all-reduces per layer that tensor parallelism needs.
 
-        Each is a ring that sends 2 (tp - 1) / tp times the activations, with a latency of
-        `REDUCE_S`.
+        Each is a ring that sends 2 (tp - 1) / tp times the activations of `tokens` tokens, with a
+        latency of `REDUCE_S`. The result is 0 for `tp` 1.
         """
         tp = self.placement.tp
         model = self.setup.model

@@ -1,7 +1,8 @@
 """Enumerate configurations for a number of devices, and estimate the throughput of each.
 
-A candidate is a division of the devices among trainer and engines (`Placement`) with a schedule and
-an old-logit route. A formula estimates its throughput from mean durations.
+A candidate is a division of the devices among trainer and engines (`Placement`), a schedule and a
+route (a method to get old log-probabilities). A formula estimates its throughput from mean
+durations.
 """
 
 import math
@@ -28,18 +29,20 @@ from unstale.analysis.planner.workload import EpisodeStats, Workload
 from unstale.config import ConfigError, ScheduleConfig, staleness_bound
 
 MAX_TRAINERS = 1024
-"""Largest number of training devices that an error message suggests."""
+"""Largest number of training devices that an error message suggests to use."""
 ADVISED_RANK = 16
-"""Rank of the adapters that an error message suggests where all weights do not fit."""
+"""Rank of the LoRA adapters that an error message suggests if training all weights does not fit."""
 MAX_RUNNING = 256
-"""Largest number of replies that an engine samples at once: vLLM's default `max_num_seqs`."""
+"""Largest number of replies that one engine samples at once: vLLM's default `max_num_seqs`."""
 SYNCHRONOUS_ROUTE = "current_recompute"
-"""The old-logit route of synchronous training, in which it is exact."""
+"""The method to get old log-probabilities in synchronous training. It is exact there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The input of a suggestion. If it has several lags, groups or windows, the best is chosen."""
+    """A user's request to the planner. Of several lags, groups or windows, the planner chooses the
+    best.
+    """
 
     setup: TrainingSetup
     workload: Workload
@@ -49,28 +52,30 @@ class PlanRequest:
     groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """Look-ahead windows to try. If empty, strict order is tried and, if the trainer then waits,
-    also a window of half a batch.
+    """Look-ahead windows to try, in groups. If empty, strict order (window 1) is tried and, if the
+    trainer then waits, also a window of half a batch.
     """
     route: str | None = None
-    """Name of the old-logit route. None chooses the exact route with the highest throughput."""
+    """Name of the route (method to get `old_logp`). None chooses the exact one with the highest
+    throughput.
+    """
     rounds: int = 10
-    """Number of simulated rounds of lag + 1 steps, after a first round in which the queue fills
-    up.
+    """Number of rounds to simulate, each of maximum staleness + 1 steps, after a first round in
+    which the queue fills up.
     """
     techniques: SimulatedTechniques = NO_TECHNIQUES
-    """`setup.episodes` are already cut off by their limits."""
+    """Techniques to simulate. Their limits are already applied to `setup.episodes`."""
     on_progress: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, with the throughput that the formula estimates."""
+    """A configuration, with formulas that estimate its throughput."""
 
     request: PlanRequest
     costs: AnalyticCosts
     name: str
-    """Name of the old-logit route."""
+    """Name of the route, the method to get old log-probabilities."""
     schedule: ScheduleConfig
 
     @property
@@ -91,9 +96,10 @@ class Candidate:
         return replace(self, name=name, costs=costs).with_idle_scoring()
 
     def with_idle_scoring(self) -> "Candidate":
-        """Return the candidate with the time in which the trainer waits, if its route scores then.
+        """Return the candidate with its `costs.absorbed_s` set, if its route scores in idle time.
 
-        That is what generation takes longer than the trainer without scoring.
+        These are the seconds by which generation takes longer than the trainer's other work. Routes
+        (methods to get `old_logp`) without `needs.idle` return the candidate unchanged.
         """
         if not self.costs.route.needs.idle or self.placement.colocated:
             return self
@@ -103,7 +109,9 @@ class Candidate:
 
     @property
     def trainer_s(self) -> float:
-        """Seconds of a step in which the trainer works."""
+        """Seconds of a step in which the trainer trains, publishes and computes old
+        log-probabilities.
+        """
         costs = self.costs
         batch = round(costs.batch)
         scoring_s = costs.old_logps_s(batch, self.estimate.versions)
@@ -111,9 +119,10 @@ class Candidate:
 
     @property
     def route_s(self) -> float:
-        """Seconds that the old-logit route adds to the trainer's step.
+        """Seconds that computing old log-probabilities adds to the trainer's step.
 
-        Trainer ranks encode deltas for the engines in any case.
+        The encoding of deltas (differences between versions) counts only if engines receive none,
+        because otherwise it is needed in any case.
         """
         costs = self.costs
         scoring = costs.old_logps_s(round(costs.batch), self.estimate.versions)
@@ -126,9 +135,9 @@ class Candidate:
 
     @cached_property
     def max_running(self) -> int:
-        """Largest number of replies that an engine samples at once.
+        """Largest number of replies that one engine samples at once.
 
-        Its memory and the queue limit this number.
+        The engine's memory, the staleness bound and `MAX_RUNNING` limit it.
         """
         live = math.ceil(self._live_per_engine)
         in_memory = self.costs.context_tokens // self.episodes.tokens
@@ -145,13 +154,13 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> "ThroughputEstimate":
-        """Estimate the throughput from mean durations.
+        """The durations of a step and an episode, estimated from mean durations.
 
         A step takes as long as the slower of generation and training, which overlap. In synchronous
-        training, and on the same devices, it takes their sum. The optimizer step waits until the
-        previous version is staged and loaded, and without kept versions the whole batch. The time
-        of a step depends on the number of versions that sample an episode, and that number depends
-        on the time of a step. Four iterations converge.
+        training, and when both use the same devices, it takes the sum of the two. The optimizer
+        step waits until engines have loaded the previous version; unless past versions are kept,
+        scoring and training wait too. The time of a step depends on the number of versions that
+        sample an episode, and that number depends on the time of a step. Four iterations converge.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -196,8 +205,9 @@ class Candidate:
         versions that are loaded during an episode. By Little's law, the share of live episodes that
         run is the share of their time that they spend at the engine and not in tool calls. That
         share depends on the number of running replies, so it is found by bisection. A running reply
-        waits while the contexts of others are computed. A context is computed again after each new
-        version, and if it was evicted because there are more episodes than `max_running`.
+        waits while the engine computes the contexts of others. A context is computed again after
+        each new version, and after an eviction, which happens if there are more episodes than
+        `max_running`.
         """
         costs = self.costs
         means = self.episodes
@@ -225,15 +235,15 @@ class Candidate:
 
 
 class ThroughputEstimate(NamedTuple):
-    """The durations that the formula estimates."""
+    """Mean durations of a step and an episode, in seconds, as the formula estimates them."""
 
     step_s: float
     episode_s: float
     versions: float
-    """Mean number of versions that sample an episode."""
+    """Mean number of versions of the weights that sample one episode."""
 
     def alive(self, tail: float) -> float:
-        """Return the share of an episode's time in the queue in which it is not finished.
+        """Return the share of an episode's time in the queue before it is finished.
 
         A finished episode waits for the longest episode of its group, which takes `tail` times the
         mean. Then it waits half a step for the other groups of its batch.
@@ -246,8 +256,9 @@ class ThroughputEstimate(NamedTuple):
 def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
     """Return the schedule in which no token is older than `lag` versions.
 
-    A look-ahead window can add versions to the staleness, so `max_staleness` is lower by their
-    number.
+    `groups` are the groups per step. `window` is the look-ahead window, which can make tokens
+    older. So `max_staleness` is lower than `lag` by the versions that the window can add. Raises
+    `ConfigError` if `lag` is too small for the window.
     """
     smallest = staleness_bound(1, groups, window)
     if 0 < lag < smallest:
@@ -267,16 +278,17 @@ def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> S
 def candidates(
     request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every division of the devices that fits.
+    """Yield a candidate for every division of the devices that fits into memory.
 
-    Each is tried with and without gradient checkpointing. Several devices divide a microbatch, and
-    the optimizer's state is in main memory, only if the division does not fit otherwise.
+    Each is tried with and without gradient checkpointing. Two means to save memory are used only if
+    a division does not fit otherwise: several devices divide a microbatch, and the optimizer's
+    state lies in main memory.
     """
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
     live = schedule.staleness_bound + 1
     route = route_cost(name)
     least: dict[Placement, tuple[bool, int]] = {}
-    """The first `offload` and `context` with which a division fits."""
+    """For each division: the first pair of `offload` and `context` with which it fits."""
     choices = product((False, True), request.setup.context_sizes, (False, True))
     for offload, context, checkpointing in choices:
         if offload and request.setup.device.is_core:  # a core's memory is main memory
@@ -304,8 +316,8 @@ def candidates(
 
 
 def _with_passes(setup: TrainingSetup, placement: Placement, route: RouteCost) -> TrainingSetup:
-    """Return the setup with the largest passes that fit. An engine on the same device needs the
-    rest of its memory.
+    """Return the setup with the largest passes that fit into memory. On a single device passes keep
+    their size, because an engine uses the rest of its memory.
     """
     if placement.devices == 1:
         return setup
@@ -351,7 +363,7 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
 
 
 def _adapters(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
-    """Return the advice to train adapters, if they fit the devices. Otherwise an empty text."""
+    """Return the advice to train adapters if they fit the devices, otherwise an empty text."""
     if request.setup.lora_rank:
         return ""
     setup = replace(request.setup, lora_rank=ADVISED_RANK)
@@ -361,9 +373,9 @@ def _adapters(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
 
 
 def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, TrainingSetup]:
-    """Return the smallest number of training devices that fit, and the setup with which they do.
+    """Return the smallest number of training devices that have enough memory, and the setup for it.
 
-    The number is 0 if none up to `MAX_TRAINERS` fits.
+    The number is 0 if none up to `MAX_TRAINERS` has.
     """
     setups = [
         replace(setup, gradient_checkpointing=True, context=context, offload=offload)
@@ -378,9 +390,9 @@ def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, Train
 
 
 def divisions(candidate: Candidate) -> list[Candidate]:
-    """Return a candidate for each division of the devices.
+    """Return a candidate for each division of the devices, with the schedule of `candidate`.
 
-    Gradient checkpointing is used where it is faster.
+    The way to get `old_logp` is also the same. Gradient checkpointing is used where it is faster.
     """
     ranked = sorted(
         candidates(candidate.request, candidate.name, candidate.schedule),
@@ -390,9 +402,10 @@ def divisions(candidate: Candidate) -> list[Candidate]:
 
 
 def with_route(candidate: Candidate, name: str) -> Candidate | None:
-    """Return the candidate with another old-logit route.
+    """Return the candidate with another route, the method to get old log-probabilities.
 
-    The division of the devices is the same if the route fits there. None if the route fits nowhere.
+    The division of the devices stays the same if the route fits there. Otherwise the best division
+    is chosen. None if the route fits nowhere.
     """
     route = route_cost(name)
     placement = candidate.placement
@@ -408,10 +421,10 @@ def with_route(candidate: Candidate, name: str) -> Candidate | None:
 
 
 def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | None:
-    """Return the best synchronous candidate. None if it does not fit all devices.
+    """Return the best candidate that trains synchronously, or None if none fits the devices.
 
-    Its old-logit route is `current_recompute`. That is exact here, because the current weights
-    sampled all tokens.
+    All devices sample and train in turns. The route (way to get `old_logp`) is `current_recompute`,
+    which is exact here because the current weights sampled all tokens.
     """
     in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
     options = candidates(request, SYNCHRONOUS_ROUTE, in_turns, colocated=True)
@@ -419,7 +432,7 @@ def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | N
 
 
 def why_not_synchronous(request: PlanRequest) -> str:
-    """Return the reason why `synchronous` finds no candidate."""
+    """Return the reason why `synchronous` returns None for this request."""
     setup = replace(
         request.setup, gradient_checkpointing=True, offload=not request.setup.device.is_core
     )

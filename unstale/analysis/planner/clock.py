@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class SimulatedClock:
-    """A queue of events in order of time.
+    """A queue of simulated events in order of time.
 
-    `now` is the time in seconds of the event handled last.
+    `now` is the simulated time in seconds of the event that was handled last.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,9 @@ class SimulatedClock:
         self._set_timer()
 
     def resolve(self, future: "asyncio.Future[T]", result: T) -> None:
-        """Resolve a future at the present simulated time. Later events wait until this is done."""
+        """Resolve a future at the present simulated time. Later events wait until its task has
+        continued.
+        """
         self._unresolved += 1
         asyncio.get_running_loop().call_at(self.now, self._set_result, future, result)
 
@@ -50,10 +52,10 @@ class SimulatedClock:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer for the next simulated event.
+        """Set a timer of the event loop for the next simulated event.
 
-        While the future of an earlier event is not resolved yet, no timer is set, because time must
-        not advance.
+        No timer is set while a future of an earlier event is still to be resolved, because time
+        must not advance before.
         """
         if self._unresolved or not self._events:
             return

@@ -1,25 +1,28 @@
-"""The durations of a run's parts, and a linear model of them. Imports no torch."""
+"""The durations of the parts of a run, and a linear model of them. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from unstale.config.checks import Count, NonNegative, Section
+from unstale.config.checks import Count, NonNegative, PositiveInt, Section
 
 
 class Costs(Protocol):
     """The seconds that one engine, and the trainer as a whole, take for each kind of work."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the seconds of one decoding step of an engine.
+        """Return the seconds in which an engine decodes one token of each of `replies` running
+        replies.
 
-        `context` is the sum of the context tokens of all `replies` running replies.
+        `context` is the sum of their context tokens.
         """
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the seconds in which an engine computes `tokens` tokens of context."""
+        """Return the seconds in which an engine computes the keys and values of `tokens` context
+        tokens.
+        """
 
     def transfer_s(self, tokens: int) -> float:
-        """Return the seconds to send keys and values of `tokens` tokens to another engine."""
+        """Return the seconds to send the keys and values of `tokens` tokens to another engine."""
 
     def train_s(self, tokens: int) -> float:
         """Return the seconds of training on a batch of `tokens` tokens, with the optimizer step."""
@@ -32,42 +35,47 @@ class Costs(Protocol):
         """
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds in which the old-logit route computes old log-probabilities of a
-        batch.
+        """Return the seconds in which the old log-probabilities of a batch of `tokens` tokens are
+        computed.
 
         `versions` is the mean number of versions that sampled a sequence.
         """
 
     def publish_s(self) -> float:
-        """Return the seconds in which the trainer prepares a version, while engines sample."""
+        """Return the seconds in which the trainer prepares a new version, while engines sample."""
 
     def stage_s(self) -> float:
-        """Return the seconds in which hosts decode a version, while engines still sample."""
+        """Return the seconds in which engine hosts decode a new version, while engines still
+        sample.
+        """
 
     def load_s(self) -> float:
-        """Return the seconds for which engines pause to load a version."""
+        """Return the seconds for which engines pause to load a new version."""
 
     def probe_s(self) -> float:
-        """Return the seconds after a load for which engines hold replies back."""
+        """Return the seconds after a load for which complete replies are held back.
+
+        In this time the new weights are checked with a probe: a short reply to a random prompt.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
     """Durations of generation, training and publication, linear in the number of tokens.
 
-    `measured.from_run` fits the coefficients to a run.
+    `measured.fit_costs` fits the coefficients to recorded runs.
     """
 
     decode: float = 0.0
-    """Seconds of one decoding step of an engine."""
+    """Seconds of one decoding step of an engine, whatever the number of replies."""
     decode_reply: float = 0.0
     """Seconds that each running reply adds to a decoding step."""
     decode_context: float = 0.0
     """Seconds that each token of context of a running reply adds to a decoding step."""
     prefill_token: float = 0.0
-    """Seconds to compute one token of context."""
+    """Seconds in which an engine computes the keys and values of one context token."""
     transfer: float = 0.0
-    """Seconds to send keys and values of a context to another engine, whatever its length."""
+    """Seconds to send the keys and values of a context to another engine, whatever its length."""
     transfer_token: float = 0.0
     """Seconds that each token of the context adds to `transfer`."""
     train: float = 0.0
@@ -75,23 +83,25 @@ class LinearCosts:
     train_token: float = 0.0
     """Seconds that each token of the batch adds to `train`."""
     optimizer_s: float = 0.0
-    """Seconds of the optimizer step, which are part of `train`."""
+    """Seconds of the optimizer step, which are included in `train`."""
     old: float = 0.0
     """Seconds to compute the old log-probabilities of one batch, whatever its size."""
     old_token: float = 0.0
     """Seconds that each token of the batch adds to `old`."""
     old_version_token: float = 0.0
-    """Seconds that each token adds to `old` for each version beyond the first that sampled its
-    sequence.
+    """Seconds that each token adds to `old` for each version that sampled its sequence, after the
+    first.
     """
     publish: float = 0.0
     """Seconds in which the trainer prepares a version for publication."""
     stage: float = 0.0
-    """Seconds in which hosts decode a version before it is loaded, while engines sample."""
+    """Seconds in which engine hosts decode a version before it is loaded, while engines sample."""
     load: float = 0.0
     """Seconds for which the engines pause to load a version."""
     probe: float = 0.0
-    """Seconds after a load for which engines hold their replies back."""
+    """Seconds after a load for which complete replies are held back, until the weights are
+    checked.
+    """
 
     def step_s(self, replies: int, context: int) -> float:
         return self.decode + self.decode_reply * replies + self.decode_context * context
@@ -124,7 +134,7 @@ class LinearCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The durations of one step as multiples of its `Costs`."""
+    """Factors by which the durations of one recorded step differ from its `Costs`."""
 
     engine: float = 1.0
     train: float = 1.0
@@ -133,28 +143,36 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads(Section):
-    """The durations of a run's smaller parts, in seconds, and how durations vary.
+    """The durations of a run's smaller parts, in seconds, and how much durations vary from step to
+    step.
 
-    A plan leaves them out.
+    `unstale plan` leaves them out.
     """
 
     audit_s: NonNegative = 0.0
     """Seconds of the audit of a batch, in the trainer's thread."""
     batch_s: NonNegative = 0.0
-    """Seconds in which the event loop builds a batch and records it, while the trainer waits."""
+    """Seconds in which the event loop builds and records a batch, while the trainer waits."""
     checkpoint_s: NonNegative = 0.0
     """Seconds to write a checkpoint. The next optimizer step waits for it."""
     checkpoint_every: Count = 0
     """Number of steps between two checkpoints. 0 writes none."""
     reply_s: NonNegative = 0.0
-    """Seconds between the engine and an episode, added to each reply."""
+    """Seconds from the engine's end of a reply until its episode receives it, for each reply."""
+    turn_s: NonNegative = 0.0
+    """Seconds that each turn takes of the event loop of its rollout process."""
+    run_turn_s: NonNegative = 0.0
+    """Seconds that each turn then takes of the event loop of the run's process."""
+    processes: PositiveInt = 1
+    """Number of rollout processes among which the groups are divided."""
     paces: tuple[Pace, ...] = ()
-    """The paces of recorded steps, which the simulated steps have in turn. A step that is slow by
-    chance delays the next one, and a fast one does not make up for it.
+    """The paces of recorded steps. Simulated steps use them one after the other, and repeat them.
+    They matter because a step that is slow by chance delays the next one, and a fast one does not
+    make up for it.
     """
 
     def pace(self, step: int) -> Pace:
-        """Return the pace of a step, the first of which is 0."""
+        """Return the pace of step `step`. The first step is 0."""
         return self.paces[step % len(self.paces)] if self.paces else _EVEN
 
 

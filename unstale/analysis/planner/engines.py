@@ -3,8 +3,8 @@
 A step takes `Costs.step_s` seconds. While no reply starts or ends, the number of replies is
 constant and their context grows linearly. Many steps are then simulated at once: they take their
 number times the seconds of the middle step. This is exact if `step_s` is linear in the context.
-Contexts that are not cached are computed between two steps, which delays all replies by
-`Costs.prefill_s`.
+Contexts that are not cached are computed between two steps. This takes `Costs.prefill_s`, and all
+replies of the engine wait for it.
 """
 
 import heapq
@@ -40,37 +40,43 @@ class SimulatedReply:
     prefixes: Sequence[Prefix]
     """Beginnings of the episode's contexts that other episodes may have too, shortest first."""
     on_tokens: Callable[[int, bool], None]
-    """A function called with the number of new tokens when an engine returns them, and True if the
-    reply is complete.
+    """A function that an engine calls when it returns tokens, with their number, and with True if
+    the reply is complete.
     """
     context: int
-    """Number of tokens in the context, with those sampled so far."""
+    """Number of tokens in the context, including those sampled so far."""
     left: int = 0
-    """Number of tokens of the reply that are still to be sampled."""
+    """Number of tokens that the engine is still to sample for the present request."""
     sampled: int = 0
     """Number of tokens of the reply that its episode has received."""
     cached: int = 0
-    """Number of context tokens that `engine` has computed with its version."""
+    """Number of context tokens whose keys and values `engine` has, computed with its weights."""
     engine: "SimulatedEngine | None" = None
-    """The engine that sampled the reply last."""
+    """The engine that sampled for this reply last. None before the first."""
     weight: int = 1
-    """The load that the reply adds to its engine, as in `engines.EnginePool`."""
+    """The number of replies that it counts for when the engine with the least load is chosen."""
     since: int = 0
     """The number of the engine's step at which the reply began to run."""
     requested_at: float = -1.0
-    """The time of the request. Negative after the first token, and if it is not measured."""
+    """The time of the request in seconds. Negative once the first token is sampled, or if the time
+    to the first token is not measured.
+    """
     computed: Collection[int] = ()
-    """Names of the prefixes that `engine` computed first for this reply."""
+    """Names of the prefixes that `engine` computed for this reply, because it did not have them."""
     missing: int = 0
-    """Number of context tokens to compute when `engine` got the reply, if it moves."""
+    """Number of context tokens to compute when `engine` received the reply. Set only if `moves` is
+    true.
+    """
     moves: bool = False
-    """True on a prefill engine that samples only the next token, and sends the context on."""
+    """True on a prefill engine that samples only the next token, and then sends keys and values to
+    a decode engine.
+    """
 
 
 _ORDER = count()
-"""Numbers of arrival, by which replies that end at the same step are sorted."""
+"""Counter of started replies. Replies that end at the same step are sorted by it."""
 _UNKNOWN = 1 << 30
-"""The expected tokens of a reply before any reply is complete."""
+"""Expected number of tokens of a reply before any reply is complete."""
 _SPARE = 0.01
 """Share of an engine's memory for contexts that must be free after a reply has started. With less,
 the reply would soon lose its cached context.
@@ -78,19 +84,21 @@ the reply would soon lose its cached context.
 
 
 class SimulatedEngine:
-    """A simulated engine. Replies beyond its capacity wait in order.
+    """A simulated engine. Replies beyond its capacity wait in order of arrival.
 
     It also keeps the contexts of complete replies, for the next turn of their episodes. If memory
     is short, it evicts these first, in the order of completion. Then it evicts the newest running
-    reply, which waits again and whose context is computed again.
+    reply. That reply waits again, and its context is computed again.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
         self.number = number
         self.prefills = number < fleet.prefill_engines
-        """True if it belongs to the prefill group."""
+        """True if the engine belongs to the prefill group."""
         self.pending = 0
-        """Number of context tokens to compute for replies that then move to another engine."""
+        """Number of context tokens to compute for replies that move to another engine
+        afterwards.
+        """
         self.longest_queue = 0
         """Largest number of replies that waited while the engine sampled."""
         self.on_first_token: Callable[[SimulatedReply, float], None] = lambda reply, time: None
@@ -103,7 +111,7 @@ class SimulatedEngine:
         self.restarted_at = 0.0
         self.paused = True
         self.prefixes: set[int] = set()
-        """Names of the prefixes that this engine has computed."""
+        """Names of the prefixes (first tokens of contexts) that this engine has computed."""
         self.busy_s = 0.0
         self.sampled = 0
         self.steps = 0
@@ -137,8 +145,8 @@ class SimulatedEngine:
         computed between two steps.
         """
         self._timer = 0
-        """Number of the latest event for the completion of a reply. Earlier ones are ignored when
-        they occur.
+        """Number of the event that was scheduled last for the completion of a reply. Events with
+        lower numbers are ignored.
         """
 
     def take(self, reply: SimulatedReply) -> None:
@@ -160,7 +168,10 @@ class SimulatedEngine:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Pause after the current step and return all tokens. Return the time of the pause."""
+        """Pause after the current step, and return all new tokens to their episodes.
+
+        Return the simulated time at which the engine is paused, in seconds.
+        """
         if self.paused:
             return self._clock.now
         self._pause()
@@ -182,7 +193,7 @@ class SimulatedEngine:
     def resume(self, *, keep_cache: bool, pace: float = 1.0) -> None:
         """Continue to sample. Cached contexts are discarded unless `keep_cache` is true.
 
-        All durations are multiplied by `pace`.
+        All durations are multiplied by `pace` until the next pause.
         """
         if not self.paused:
             return
@@ -199,7 +210,9 @@ class SimulatedEngine:
         self._schedule()
 
     def fail(self) -> list[SimulatedReply]:
-        """Lose all state. Return the unfinished replies, which continue on other engines."""
+        """Lose all state, as in a crash. Return the unfinished replies, for other engines to
+        continue.
+        """
         self._advance(self._clock.now)
         self._pause()
         self.busy_s -= max(0.0, self._next_step_at - self._clock.now)
@@ -228,7 +241,7 @@ class SimulatedEngine:
 
     @property
     def num_replies(self) -> int:
-        """Number of replies that run or wait."""
+        """Number of replies that run or wait on this engine."""
         return len(self._running) + len(self._waiting)
 
     @property
@@ -236,14 +249,14 @@ class SimulatedEngine:
         return self.num_replies < self._max_running
 
     def cached_tokens(self, reply: SimulatedReply) -> int:
-        """Return the number of context tokens of a reply that the engine has computed."""
+        """Return the number of context tokens of a reply whose keys and values this engine has."""
         cached = reply.cached if reply.engine is self else 0
         if reply.episode in self._kept:
             cached = max(cached, self._kept[reply.episode][1])
         return min(max(cached, self._copied_tokens(reply)), reply.context)
 
     def _copied_tokens(self, reply: SimulatedReply) -> int:
-        """Return how many context tokens of a reply the engine can copy from other replies."""
+        """Return how many context tokens of a reply the engine has computed for other replies."""
         for name, tokens in reversed(reply.prefixes):
             if tokens <= reply.context and name in self.prefixes:
                 return tokens
@@ -297,9 +310,9 @@ class SimulatedEngine:
         return not self._max_tokens or needed <= (1 - _SPARE) * self._max_tokens
 
     def _steps_ahead(self) -> int:
-        """Return the number of steps until a reply is complete or the memory is full.
+        """Return the number of decoding steps until a reply is complete or the memory is full.
 
-        A single reply always has enough memory.
+        A single running reply always has enough memory. Without running replies the result is 1.
         """
         running = len(self._running)
         if not running:
@@ -313,7 +326,7 @@ class SimulatedEngine:
         return max(0, self._max_tokens - self._context)
 
     def _evict(self) -> None:
-        """Evict kept contexts, then the newest running replies, until the memory is sufficient."""
+        """Evict kept contexts, then the newest running replies, until the rest fits into memory."""
         while self._kept and self._exceeds_capacity():
             self._evict_kept(next(iter(self._kept)))
         while (
@@ -339,7 +352,7 @@ class SimulatedEngine:
             reply.cached = 0
 
     def _advance(self, now: float) -> None:
-        """Carry out the steps that begin before `now`."""
+        """Simulate the decoding steps that begin before `now`."""
         if not self._running or self._next_step_at >= now:
             self._next_step_at = max(self._next_step_at, now)
             if not self._running:
@@ -355,7 +368,9 @@ class SimulatedEngine:
         self._do(steps)
 
     def _mean_step_s(self, steps: int) -> float:
-        """Return the mean seconds of the next steps, which are those of the middle step."""
+        """Return the mean seconds of the next `steps` steps. It equals the seconds of the middle
+        step.
+        """
         replies = len(self._running)
         half, odd = divmod(replies * (steps - 1), 2)
         seconds = self._step_s(self._context + half)
@@ -378,14 +393,16 @@ class SimulatedEngine:
         self._context += steps * len(self._running)
 
     def _report_first_tokens(self) -> None:
-        """Report the replies that get their first token in the step which begins now."""
+        """Call `on_first_token` for replies that get their first token in the step that begins
+        now.
+        """
         ended = self._next_step_at + self._step_s(self._context)
         for reply in self._fresh.values():
             self.on_first_token(reply, ended)
         self._fresh.clear()
 
     def _schedule(self) -> None:
-        """Schedule an event for the time when a reply is complete or the memory is full."""
+        """Schedule an event for the time when the next reply is complete or the memory is full."""
         self._timer += 1
         if self._running:
             steps = self._steps_ahead()
@@ -424,7 +441,9 @@ class SimulatedEngine:
         self._schedule()
 
     def _stop(self, reply: SimulatedReply) -> int:
-        """Count the tokens of a reply that no longer runs. Return their number."""
+        """Count the tokens of a running reply that stops. Return how many it got since it started
+        to run.
+        """
         tokens = self._steps - reply.since
         self._fresh.pop(reply.episode, None)
         self.sampled += tokens
@@ -436,10 +455,11 @@ class SimulatedEngine:
 
 
 class SimulatedEnginePool:
-    """A pool of simulated engines that sample from the same version.
+    """A pool of simulated engines that all sample from the same version of the weights.
 
-    Like `engines.EnginePool`, it sends a reply to the engine that has its context, unless the least
-    loaded engine has far less load, or by its phase (`routing.choose`).
+    Like `engines.EnginePool`, it sends a reply to the engine that has its context cached, unless
+    the least loaded engine has far less load. With a prefill group, it chooses as `routing.choose`
+    does.
     """
 
     def __init__(
@@ -452,7 +472,9 @@ class SimulatedEnginePool:
         self._overheads = overheads
         self.version = -1
         self.held_until = 0.0
-        """Time until which complete replies are held back, because their version is probed."""
+        """Time until which complete replies are held back, because the new weights are being
+        checked.
+        """
         self.deaths = 0
         self.members = [
             SimulatedEngine(clock, costs, fleet, number) for number in range(fleet.engines)
@@ -464,11 +486,11 @@ class SimulatedEnginePool:
         self._kv_transfer = fleet.kv_transfer
         self._rejects = fleet.rejects
         self.lengths = ReplyLengths()
-        """Lengths of the complete replies, from which the length of the next is expected."""
+        """Lengths of complete replies. They give the expected length of the next one."""
         self.first_tokens: list[tuple[float, float]] = []
         """For each request: the time of its first token, and the seconds since the request."""
         self.rejects = 0
-        """Number of engines that would have been chosen if they had had a place."""
+        """Number of engines that would have been chosen for a request, but had no free place."""
         self.transferred = 0
         """Number of tokens whose keys and values were sent to another engine."""
         self._costs = costs
@@ -502,7 +524,11 @@ class SimulatedEnginePool:
                 engine.forget(reply.episode)
 
     def _by_prefix(self, reply: SimulatedReply, idlest: SimulatedEngine) -> SimulatedEngine:
-        """Return the engine that has the context, or the least loaded one that has a place."""
+        """Return the engine that has the reply's context cached, or else the least loaded one.
+
+        If engines reject requests when they are full, the least loaded engine with a free place is
+        taken.
+        """
         cached_at = reply.engine
         if (
             cached_at is not None
@@ -544,7 +570,10 @@ class SimulatedEnginePool:
         )
 
     def _move(self, reply: SimulatedReply) -> None:
-        """Send a reply with its keys and values from a prefill engine to a decode engine."""
+        """Send a reply with its keys and values from a prefill engine to a decode engine.
+
+        Without a working decode engine, the reply is assigned like a new one.
+        """
         decode = [engine for engine in self.members if engine.up and not engine.prefills]
         if not decode:
             self.sample(reply)
@@ -559,7 +588,10 @@ class SimulatedEnginePool:
         self._clock.at(due, partial(self._arrive, reply, engine, self.version))
 
     def _arrive(self, reply: SimulatedReply, engine: SimulatedEngine, version: int) -> None:
-        """Continue a reply on another engine. Keys and values of an older version are refused."""
+        """Continue a reply on the engine that receives its keys and values.
+
+        Those of an older version are refused, unless cached contexts are kept across versions.
+        """
         if not engine.up:
             self.sample(reply)
             return
@@ -572,7 +604,9 @@ class SimulatedEnginePool:
         engine.take(reply)
 
     def _complete(self, reply: SimulatedReply, tokens: int) -> None:
-        """Return a complete reply to its episode, when its version has been probed."""
+        """Return a complete reply to its episode, after the check of the new weights if one is
+        under way.
+        """
         if self._clock.now < self.held_until:
             self._clock.at(self.held_until, partial(reply.on_tokens, tokens, True))
         else:
@@ -583,7 +617,7 @@ class SimulatedEnginePool:
         reply.requested_at = -1.0
 
     def _idlest(self) -> SimulatedEngine | None:
-        """Return the least loaded engine that works."""
+        """Return the least loaded engine that works. None if all have failed."""
         while self._by_load:
             load, number = self._by_load[0]
             if self.members[number].up and self.members[number].load == load:
@@ -598,12 +632,14 @@ class SimulatedEnginePool:
             heapq.heapify(self._by_load)
 
     def interrupt(self) -> float:
-        """Pause all engines. Return the time at which the last one is paused."""
+        """Pause all engines. Return the simulated time at which the last one is paused, in
+        seconds.
+        """
         self._paused = True
         return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
 
     def resume(self, version: int) -> None:
-        """Sample with this version, also on failed engines that have restarted by now."""
+        """Continue to sample with `version`, also on failed engines that have restarted by now."""
         self.version = version
         self._paused = False
         pace = self._overheads.pace(version).engine
@@ -620,7 +656,7 @@ class SimulatedEnginePool:
             self.sample(reply)
 
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
-        """Let each engine fail `per_hour` times an hour on average, from now on."""
+        """Schedule random failures: each engine fails `per_hour` times an hour on average."""
 
         def schedule(engine: SimulatedEngine) -> None:
             delay = random.exponential(3600 / per_hour)

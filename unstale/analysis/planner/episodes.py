@@ -1,7 +1,7 @@
 """Simulated episodes. They take the place of `rollout.Rollout`, without a coroutine per episode.
 
-In the records that the training loop receives, each piece has a single token. The simulated numbers
-of tokens are stored here.
+The training loop receives records of these episodes in which each piece (the tokens that one
+version sampled in a row) has a single token. The simulated numbers of tokens are stored here.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unstale.analysis.planner.clock import SimulatedClock
+from unstale.analysis.planner.costs import NO_OVERHEADS, Overheads
 from unstale.analysis.planner.engines import SimulatedEnginePool, SimulatedReply
 from unstale.analysis.planner.simulated_techniques import SimulatedLimits
 from unstale.analysis.planner.workload import EpisodeShape, Prefix, Workload
@@ -49,9 +50,10 @@ class SimulatedEpisode:
         budget: EpisodeBudget,
         on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """Make an episode. It runs in segments if its `budget` has some.
+        """Start an episode.
 
-        `age` has the number of its group, and its index there. `on_end` is called with the finished
+        If its `budget` has segments, it first waits for a slot, the permission to run. `age` is the
+        number of the episode's group and its index there. `on_end` is called with the finished
         episode, or with None if all attempts failed.
         """
         self.rollout = rollout
@@ -65,7 +67,9 @@ class SimulatedEpisode:
         self._take_slot(self._begin)
 
     def _take_slot(self, start: Callable[[], None]) -> None:
-        """Call `start`, after the wait for a slot if the episode runs in segments."""
+        """Call `start`, in a run with segments after the episode has got a slot (permission to
+        run).
+        """
         if self.rollout.slots is None:
             start()
             return
@@ -81,7 +85,9 @@ class SimulatedEpisode:
         self.number = next(self.rollout.numbers)
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
-        """For each piece of the episode: its version, and its number of sampled tokens."""
+        """For each run of tokens sampled with one version: the version, and the number of
+        tokens.
+        """
         self.turn = 0
         self._calls = 0
         """Number of tool calls so far."""
@@ -99,7 +105,7 @@ class SimulatedEpisode:
         self._request_tokens()
 
     def _request_tokens(self) -> None:
-        """Request the next tokens of the reply, up to the end of a segment."""
+        """Request the next tokens of the reply, up to the end of the segment."""
         if self._budget_use.begin_segment() and self.rollout.slots is not None:
             self.rollout.slots.give_back()
             self._take_slot(self._sample)
@@ -120,11 +126,7 @@ class SimulatedEpisode:
             self._left -= tokens
             self.reply.sampled += tokens
         if complete:
-            clock = self.rollout.clock
-            if self.rollout.reply_s:
-                clock.at(clock.now + self.rollout.reply_s, self._receive)
-            else:
-                self._receive()
+            self.rollout.receive(self.group, self._receive)
 
     def _receive(self) -> None:
         now = self.rollout.clock.now
@@ -180,7 +182,7 @@ _ONE_TOKEN = (0,)
 
 
 class SimulatedRollout:
-    """Simulates the episodes of each group, and makes their records."""
+    """Simulates the episodes of each group, and returns their records."""
 
     def __init__(  # noqa: PLR0913 - all of them are parts of a simulation
         self,
@@ -191,10 +193,12 @@ class SimulatedRollout:
         pending: PendingPieces,
         limits: SimulatedLimits,
         seed: int,
-        reply_s: float = 0.0,
+        overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Make the rollout. `reply_s` are the seconds until an episode has a complete reply."""
-        self.reply_s = reply_s
+        """Make the rollout. Of `overheads` it reads those of a reply."""
+        self._overheads = overheads
+        self._loops_free = [0.0] * (overheads.processes + 1)
+        """When the event loop of each rollout process is free, and last that of the run's."""
         self.slots = limits.slots
         self._limits = limits
         self.clock = clock
@@ -204,7 +208,7 @@ class SimulatedRollout:
         self.wait_times = Stopwatch()
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         self.totals: dict[str, float] = defaultdict(float)
-        """Counts and seconds, added up over all episodes."""
+        """Counts of episodes and seconds of activities, added up over all episodes."""
         self.episodes: dict[int, SimulatedEpisode] = {}
         """Episodes by number, until they are trained on or fail."""
         self._pending = pending
@@ -213,7 +217,9 @@ class SimulatedRollout:
         self._random = np.random.default_rng([seed, 2])
         self._tool_s: list[float] = []
         self._group_tool_s: dict[int, NDArray[np.float64]] = {}
-        """Seconds of the tool calls of each group, in order, if they are equal for its episodes."""
+        """Seconds of the tool calls of each group, in order. Used if they are the same for all its
+        episodes.
+        """
         shuffled = np.random.default_rng([seed, 3]).permutation(len(workload.recorded))
         self._order: list[int] = shuffled.tolist()
 
@@ -224,7 +230,7 @@ class SimulatedRollout:
         results: list[Trajectory | Failure] = []
         while size:
             results += await self._stage(request, size, random, begun=len(results))
-            size = more(results)
+            size = len(more(results))
         first = request.sizes[0] if request.sizes else len(results)
         return Group(
             request.task,
@@ -241,9 +247,10 @@ class SimulatedRollout:
     async def _stage(
         self, request: GroupRequest, size: int, random: np.random.Generator, *, begun: int
     ) -> list[Trajectory | Failure]:
-        """Run `size` episodes of a group at the same time. Return their results as they end.
+        """Run `size` episodes of a group at the same time. Return their results, the first to end
+        first.
 
-        `begun` episodes of the group were run before.
+        `begun` is the number of episodes of the group that ran before.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         siblings: list[SimulatedEpisode | None] = []
@@ -269,10 +276,10 @@ class SimulatedRollout:
         ]
 
     def _recorded_number(self, request: int, begun: int) -> int | None:
-        """Return the number of the recorded group for a request.
+        """Return the number of the recorded group that is used for request `request`.
 
-        All groups are used, in random order, before one is used again. Further episodes of a group
-        are those of any group.
+        All recorded groups are used, in random order, before one is used again. The result is None,
+        for a random group, if none is recorded or if `begun` episodes of the request ran before.
         """
         if begun or not self._order:
             return None
@@ -280,9 +287,9 @@ class SimulatedRollout:
         return turn * len(self._order) + self._order[index]
 
     def tool_s(self, group: int, begun: int, calls: int) -> float:
-        """Return the total duration of `calls` tool calls, drawn at random.
+        """Return the total seconds of `calls` tool calls, drawn at random.
 
-        An episode of group `group` makes them after `begun` others.
+        The calls are made by an episode of group `group` that has made `begun` calls before.
         """
         if not calls:
             return 0.0
@@ -298,6 +305,31 @@ class SimulatedRollout:
                 self._tool_s = self.workload.tool_s.draw(self._random, 1000).tolist()
             total += self._tool_s.pop()
         return total
+
+    def receive(self, group: int, then: Callable[[], None]) -> None:
+        """Call `then` when an episode of a group has the reply that an engine now returns.
+
+        The event loops of its rollout process, and then of the run's, handle turns one by one.
+        """
+        overheads, clock = self._overheads, self.clock
+
+        def in_run() -> None:
+            clock.at(self._free_loop(-1, overheads.run_turn_s, clock.now), then)
+
+        arrived = clock.now + overheads.reply_s
+        due = self._free_loop(group % overheads.processes, overheads.turn_s, arrived)
+        if overheads.run_turn_s:
+            clock.at(due, in_run)
+        elif due > clock.now:
+            clock.at(due, then)
+        else:
+            then()
+
+    def _free_loop(self, number: int, seconds: float, begin: float) -> float:
+        """Occupy an event loop from `begin` on, or when it is free. Return when the work ends."""
+        end = max(begin, self._loops_free[number]) + seconds if seconds else begin
+        self._loops_free[number] = max(end, self._loops_free[number])
+        return end
 
     def arrived(self, episode: int, version: int) -> None:
         self._pending.add(PendingPiece(episode, _ONE_TOKEN, 0, self._sampled(version)))

@@ -1,8 +1,8 @@
-"""Least-squares fits of durations to a run's steps, and what such a fit identifies.
+"""Least-squares fits of durations to the steps of a run, with confidence intervals.
 
-A fit predicts the duration of some work. The half-width of the 95% confidence interval of this
-prediction decides if the steps identify it. The interval is that of ordinary least squares, without
-the condition that no coefficient is negative.
+A fit predicts the duration of some work. The 95% confidence interval of this prediction shows if
+the steps determine it. The interval is that of ordinary least squares, without the condition that
+no coefficient is negative.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,30 +15,33 @@ from scipy.stats import t as student_t
 
 Values = NDArray[np.float64]
 _RANK = 1e-9
-"""Smallest singular value of the scaled terms, over the largest, that is not taken for 0."""
+"""Singular values of the scaled terms below this share of the largest count as 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The coefficients of a sum of terms, in seconds."""
+    """The coefficients of a duration that is a sum of terms, such as seconds per batch and per
+    token.
+    """
 
     seconds: Mapping[str, float]
-    """The coefficients by name. None is negative."""
+    """The coefficients by name, in seconds per unit of work. None is negative."""
     covariance: Values
-    """`[k, k]` of the coefficients, without their sign condition. Infinite where the steps say
-    nothing.
+    """`[k, k]` covariance of the coefficients, without the condition on their sign. Very large
+    where the steps do not determine a coefficient.
     """
     freedom: int
     """Number of steps minus the number of coefficients."""
 
     def predict(self, work: Mapping[str, float]) -> float:
-        """Return the seconds of some work, which has the amount of each term."""
+        """Return the seconds of some work. `work` has the amount of each term by name."""
         return sum(each * work[name] for name, each in self.seconds.items())
 
     def half_width(self, work: Mapping[str, float], given: Collection[str] = ()) -> float:
-        """Return the half-width of the 95% confidence interval of the seconds of some work.
+        """Return the half-width, in seconds, of the 95% confidence interval of `predict(work)`.
 
-        The coefficients of the terms in `given` are known.
+        The coefficients of the terms in `given` count as known. Infinite if there are no more steps
+        than coefficients.
         """
         amounts = np.array([0.0 if name in given else work[name] for name in self.seconds])
         if not amounts.any():
@@ -52,10 +55,10 @@ class Fit:
 def fit(seconds: Sequence[float], work: Sequence[Mapping[str, float]]) -> Fit:
     """Return the non-negative coefficients that fit `seconds` by least squares.
 
-    `work` has the amount of each term in each step.
+    `seconds` has the duration of each step, and `work` the amount of each term in it.
 
-    The coefficients are then scaled so that their sum over all steps is the measured one. Terms are
-    scaled to norm 1 for the solver, because they differ by orders of magnitude.
+    The coefficients are then scaled so that the predicted sum over all steps is the measured one.
+    Terms are scaled to norm 1 for the solver, because they differ by orders of magnitude.
 
     >>> fit([3.0, 5.0, 7.0], [{"batch": 1, "token": tokens} for tokens in (1, 2, 3)]).seconds
     {'batch': 1.0, 'token': 2.0}
@@ -86,4 +89,5 @@ def fit(seconds: Sequence[float], work: Sequence[Mapping[str, float]]) -> Fit:
 
 
 _UNKNOWN = 1e12
-"""Variance, in seconds squared, of a coefficient that the steps do not show, at scaled terms."""
+"""Variance, in seconds squared, of a coefficient of a scaled term that the steps do not determine.
+"""

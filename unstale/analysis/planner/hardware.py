@@ -1,4 +1,4 @@
-"""Data sheets of accelerators, and the shares of their figures that real programs reach."""
+"""Data sheets of accelerators, and the share of each figure that real programs reach."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -22,9 +22,7 @@ class Shares(Section):
     43% (arXiv 2407.21783, table 4).
     """
     decode: _Reached = 0.40
-    """Share of peak FLOP/s reached in decoding with large batches. Assumed to be that of
-    `matmul`.
-    """
+    """Share of peak FLOP/s reached in decoding with large batches. Assumed to equal `matmul`."""
     bandwidth: _Reached = 0.70
     """Share of the memory bandwidth reached in decoding and in other reads of weights. Assumed."""
     link: _Reached = 0.80
@@ -34,8 +32,8 @@ class Shares(Section):
     step_s: Annotated[float, Range(0, 1e3)] = 0.001
     """Overhead of a decoding step in seconds, for launches, sampling and scheduling. Assumed."""
     cores: Annotated[float, Range(1e-6, 1e3)] = 4
-    """Processor cores per device that encode, apply and check deltas. Assumed: half of a node's
-    cores do, and nodes have at least 8 per device.
+    """Processor cores per device that encode, apply and check deltas (differences between versions
+    of the weights). Assumed: half of a node's cores do, and nodes have at least 8 per device.
     """
     loader_gb_s: Annotated[float, Range(1e-3, 1e4)] = 5
     """GB per second at which a vLLM server reads new weights from main memory into one device.
@@ -66,13 +64,13 @@ class Device:
     host_link: float
     """Bytes per second in one direction to main memory."""
     network: float
-    """Bytes per second in one direction to other nodes."""
+    """Bytes per second in one direction from a device to other nodes."""
     node: int = 8
     """Number of devices in a node."""
 
     @property
     def is_core(self) -> bool:
-        """True for a processor core, as `measured.core_of_run` returns it."""
+        """True for a processor core, which `measured.core_of_run` describes."""
         return self.name.startswith("core")
 
     @property

@@ -33,7 +33,7 @@ from unstale.trainer.threads import trainer_threads
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """The arguments of `simulate`."""
+    """The arguments of `simulate`, which simulates a run."""
 
     workload: Workload
     fleet: Fleet
@@ -59,7 +59,9 @@ class SimulationSetup:
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """The fits of the engines' and the trainer's times to the steps of some runs."""
+    """Least-squares fits of the engines' and the trainer's times to the recorded steps of some
+    runs.
+    """
 
     engine: Fit
     train: Fit
@@ -82,23 +84,14 @@ class FittedCosts:
         )
 
 
-def from_run(run: Path, techniques: SimulatedTechniques | None = None) -> SimulationSetup:
-    """Return the arguments to simulate the run in a folder, with durations fitted to it.
-
-    Raises `ConfigError` for a run that `RecordedRun.read` refuses.
-    """
-    recorded = RecordedRun.read(run)
-    return setup_of(recorded, fit_costs([recorded]), techniques)
-
-
 def setup_of(
     run: RecordedRun, fitted: FittedCosts, techniques: SimulatedTechniques | None = None
 ) -> SimulationSetup:
     """Return the arguments to simulate a recorded run: its episodes, and fitted durations.
 
-    `techniques` take the place of those of the run. Its episodes were cut off by its own limits.
-    The costs of a tool call have the spread of `task.latency_sigma`. Raises `ConfigError` with
-    techniques that cannot be simulated.
+    `techniques` replace those of the run, but its recorded episodes stay cut off by the run's own
+    limits. The seconds of tool calls are drawn, and the standard deviation of their logarithm is
+    `task.latency_sigma`. Raises `ConfigError` for techniques that cannot be simulated.
     """
     config = run.config
     return SimulationSetup(
@@ -128,7 +121,10 @@ def recorded_workload(
 
 
 def recorded_overheads(run: RecordedRun, fitted: FittedCosts) -> Overheads:
-    """Return the smaller parts of a run, and the pace of its steps beside their fitted costs."""
+    """Return the seconds of a run's smaller parts, and the paces of its steps.
+
+    A pace is a measured duration, divided by the fitted one.
+    """
     between = [each.between for each in run.steps if each.between is not None]
     written = [each.checkpoint for each in run.steps if each.checkpoint]
     return Overheads(
@@ -143,7 +139,8 @@ def recorded_overheads(run: RecordedRun, fitted: FittedCosts) -> Overheads:
 def recorded_fleet(config: RunConfig) -> Fleet:
     """Return the engines of a run, on all its hosts.
 
-    With `cluster.engine_hosts`, a group has whole hosts: `engine.prefill_engines` counts these.
+    With `cluster.engine_hosts`, prefill and decode groups have whole hosts, so
+    `engine.prefill_engines` counts hosts.
     """
     engine = config.engine
     hosts = config.cluster.engine_hosts
@@ -158,7 +155,7 @@ def recorded_fleet(config: RunConfig) -> Fleet:
 
 
 def pace(step: RecordedStep, run: RecordedRun, fitted: FittedCosts) -> Pace:
-    """Return the durations of a step as multiples of their fits."""
+    """Return the measured durations of a step, divided by those that the fits predict for it."""
 
     def ratio(seconds: float, predicted: float) -> float:
         return seconds / predicted if predicted > 0 else 1.0
@@ -172,7 +169,7 @@ def pace(step: RecordedStep, run: RecordedRun, fitted: FittedCosts) -> Pace:
 
 
 def engine_work(step: RecordedStep) -> dict[str, float]:
-    """Return the amounts of the engines' work in a step, by the name of their cost."""
+    """Return the amounts of the engines' work in a step, by the names of the costs per unit."""
     decoding = step["engine/steps"]
     return {
         "decode": decoding,
@@ -195,10 +192,10 @@ def scoring_work(step: RecordedStep) -> dict[str, float]:
 
 
 def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
-    """Return the durations that fit the steps of all runs best.
+    """Return the costs that fit the durations of all recorded steps best.
 
-    The engine's busy time is fitted to its decoding steps, the replies in them and the context
-    tokens that it computed. Training and scoring are fitted to the tokens of a batch.
+    The engines' busy time is fitted to decoding steps, replies in these steps and computed context
+    tokens. Training and scoring are fitted to the tokens of a batch.
     """
     steps = [each for run in runs for each in run.steps]
     busy_s = [
@@ -222,10 +219,11 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
 
 
 def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
-    """Return a processor core of this machine as a device, with the speed it reached in a run.
+    """Return a processor core of this machine as a device, with the speed that it reached in a run.
 
-    The bandwidth of main memory, through which processes exchange data, is measured here. Raises
-    `ConfigError` if the run cannot be used.
+    The bandwidth of main memory, through which processes exchange data, is measured now. Raises
+    `ConfigError` for a run that `RecordedRun.read` refuses, whose batches have too similar sizes,
+    or that recorded no number of cores.
     """
     recorded = RecordedRun.read(run)
     setup = setup_of(recorded, fit_costs([recorded]), NO_TECHNIQUES)
@@ -244,7 +242,7 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
 def training_threads(config: RunConfig, num_cores: int) -> int:
     """Return the threads of all trainer ranks of a run together, on a machine with `num_cores`.
 
-    If the trainer has more of them while no episode runs, these count in synchronous runs only.
+    A trainer may use more threads while no episode runs. They count only for synchronous runs.
     """
     ranks = config.cluster.trainers
     alone = config.schedule.max_staleness == 0 and not (ranks or config.trainer.compile)
@@ -255,7 +253,7 @@ def training_threads(config: RunConfig, num_cores: int) -> int:
 def core_of(
     setup: SimulationSetup, model: Model, *, training: int, sampling: int
 ) -> tuple[Device, Shares]:
-    """Return a core with the speed of a setup.
+    """Return a processor core as a device, with the speed that the costs of `setup` imply.
 
     `training` is the number of threads of the trainer, `sampling` that of each engine.
     """
@@ -291,7 +289,7 @@ def core_of(
 
 
 def _copy_rate() -> float:
-    """Return the bytes that a copy reads and writes per second: the best of three measurements."""
+    """Return the bytes per second that a copy reads and writes, the best of three measurements."""
     source = torch.zeros(1 << 27, dtype=torch.uint8)
     target = torch.empty_like(source)
     seconds = []

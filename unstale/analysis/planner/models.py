@@ -72,7 +72,9 @@ class Model:
 
     @cached_property
     def matrices(self) -> Mapping[str, int]:
-        """The number of parameters by kind of matrix. A head that shares the embedding has none."""
+        """The number of parameters by kind of matrix. A head that shares the embedding's weights
+        has 0.
+        """
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         sparse = self.layers - self.dense if self.experts else 0
@@ -94,7 +96,9 @@ class Model:
 
     @cached_property
     def active_parameters(self) -> int:
-        """The number of parameters that process a token: without embedding and unused experts."""
+        """The number of parameters that process a token, without embedding lookup and unused
+        experts.
+        """
         idle = 0
         if self.experts:
             idle = self.matrices["experts"] // self.experts * (self.experts - self.active)
@@ -106,9 +110,9 @@ class Model:
         return WORD * self.parameters
 
     def padding(self, devices: int) -> float:
-        """Return how much larger the weights are when `devices` devices divide the experts.
+        """Return the factor by which weights grow when `devices` devices divide the experts.
 
-        Each gets as many experts, so that some get only padding.
+        Each device gets the same number of experts, so some of these are padding.
 
         >>> [round(PRESETS["30B-A3B"].padding(devices), 2) for devices in (32, 36, 256)]
         [1.0, 1.12, 1.95]
@@ -119,9 +123,9 @@ class Model:
         return 1 + (padded - 1) * self.matrices["experts"] / self.parameters
 
     def lora_parameters(self, rank: int) -> int:
-        """Return the number of parameters of adapters of all linear layers but the head.
+        """Return the number of parameters of LoRA adapters of rank `rank` on all linear layers.
 
-        Experts have none.
+        The head and experts have none.
 
         >>> PRESETS["4B"].lora_parameters(16)
         33030144
@@ -153,7 +157,9 @@ class Model:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that a layer keeps of each token until its backward pass, in bfloat16."""
+        """Bytes of activations that a layer keeps for each token until its backward pass, in
+        bfloat16.
+        """
         return pass_size.layer_bytes(self)
 
     def forward_flops(self, context: float) -> float:
@@ -168,7 +174,7 @@ class Model:
     def read_bytes(self, tokens: float) -> float:
         """Return the expected bytes of weights that a forward pass over `tokens` tokens reads.
 
-        Experts that no token uses are not read. Each token is assumed to use experts that are drawn
+        Experts that no token uses are not read. The experts of each token are assumed to be drawn
         uniformly and independently.
         """
         unread = 0.0
@@ -178,16 +184,16 @@ class Model:
 
     @cached_property
     def _lookup_parameters(self) -> int:
-        """Number of parameters of the embedding, if it is only looked up and not also the head."""
+        """Number of parameters of an embedding that is not also the head. 0 if it is."""
         return 0 if self.tied else self.matrices["embedding"]
 
     @classmethod
     def parse(cls, text: str) -> "Model":
-        """Return the model that a word of the command line names.
+        """Return the model that the command-line value of `--model` names.
 
-        The word is a preset, a model folder, the hub name of a model in the local cache, sizes
-        (`layers=36,hidden=2560,...`), or the name of a small model of this package, such as `base`.
-        Raises `ConfigError` for anything else.
+        It is a preset, a model folder, a GGUF file, the hub name of a model in the local cache,
+        sizes (`layers=36,hidden=2560,...`), or the name of a small model of this package, such as
+        `base`. Raises `ConfigError` for anything else.
         """
         if text in SHIPPED_POLICIES:
             return cls.from_folder(SHIPPED_POLICIES[text])
@@ -212,7 +218,7 @@ class Model:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Model":
-        """Return the model of a folder's config.json.
+        """Return the model that a folder's config.json describes.
 
         Raises `ConfigError` for an architecture whose parameters cannot be counted.
         """

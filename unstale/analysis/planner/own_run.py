@@ -1,9 +1,8 @@
-"""Compare the simulation of a recorded run with the run itself, and find what a fit leaves open.
+"""Compare the simulation of a recorded run with the run itself, to check if it can be trusted.
 
-A simulation of other settings is worth no more than that of the run's own: it is refused if the own
-one misses the run by more than `LIMIT`, gets a part of the step wrong, or names another bottleneck.
-It is also refused if the recorded steps leave the duration of the simulated work open by more than
-`OPEN`.
+A simulation of other settings is refused if that of the run's own settings deviates from the run by
+more than `LIMIT`, gets a part of the step wrong, or names another bottleneck. It is also refused if
+the recorded steps determine the duration of the simulated work only within more than `OPEN`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,55 +18,65 @@ from unstale.observe.words import Waiting, waiting
 from unstale.trainer.threads import trainer_threads
 
 LIMIT = 0.1
-"""Largest deviation of the seconds per step of a run's own simulation."""
+"""Largest allowed deviation of the simulated seconds per step from the measured ones, as a share,
+when a run is simulated with its own settings.
+"""
 SHARE_LIMIT = 0.1
-"""Largest deviation of the share of a step that a part takes. Errors of several parts can cancel in
-the seconds per step, and do not cancel with other settings.
+"""Largest allowed deviation of the share of a step that a part takes, such as training. Errors of
+several parts can cancel in the seconds per step, but need not cancel with other settings.
 """
 DECODING_LIMIT = 0.25
-"""Largest deviation of the number of decoding steps, as a share of those of the run."""
+"""Largest allowed deviation of the simulated number of decoding steps, as a share of the run's
+number.
+"""
 DECODING = "decoding steps a step"
 OPEN = 0.15
-"""Largest half-width of the 95% confidence interval of the seconds of a part, as a share of the
-step.
+"""Largest allowed half-width of the 95% confidence interval of the seconds of a part, as a share of
+the step.
 """
 MAX_STEPS = 200
-"""Largest number of steps of a run's own simulation after the queue is full."""
+"""Largest number of steps for which a run's own settings are simulated, after those that fill the
+queue.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure of a run and of its simulation."""
+    """One figure, as measured in a run and as predicted by its simulation."""
 
     name: str
     measured: float
     predicted: float
     unit: str = ""
-    """`s`, `share` or empty for a number."""
+    """`s` for seconds, `share`, or empty for a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """A run beside the simulation of its own settings."""
+    """Figures of a run, compared with those of a simulation of its own settings."""
 
     name: str
     figures: tuple[Compared, ...]
-    """The first are the seconds per step."""
+    """The compared figures. The first is the seconds per step."""
     steps: int
     """Number of steps that are compared."""
     left_out: int
-    """Number of steps left out because of an evaluation."""
+    """Number of steps that are not compared, because an evaluation delayed them."""
     run: Waiting
     simulated: Waiting
 
     @property
     def error(self) -> float:
-        """Deviation of the predicted seconds per step, as a share."""
+        """Relative deviation of the predicted seconds per step from the measured ones. 0.1 is 10%
+        more.
+        """
         return self.figures[0].predicted / self.figures[0].measured - 1
 
     @property
     def problems(self) -> list[str]:
-        """Sentences on why other settings cannot be predicted. Empty if they can."""
+        """Sentences that say why simulations of other settings would be wrong. Empty if they can be
+        trusted.
+        """
         found = []
         if abs(self.error) > LIMIT:
             found.append(
@@ -88,7 +97,7 @@ class OwnRun:
         return found
 
     def _wrong_parts(self) -> list[str]:
-        """Name the parts of a step that are too far off."""
+        """Describe the parts of a step that deviate by more than the limits."""
         wrong = []
         for each in self.figures:
             off = each.predicted - each.measured
@@ -105,7 +114,7 @@ class OwnRun:
         return wrong
 
     def _furthest(self) -> str:
-        """Name the figure that is furthest off."""
+        """Describe the share of a step that deviates most."""
         shares = [each for each in self.figures[1:] if each.unit == "share"]
         worst = max(shares, key=lambda each: abs(each.predicted - each.measured))
         return (
@@ -123,9 +132,9 @@ def simulate_own(
 ) -> tuple[SimulationSetup, SimulationResult, OwnRun]:
     """Simulate a run with its own settings. Return the setup, the result and the comparison.
 
-    `overheads.reply_s` of the setup returned is the time by which episodes waited longer for a
-    reply than in a first simulation. Raises `ConfigError` if the run has too few steps after the
-    queue was full.
+    If a first simulation has shorter waits for replies than the run, the returned setup has the
+    difference as `overheads.reply_s`, and the result is that of a second simulation. Raises
+    `ConfigError` if the run has too few steps after the queue was full.
     """
     steady = run.steady
     if len(steady) < MIN_STEPS:
@@ -145,13 +154,13 @@ def simulate_own(
 
 
 def _generation_s(run: RecordedRun) -> float:
-    """Return the mean seconds that an episode waited for replies."""
+    """Return the mean seconds that an episode of the run waited for replies."""
     waited = sum(each["rollout/generation_wait_s"] for each in run.steady)
     return waited / sum(each["rollout/episodes"] for each in run.steady)
 
 
 def compare(run: RecordedRun, result: SimulationResult) -> OwnRun:
-    """Return the figures of a run beside those of its simulation."""
+    """Return the measured figures of a run with the predicted ones of its simulation."""
     steady = run.steady
     step_s = fmean(each.seconds for each in steady)
     engines = recorded_fleet(run.config).engines
@@ -207,7 +216,7 @@ def compare(run: RecordedRun, result: SimulationResult) -> OwnRun:
 
 
 def _rows(run: RecordedRun, engines: int) -> list[Mapping[str, float]]:
-    """Return the metrics of the compared steps, without the time of the others."""
+    """Return the metrics of the compared steps. `time_s` leaves out the time of other steps."""
     time = 0.0
     rows: list[Mapping[str, float]] = [{"time_s": time}]
     for each in run.steady:
@@ -226,14 +235,14 @@ def _rows(run: RecordedRun, engines: int) -> list[Mapping[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a step whose duration was fitted."""
+    """A part of a step, such as training, whose duration was fitted to recorded steps."""
 
     title: str
     fit: Fit
     work: Mapping[str, float]
-    """Its work in a simulated step."""
+    """The amounts of its work in a simulated step, by the names of the fit's coefficients."""
     servers: int
-    """Number of engines that share it."""
+    """Number of engines that divide the work. 1 for the trainer."""
     remedy: str
 
 
@@ -244,9 +253,10 @@ def open_questions(
     result: SimulationResult,
     given: Collection[str],
 ) -> list[str]:
-    """Return what the recorded steps do not show about a simulation of other settings.
+    """Return sentences on what the recorded steps do not determine about other settings.
 
-    `given` are the names of the costs that the user has set.
+    `given` are the names of the costs that the user has set. Empty if the simulation can be
+    trusted.
     """
     found = []
     for part in _parts(fitted, setup, result):
@@ -312,7 +322,7 @@ def _parts(
 
 
 def _spread(part: _Part, runs: Sequence[RecordedRun]) -> str:
-    """Describe how much the recorded steps differ in the work of a part."""
+    """Describe how much the amount of a part's work differs between the recorded steps."""
     steps = [each for run in runs for each in run.steps]
     if "decode" in part.work:
         replies = [each["engine/batch_size_mean"] for each in steps]
@@ -333,7 +343,10 @@ def _spread(part: _Part, runs: Sequence[RecordedRun]) -> str:
 
 
 def _shared_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[str]) -> list[str]:
-    """Refuse more engine processes than the cores of the recorded machine can run."""
+    """Return an objection to more engine processes than the recorded machine has cores for.
+
+    The list is empty if there is none.
+    """
     engine = run.config.engine
     before = recorded_fleet(run.config).engines
     needed = engine.threads * setup.fleet.engines + max(1, run.config.trainer.threads)
@@ -352,7 +365,10 @@ def _shared_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[st
 
 
 def _trainer_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[str]) -> list[str]:
-    """Refuse another staleness bound if the number of the trainer's cores depends on it."""
+    """Return an objection to another `max_staleness` if the trainer's core count depends on it.
+
+    The list is empty if there is none.
+    """
     wanted = setup.schedule.max_staleness
     names = ("train", "train_token")
     if not run.cores or all(name in given for name in names):
@@ -373,7 +389,10 @@ def _trainer_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[s
 
 
 def require_alike(runs: Sequence[RecordedRun]) -> None:
-    """Raise `ConfigError` if the durations of some runs cannot be fitted together."""
+    """Raise `ConfigError` if the durations of these runs cannot be fitted together.
+
+    They must have the same values of the options in `_SAME`, and the same number of cores.
+    """
     first = runs[0]
     for other in runs[1:]:
         for name in _SAME:
@@ -406,4 +425,6 @@ _SAME = (
     "trainer.lora_rank",
     "old_logps.route",
 )
-"""Options that change durations, and must be the same in all runs of --like."""
+"""Options that change durations. They must be the same in all runs that `unstale simulate --like`
+names.
+"""

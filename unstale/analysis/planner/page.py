@@ -27,7 +27,7 @@ from unstale.config.routes import routes
 _GB = 1e9
 _LONG = 32_768
 """Tokens of a pass above which prompts should not be shared on GPUs. The attention mask of a shared
-prompt takes the square of that many bytes.
+prompt takes the square of this number of bytes.
 """
 _EXACT = "exact: the route gives each token its log-probability under the version that sampled it. "
 _MEMORY = {
@@ -48,12 +48,15 @@ _ON_CORES = {
     "sample GPUs": "sample cores",
     "score GPUs": "score cores",
 }
-"""Headings of the table if the devices are cores, whose memory is main memory."""
+"""Headings of the table on processor cores, by those on GPUs. The memory of cores is main memory.
+"""
 Row = dict[str, float | int | str]
 
 
 def page(suggestion: Suggestion) -> Group:
-    """Return the suggestion with its reasons, its command, and a table of the old-logit routes."""
+    """Return the suggestion, its reasons and its command, and a table of the ways to get
+    `old_logp`.
+    """
     best = suggestion.best.candidate
     setup = best.request.setup
     head = f"{setup.model.name} on {setup.device.number(best.request.devices)}"
@@ -72,7 +75,7 @@ def page(suggestion: Suggestion) -> Group:
 
 
 def describe(rated: SimulatedCandidate) -> str:
-    """Return a configuration and its throughput in words."""
+    """Return a configuration and its simulated throughput in words."""
     candidate = rated.candidate
     schedule = candidate.schedule
     setup = candidate.costs.setup
@@ -95,7 +98,7 @@ def describe(rated: SimulatedCandidate) -> str:
 
 
 def reasons(suggestion: Suggestion) -> Iterator[str]:
-    """Yield the reasons for the suggestion, with their numbers."""
+    """Yield sentences with the reasons for the suggestion, and the numbers behind them."""
     best = suggestion.best
     result = best.result
     costs = best.candidate.costs
@@ -130,7 +133,7 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
 
 
 def _publication(costs: AnalyticCosts, step_s: float) -> str:
-    """Return what a new version costs the trainer and the engines."""
+    """Return a sentence on the seconds that a new version costs the trainer and the engines."""
     load_s = costs.load_s()
     share = f"({load_s / step_s:.0%} of a step)"
     stands = f"Engines stand still {load_s:.2g} s {share} to load a version"
@@ -144,7 +147,7 @@ def _publication(costs: AnalyticCosts, step_s: float) -> str:
 
 
 def _synchronous(suggestion: Suggestion) -> str:
-    """Return the throughput of synchronous training, or why it does not fit."""
+    """Return words on the throughput of synchronous training, or on why it does not fit."""
     best, synchronous = suggestion.best, suggestion.synchronous
     if synchronous is None:
         return f"is not possible: {why_not_synchronous(best.candidate.request)}"
@@ -223,7 +226,9 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
 
 
 def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
-    """Yield sentences that compare memory and time of the suggested exact route with `AVERAGE`."""
+    """Yield sentences that compare memory and time of the suggested exact route (way to get
+    `old_logp`) with `AVERAGE`.
+    """
     best = suggestion.best.candidate
     average = suggestion.simulated.get(AVERAGE)
     if average is None or not best.costs.route.exact:
@@ -248,7 +253,9 @@ def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the command that trains with the suggestion, on the user's model with recipe `llm`."""
+    """Return the command line that trains the user's model with the suggestion and the recipe
+    `llm`.
+    """
     schedule = candidate.schedule
     setup = candidate.costs.setup
     options: Row = {
@@ -298,7 +305,7 @@ _SHIPPED = {folder.name: name for name, folder in SHIPPED_POLICIES.items()}
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
-    """Yield what the user must add to the suggested command before running it."""
+    """Yield sentences on what the user must add to the suggested command before running it."""
     placement = candidate.placement
     setup = candidate.costs.setup
     if setup.model.name not in _SHIPPED:
@@ -320,7 +327,7 @@ def route_rows(suggestion: Suggestion) -> list[Row]:
 
 
 def _route_row(suggestion: Suggestion, candidate: Candidate) -> Row:
-    """Return the memory, time and throughput of a route as a row of the table."""
+    """Return a row of the table: memory, time and throughput of one way to get `old_logp`."""
     costs = candidate.costs
     route = costs.route
     model = costs.setup.model
@@ -365,7 +372,7 @@ def _choice_row(rated: SimulatedCandidate) -> Row:
 
 
 def as_json(suggestion: Suggestion) -> dict[str, Any]:
-    """Return the whole suggestion as JSON values, for programs."""
+    """Return the whole suggestion as a dictionary of JSON values, for programs."""
     best = suggestion.best.candidate
     model = best.costs.setup.model
     return {

@@ -1,8 +1,9 @@
-"""The seconds to publish a version to servers: before, during and after their standstill.
+"""The seconds to publish a new version of the weights to servers.
 
 A version is staged while engines still sample: each host decodes and checks it, or writes it whole.
-Engines then stand still only while they load it. Afterwards replies are held back until the probe
-has passed. Times per byte were measured on one thread (benchmarks/standstill.py).
+Then engines stop sampling only while they load it. Afterwards replies are held back until a probe
+(a short sampled reply) shows that the weights are right. Times per byte were measured on one thread
+(benchmarks/standstill.py).
 """
 
 from typing import TYPE_CHECKING
@@ -14,28 +15,32 @@ if TYPE_CHECKING:
     from unstale.analysis.planner.models import Model
 
 CHECK_S = 0.045e-9
-"""Seconds per byte of the checksum of weights, on one core."""
+"""Seconds per byte of weights to compute their checksum, on one core."""
 WRITE_S = 0.49e-9
-"""Seconds per byte to write whole weights to /dev/shm, which one core does. Merging adapters counts
-as part of it.
+"""Seconds per byte in which one core writes whole weights to /dev/shm. The time to merge LoRA
+adapters into them is included.
 """
 PROBE_PROMPT, PROBE_REPLY = 32, 32
-"""Tokens of the probe: its random prompt, and the reply that the server samples."""
+"""Numbers of tokens of the probe: a random prompt, and the reply that the server samples to it."""
 _REFERENCE_FLOPS = 200e9
-"""Operations per second of one core that computes the probe's log-probabilities. Assumed."""
+"""Operations per second of the processor core that computes the probe's log-probabilities. Assumed.
+"""
 _REFERENCE_BANDWIDTH = 11e9
-"""Bytes of weights per second that this core reads. Assumed."""
+"""Bytes of weights per second that the core of `_REFERENCE_FLOPS` reads. Assumed."""
 
 
 def decode_s(words: float, rate: float, *, cores: float) -> float:
-    """Return the seconds in which a host applies a delta to its weights, and checks these."""
+    """Return the seconds in which a host applies a delta to its `words` weights, and checks them.
+
+    `rate` is the learning rate, on which the size of the delta depends.
+    """
     return (delta_sizes.apply_s(words, rate) + CHECK_S * WORD * words) / cores
 
 
 def reference_s(model: "Model") -> float:
-    """Return the seconds in which a core computes the log-probabilities of the probe.
+    """Return the seconds in which a core computes the log-probabilities of a probe's tokens.
 
-    All experts that its tokens use are read once.
+    The probe is a short reply that tests new weights. Each expert that its tokens use is read once.
     """
     tokens = PROBE_PROMPT + PROBE_REPLY
     computed = tokens * model.forward_flops(tokens / 2)

@@ -15,7 +15,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.journal import Journal, JournalError, JournalReader, trained_episodes
 from unstale.durability.run_folder import RunFolder, plain
-from unstale.records import Sampled, Trajectory
+from unstale.records import Sampled, Trajectory, is_reply
 
 MIN_STEPS = 4
 """Smallest number of steps that a fit of durations needs."""
@@ -23,7 +23,7 @@ _CONTEXT_PIECES = (
     "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
 )
 RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""SQL query that counts the answers of tools and users in finished episodes, and in all
+"""SQL query for two numbers: the answers of tools and users in finished episodes, and in all
 episodes.
 """
 _METRICS = (
@@ -46,12 +46,14 @@ _METRICS = (
     "schedule/wait_for_batch_s",
     "trainer/update_s",
 )
-"""The metrics that are used."""
+"""Names of the metrics that are read from a run."""
 _RESTARTS = ("resumed", "trainer_died")
-"""Kinds of events after which a run continues from a checkpoint, with new processes."""
+"""Kinds of events after which a run continues from a checkpoint in new processes."""
 Row = Mapping[str, Any]
 Spans = Mapping[tuple[str, int], Sequence[tuple[float, float]]]
-"""Start and end of the activities of a run, by lane and by the step or version in their label."""
+"""Start and end times of a run's activities, in seconds. The key is the lane (such as `trainer`)
+and the step or version in the label.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +62,17 @@ class RecordedStep:
 
     step: int
     loaded: float
-    """Time of the run at which the engines had loaded the version of the previous step."""
+    """Time of the run, in seconds, at which the engines had loaded the version of the previous
+    step.
+    """
     seconds: float
-    """Seconds from then until they had loaded the version of this step."""
+    """Seconds from `loaded` until the engines had loaded the version of this step."""
     publish: float
-    """Seconds in which the trainer prepared the version, while engines sampled."""
+    """Seconds in which the trainer prepared the new version, while engines sampled."""
     stage: float
-    """Seconds between that and the pause, in which hosts decoded the version."""
+    """Seconds from the end of `publish` to the engines' pause, in which hosts decoded the
+    version.
+    """
     load: float
     """Seconds for which the engines paused to load the version."""
     optimizer: float
@@ -74,9 +80,10 @@ class RecordedStep:
     checkpoint: float
     """Seconds of writing a checkpoint. 0 if none was written."""
     between: float | None
-    """Seconds of the event loop between the trainer's parts. None if they cannot be separated.
+    """Seconds in which the event loop built and recorded the batch while the trainer waited.
 
-    They include the pass in which a technique reads hidden states before the advantages.
+    None if they cannot be separated from other waits. They include the pass in which a technique
+    reads hidden states before advantages are computed.
     """
     versions: float
     """Mean number of versions that sampled a trajectory."""
@@ -89,12 +96,12 @@ class RecordedStep:
 
     @property
     def tokens(self) -> float:
-        """Number of fresh tokens in the batch."""
+        """Number of tokens in the batch, without those of replayed groups."""
         return self["rollout/episodes"] * self["rollout/total_tokens_mean"]
 
     @property
     def trained(self) -> float:
-        """Number of tokens in the batch, with those of stored groups."""
+        """Number of tokens in the batch, including those of replayed groups."""
         return self.tokens / (1 - self["replay/token_share"])
 
 
@@ -105,8 +112,8 @@ class RecordedRun:
     name: str
     config: RunConfig
     steps: tuple[RecordedStep, ...]
-    """The steps after the first, which warms up the processes. Of a run that was resumed, these are
-    steps after the last resume.
+    """The steps after the first, which warms up the processes. If the run was resumed, only steps
+    after the last resume.
     """
     groups: tuple[tuple[EpisodeShape, ...], ...]
     """The finished groups, in the order in which they began."""
@@ -119,7 +126,7 @@ class RecordedRun:
 
     @property
     def steady(self) -> tuple[RecordedStep, ...]:
-        """The steps after those in which the queue filled up, without those of evaluations.
+        """The steps after the queue was full, without those that an evaluation delayed.
 
         The queue is assumed to fill up again after a resume.
         """
@@ -128,10 +135,10 @@ class RecordedRun:
 
     @classmethod
     def read(cls, run: Path) -> Self:
-        """Return the records of a run folder, since its last resume.
+        """Return the records of the run in a folder, since its last resume.
 
         Steps before the resume ran in other processes, and some of them twice. Raises `ConfigError`
-        if the run has renamed options, is too short, has times that cannot be separated, or if
+        if the run has renamed options or is too short, if its times cannot be separated, or if
         times or episodes are missing.
         """
         folder = RunFolder(run)
@@ -171,7 +178,7 @@ class RecordedRun:
         )
 
     def to_json(self) -> str:
-        """Return the records as JSON, which `from_json` reads."""
+        """Return the records as JSON text, which `from_json` reads."""
         return json.dumps(plain(self))
 
     @classmethod
@@ -212,7 +219,7 @@ def _open_journal(run: Path) -> Iterator[JournalReader]:
 
 
 def require_separate_times(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` for a run whose times cannot be separated."""
+    """Raise `ConfigError` for a run in which times of different work cannot be told apart."""
     if config.old_logps.needs.closing:
         raise ConfigError(
             f"{name} pauses generation to score, for a time that is not recorded; "
@@ -228,7 +235,7 @@ def require_separate_times(name: str, config: RunConfig) -> None:
 def since_restart(
     rows: Sequence[Row], events: Sequence[Row]
 ) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Return the metrics and events of a run since its last resume, or all if it has none.
+    """Return the metrics and events of a run since its last resume. Without a resume, return all.
 
     Earlier events include those of steps that were lost and repeated, with the same numbers.
     """
@@ -256,9 +263,9 @@ def recorded_steps(
 ) -> list[RecordedStep]:
     """Return the steps after the first whose times are complete.
 
-    `rows` are the metrics, `events` those of `events.jsonl`, both as `since_restart` returns them.
-    `versions` is the mean number of versions that sampled the step's trajectories. A resume may
-    skip version numbers, so the version of a step comes from its metrics.
+    `rows` are the metrics, and `events` the lines of `events.jsonl`, both as `since_restart`
+    returns them. `versions` has, by step, the mean number of versions that sampled a trajectory. A
+    resume may skip version numbers, so the version of a step is read from its metrics.
     """
     spans = _spans(events)
     steps = []
@@ -300,9 +307,10 @@ def _seconds(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
-    """Return the spans of a step's backward passes and optimizer steps, in turn.
+    """Return the times of a step's backward passes and optimizer steps, alternating.
 
-    A technique may read hidden states before the batch is scored. That is in the same lane.
+    Spans of the trainer before the batch was scored are left out: in them a technique reads hidden
+    states.
     """
     scored = spans.get(("old_logps", step), ())
     trained = spans.get(("trainer", step), ())
@@ -310,11 +318,11 @@ def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
 
 
 def _between(spans: Spans, step: int, version: int) -> float | None:
-    """Return the seconds in which the event loop builds a batch and records its groups.
+    """Return the seconds in which the event loop built a batch and recorded its groups.
 
-    `version` is the one that the step publishes. In synchronous training the loop also starts the
-    next episodes while the trainer waits. None if the loop waited for the publication of the
-    previous version in this time.
+    The trainer waits in this time. `version` is the one that the step publishes. In synchronous
+    training the loop also starts the next episodes. None if the loop waited for the publication of
+    the previous version in this time.
     """
     lanes = ("wait", "old_logps", "trainer")
     if not all(spans.get((lane, step)) for lane in lanes):
@@ -330,7 +338,10 @@ def _between(spans: Spans, step: int, version: int) -> float | None:
 
 
 def delayed(steps: Sequence[RecordedStep], max_staleness: int) -> list[RecordedStep]:
-    """Mark also the steps after an evaluation, in which the queue is fuller than usual."""
+    """Return the steps, with `evaluation` also set for steps soon after an evaluation.
+
+    In these steps the queue is fuller than usual.
+    """
     marked = []
     last = -1
     for each in steps:
@@ -346,9 +357,9 @@ def recorded_groups(
 ) -> tuple[tuple[tuple[EpisodeShape, ...], ...], float]:
     """Return the episodes of a run's journal by group, and the mean seconds of a tool call.
 
-    With `is_resumed`, `rows` are the steps since a resume, and the calls in their time are
-    estimated by the episodes that they trained on. The first of them also has the calls that were
-    repeated to restore open episodes, and is left out.
+    If `is_resumed`, `rows` are the steps since a resume. The number of calls in them is then
+    estimated from the number of episodes that they trained on. The first of these steps is left
+    out, because it also has the calls that were repeated to restore open episodes.
     """
     groups: dict[int, list[Trajectory]] = defaultdict(list)
     with _open_journal(run) as journal:
@@ -372,9 +383,13 @@ def recorded_groups(
 def episode_shapes(
     groups: Sequence[Sequence[Trajectory]],
 ) -> tuple[tuple[EpisodeShape, ...], ...]:
-    """Return the sizes of the episodes of some groups, with the prefixes that they share."""
+    """Return the numbers of tokens of the episodes of some groups, with the prefixes that they
+    share.
+    """
     names: dict[int, int] = {}
-    """The name of each prefix by the hash of its tokens, which takes less memory than these."""
+    """The name of each prefix by the hash of its tokens, because hashes take less memory than
+    tokens.
+    """
     common = _common_prefix([_prompt(each) for siblings in groups for each in siblings])
     found = []
     for siblings in groups:
@@ -382,17 +397,26 @@ def episode_shapes(
         for trajectory in siblings:
             shape = episode_shape(trajectory)
             tokens = trajectory.tokens
-            prefixes = [Prefix(0, common)] if 0 < common < shape.prompt else []
+            starts = [*_reply_starts(trajectory)]
+            opening = starts[0] if starts else shape.prompt
+            prefixes = [Prefix(0, common)] if 0 < common < opening else []
             name = start = 0
-            end = shape.prompt
-            for turn in shape.turns:
+            for end in starts:
                 name = names.setdefault(hash((name, tokens[start:end])), len(names) + 1)
                 prefixes.append(Prefix(name, end))
                 start = end
-                end += turn.reply + turn.answer
             shapes.append(shape._replace(prefixes=tuple(prefixes)))
         found.append(tuple(shapes))
     return tuple(found)
+
+
+def _reply_starts(trajectory: Trajectory) -> Iterator[int]:
+    """Yield the number of tokens before each reply, with those before a fork of the episode."""
+    start = 0
+    for is_sampled, pieces in groupby(trajectory.pieces, is_reply):
+        if is_sampled:
+            yield start
+        start += sum(len(piece.tokens) for piece in pieces)
 
 
 def _prompt(trajectory: Trajectory) -> tuple[int, ...]:
@@ -401,7 +425,7 @@ def _prompt(trajectory: Trajectory) -> tuple[int, ...]:
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return how many tokens all prompts begin with in common."""
+    """Return the number of tokens with which all prompts begin in common."""
     low, high = min(prompts), max(prompts)
     length = 0
     for one, other in zip(low, high, strict=False):
@@ -415,17 +439,21 @@ def episode_shape(trajectory: Trajectory) -> EpisodeShape:
     """Return the numbers of tokens of a trajectory by turn.
 
     The recorded number of tool calls is divided evenly among the turns. If it was not recorded,
-    each turn has one call.
+    each turn has one call. The text before a fork is part of the prompt.
     """
     runs = [
-        (is_reply, sum(len(piece.tokens) for piece in pieces))
-        for is_reply, pieces in groupby(trajectory.pieces, lambda piece: isinstance(piece, Sampled))
+        (is_sampled, sum(len(piece.tokens) for piece in pieces))
+        for is_sampled, pieces in groupby(
+            trajectory.pieces, lambda piece: isinstance(piece, Sampled)
+        )
     ]
     prompt = runs.pop(0)[1] if runs and not runs[0][0] else 0
-    replies = [tokens for is_reply, tokens in runs if is_reply]
-    answers = [*(tokens for is_reply, tokens in runs if not is_reply), 0][: len(replies)]
-    calls = round(trajectory.facts.get("tool_calls", len(replies)))
-    per_turn, more = divmod(calls, max(1, len(replies)))
+    replies = [tokens for is_sampled, tokens in runs if is_sampled]
+    answers = [*(tokens for is_sampled, tokens in runs if not is_sampled), 0][: len(replies)]
+    # The recorded calls include those of replies before a fork.
+    num_replies = max(1, sum(1 for _ in _reply_starts(trajectory)))
+    calls = trajectory.facts.get("tool_calls", num_replies) * len(replies) / num_replies
+    per_turn, more = divmod(round(calls), max(1, len(replies)))
     turns = [
         TurnShape(reply, answer, per_turn + (number < more))
         for number, (reply, answer) in enumerate(zip(replies, answers, strict=True))

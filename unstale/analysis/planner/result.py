@@ -1,4 +1,4 @@
-"""The result of a simulated run, in numbers and in a sentence. Imports no torch."""
+"""The result of a simulated run, in numbers and in a sentence. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from unstale.observe.words import Waiting
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """The work of all engines after the first `filling` steps."""
+    """The work of all engines together, after the steps in which the queue fills up."""
 
     steps: float
     """Number of decoding steps."""
     sampled: float
     """Number of sampled tokens."""
     prefilled: float
-    """Number of context tokens that were computed."""
+    """Number of context tokens whose keys and values were computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SimulationResult:
     trained_sampled: int
     """Number of sampled tokens in the batches after the first `filling` steps."""
     replayed_tokens: int = 0
-    """Number of tokens that stored groups added to these batches."""
+    """Number of tokens that replayed groups added to the batches of `trained_tokens`."""
     sampled_tokens: int
     """Number of tokens that engines sampled in the whole run."""
     lost_tokens: int
@@ -46,22 +46,26 @@ class SimulationResult:
     prefill_busy_share: float
     """Share of time in which the engines for prefill are busy. 0 if engines are not divided."""
     decode_busy_share: float
-    """Share of time in which the engines for decoding are busy: all, if they are not divided."""
+    """Share of time in which the engines for decoding are busy. These are all engines if they are
+    not divided into prefill and decode groups.
+    """
     first_token_s: float
     """Mean seconds from a request to the first token of its reply."""
     first_token_p99_s: float
-    """The 99th percentile of these seconds."""
+    """The 99th percentile of the seconds from a request to the first token of its reply."""
     rejects: int
-    """Number of engines, over all requests, that would have been chosen but had no place."""
+    """Number of engines that would have been chosen for a request but had no free place, over all
+    requests.
+    """
     longest_queue: int
     """Largest number of replies that waited on one engine while it sampled."""
     transferred_tokens: int
     """Number of tokens whose keys and values were sent to another engine."""
     trainer_busy_share: float
-    """Share of the time in which the trainer trains, scores or prepares versions."""
+    """Share of the time in which the trainer trains, computes `old_logp` or prepares versions."""
     trainer_wait_share: float
-    """Share of the time in which the trainer waits for groups. In the remaining time it waits until
-    the engines have loaded a version.
+    """Share of the time in which the trainer waits for groups. When it neither works nor waits for
+    groups, it waits until the engines have loaded a version.
     """
     old_logps_share: float
     """Share of the time in which the trainer computes old log-probabilities."""
@@ -77,9 +81,11 @@ class SimulationResult:
     ready_s: float
     """Mean seconds from the end of an episode to the step that trains on it."""
     slot_share: float = 0.0
-    """Share of an episode's time in which it waits for a slot, with segments."""
+    """Share of an episode's time in which it waits for a slot (permission to run). 0 unless
+    episodes run in segments.
+    """
     waiting: Waiting
-    """Shares of the time that decide on the bottleneck, as the report of a run computes them."""
+    """Shares of the time that decide which bottleneck a report names."""
     work: EngineWork
     versions_mean: float = 1.0
     """Mean number of versions that sampled an episode."""
@@ -109,10 +115,7 @@ class SimulationResult:
 
     @property
     def bottleneck(self) -> str:
-        """A sentence that names the bottleneck.
-
-        It has advice if options of the schedule can help.
-        """
+        """A sentence that names the bottleneck, with advice if options of the schedule can help."""
         if "schedule." in self.waiting.advice:
             return f"{self.waiting.sentence} {self.waiting.advice}"
         return self.waiting.sentence

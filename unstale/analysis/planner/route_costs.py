@@ -1,4 +1,4 @@
-"""The work and the memory of an old-logit route, computed from the needs that it declares.
+"""The work and the memory of a route, computed from the needs that it declares.
 
 A route is a method to obtain old log-probabilities.
 """
@@ -16,19 +16,19 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class RouteCost:
-    """The costs of an old-logit route."""
+    """The costs of a route, a method to obtain old log-probabilities."""
 
     needs: Needs
     exact: bool
     in_place: bool = False
-    """True if past versions or averages are scored in the trained model (`old_logps.placement =
-    own`).
+    """True if past versions or averages are loaded into the trained model to compute `old_logp`
+    (`old_logps.placement = own`).
     """
     stores_copies: bool = False
-    """True if each version is kept whole, not as a delta (`old_logps.storage = full`)."""
+    """True if each past version is kept whole, not as a delta (`old_logps.storage = full`)."""
 
     def forward_passes(self, versions: float, *, prompt_fraction: float = 0.0) -> float:
-        """Return how many tokens the route's forward passes compute per token of a trajectory.
+        """Return how many forward passes over a trajectory the computation of `old_logp` takes.
 
         The trajectory is assumed to have `versions` parts of equal length, each sampled by another
         version. The pass with a version ends at its last token, so two versions take 1.5 passes.
@@ -45,16 +45,17 @@ class RouteCost:
     def delta_bytes(self, model: Model, *, live: int, rate: float) -> float:
         """Return the bytes of main memory for the deltas from which `live` versions are restored.
 
-        `rate` is the learning rate, on which the size of a delta depends.
+        `rate` is the learning rate, on which the size of a delta depends. 0 if past versions are
+        not kept.
         """
         return (live - 1) * delta_bytes(model.parameters, rate) if self.needs.snapshots else 0.0
 
     def main_bytes(self, model: Model, *, live: int, rate: float) -> float:
-        """Return the bytes of main memory that the route takes on all training ranks together.
+        """Return the bytes of main memory that computing `old_logp` takes on all training ranks.
 
-        They are `live` versions, as deltas or whole. In place, the past version that is loaded or
-        the float32 averages are in main memory too and, while they score, the trained float32
-        weights.
+        They hold `live` versions, as deltas or whole. If past weights are loaded into the trained
+        model, main memory also holds the past version or the float32 averages and, while they are
+        used, the trained float32 weights.
         """
         kept = self.delta_bytes(model, live=live, rate=rate)
         if self.stores_copies:
@@ -63,7 +64,9 @@ class RouteCost:
         return kept + (loaded + _FLOAT32) * model.parameters * self.in_place
 
     def device_bytes(self, model: Model) -> float:
-        """Return the bytes that the route adds to training, on all trainer devices together."""
+        """Return the bytes of device memory that the route (way to get `old_logp`) needs, on all
+        trainer devices together.
+        """
         copies = 0 if self.needs.own_process else self.needs.resident_models
         averages = 0 if self.in_place else self.needs.averages
         return model.copy_bytes * copies + _FLOAT32 * model.parameters * averages
@@ -72,14 +75,17 @@ class RouteCost:
         """Return the bytes of device memory that averages of the weights read and write per step.
 
         An update reads the weights and the average, writes the average, and copies it into a model.
-        In place the copies cross the bus to main memory, whose time is not predicted.
+        If averages are loaded into the trained model, these copies cross the bus to main memory.
+        The time of that is not predicted.
         """
         moved = WORD + 2 * _FLOAT32 + _FLOAT32 + WORD
         return model.parameters * self.needs.averages * moved
 
 
 def route_cost(name: str, **options: Any) -> RouteCost:
-    """Return the costs of a route. `options` are those of `old_logps` that are not the default."""
+    """Return the costs of the route `name`. `options` are options of `old_logps` with other values
+    than the default.
+    """
     config = OldLogpsConfig(route=name, **options)
     return RouteCost(
         config.needs,

@@ -91,8 +91,8 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    `needs` are those of the old-logit route. `techniques` change the lengths of episodes or the
-    size of batches. Raises `ConfigError` for settings with which too many episodes fail, and
+    `needs` are those of the method to get `old_logp`. `techniques` change the lengths of episodes
+    or the size of batches. Raises `ConfigError` for settings with which too many episodes fail, and
     `StalenessError` if a token is older than the bound.
     """
     _check(fleet, needs, steps)
@@ -110,7 +110,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         pending=pending,
         limits=limits,
         seed=seed,
-        reply_s=overheads.reply_s,
+        overheads=overheads,
     )
     replay = SimulatedReplay(techniques.replay, seed)
     trainer = SimulatedTrainer(
@@ -173,7 +173,7 @@ def _check(fleet: Fleet, needs: Needs, steps: int) -> None:
 
 
 def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int, checkpoint_every: int) -> RunConfig:
-    """Return the configuration for the training loop, without evaluations."""
+    """Return the configuration of the training loop for a simulation, without evaluations."""
     max_staleness = schedule.max_staleness // fleet.steps_per_version
     return RunConfig(
         recipe="simulated",

@@ -39,9 +39,9 @@ _EMPTY = torch.empty(0)
 class SimulatedTrainer:
     """A trainer that only takes the seconds of `Costs`, and counts the staleness of tokens.
 
-    A method cannot wait, because the loop calls it in the trainer's thread. It adds its seconds to
-    `owed` instead, and `SimulatedThread` waits for them after the call. Engines on the same devices
-    pause while the trainer works.
+    The loop calls its methods in the trainer's thread, so a method cannot wait. It adds its seconds
+    to `owed` instead, and `SimulatedThread` waits for them after the call. Engines on the same
+    devices pause while the trainer works.
     """
 
     def __init__(  # noqa: PLR0913 - three of them are the costs of a run
@@ -55,19 +55,21 @@ class SimulatedTrainer:
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
         self.version = 0
-        """Number of steps so far. If `every` > 1, there are fewer published versions."""
+        """Number of steps so far. If `every` > 1, fewer versions are published."""
         self.owed: dict[str, float] = defaultdict(float)
-        """Seconds by activity for which the thread has not waited yet."""
+        """Seconds by activity that the trainer's thread is still to wait."""
         self.spent: dict[str, float] = defaultdict(float)
-        """Seconds by activity for which the thread has waited."""
+        """Seconds by activity that the trainer's thread has waited so far."""
         self.batches: list[tuple[int, int]] = []
         """Number of tokens and of sampled tokens in each batch."""
         self.replayed: list[int] = []
-        """Number of tokens that stored groups add to each batch."""
+        """Number of tokens that replayed groups add to each batch."""
         self.ages: Counter[int] = Counter()
         """Number of sampled tokens by staleness in versions."""
         self.num_versions: list[float] = []
-        """Mean number of versions that sampled an episode, for each part of a batch."""
+        """Mean number of versions that sampled an episode, for each part of a batch that was
+        scored.
+        """
         self.rollout = rollout
         self.every = fleet.steps_per_version
         """Number of steps between two published versions."""
@@ -77,13 +79,17 @@ class SimulatedTrainer:
         self._closing = closing
         self._colocated = fleet.colocated
         self._added: set[int] = set()
-        """The episodes of the next batch that were added already."""
+        """Numbers of the episodes of the next batch that `add` has taken already."""
         self._counted = (0, 0)
-        """Their tokens, and how many of these were sampled."""
+        """Number of tokens of the episodes in `_added` or in the batch, and how many of them were
+        sampled.
+        """
         self._groups: dict[int, tuple[int, int]] = {}
-        """For each group of the next batch its tokens, and the age of the oldest in versions."""
+        """For each group of the next batch: its number of tokens, and the staleness of its oldest
+        token in versions.
+        """
         self._left = 0
-        """Number of tokens of the batch that were not added before it was prepared."""
+        """Number of tokens of the batch that `add` had not taken before the batch was prepared."""
 
     def start_version(self) -> None:
         self.version += 1
@@ -95,7 +101,9 @@ class SimulatedTrainer:
         return {}
 
     def add(self, part: Batch) -> None:
-        """Count the tokens of a part of the next batch. Add the seconds of its passes to `owed`."""
+        """Count the tokens of a part of the next batch. Add the seconds of training on them to
+        `owed`.
+        """
         self._train(self._take(part))
         self._added |= set(part.episodes)
 
@@ -112,10 +120,10 @@ class SimulatedTrainer:
         self._groups = {}
         self._counted = (0, 0)
         self._added = set()
-        return [Minibatch(batch, *[_EMPTY] * 5)]
+        return [Minibatch(batch, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)]
 
     def _take(self, part: Batch) -> int:
-        """Count and score the episodes that were not added yet. Return the number of tokens."""
+        """Count and score the episodes that `add` has not taken. Return their number of tokens."""
         newest = len(self.batches) // self.every
         numbers = [number for number in part.episodes if number not in self._added]
         episodes = [self.rollout.episodes.pop(number) for number in numbers]
@@ -154,7 +162,7 @@ class SimulatedTrainer:
             self._owe_old_logps(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
-        """Add the seconds of scoring sequences of these lengths with one version to `owed`."""
+        """Add the seconds to `owed` in which one version scores sequences of these lengths."""
         if tokens := sum(lengths):
             self._owe_old_logps(tokens, 1.0)
 
@@ -184,7 +192,7 @@ class SimulatedTrainer:
 
 
 class SimulatedThread:
-    """The trainer's thread. A call takes the seconds that the trainer has in `owed` afterwards."""
+    """The trainer's thread. A call takes the seconds that it adds to the trainer's `owed`."""
 
     def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
         self._clock = clock
@@ -205,7 +213,9 @@ class SimulatedThread:
 
 
 class InstantThread:
-    """A thread whose work takes no time, except that a checkpoint takes `checkpoint_s`."""
+    """A thread whose calls take no time. Only those with a checkpoint take `checkpoint_s`
+    seconds.
+    """
 
     def __init__(self, clock: SimulatedClock, checkpoint_s: float) -> None:
         self._clock = clock
@@ -223,7 +233,7 @@ class InstantThread:
 class SimulatedQueue(StalenessQueue):
     """A staleness queue for runs that publish a version only every `every` steps.
 
-    It frees the tickets of these steps together.
+    At each publication it allows the start of the episodes for `every` steps together.
     """
 
     def __init__(self, schedule: ScheduleConfig, every: int) -> None:
@@ -244,7 +254,7 @@ class SimulatedQueue(StalenessQueue):
 
 
 class SimulatedRoute(OldLogps):
-    """An old-logit route that takes the seconds of `Costs.old_logps_s`.
+    """A computation of old log-probabilities that takes the seconds of `Costs.old_logps_s`.
 
     Its values are never used.
     """
@@ -254,19 +264,22 @@ class SimulatedRoute(OldLogps):
         self._trainer = trainer
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
-        """Take the seconds of scoring the unfinished episodes up to their present length."""
+        """Let the trainer score unfinished episodes, up to their present length."""
         episodes = {piece.episode for piece in unscored}
         self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the behavior log-probabilities, because a simulation has no model."""
+        """Return the log-probabilities of the engine and zeros, because a simulation has no
+        model.
+        """
         return batch.behavior_logp, torch.zeros_like(batch.sampled)
 
 
 class SimulatedPublisher:
     """The publication of versions. To load a version, all engines pause and then continue.
 
-    It is staged before, and engines hold their replies back until it has been probed.
+    Before the pause, hosts decode the version. After it, engines hold back complete replies until
+    the new weights are checked.
     """
 
     bytes = 0
@@ -380,7 +393,9 @@ class NullAudit:
 
 
 class SimulatedRecorder:
-    """A log that records the time at the end of each step, and the busy seconds until then."""
+    """A log that records the time at the end of each step, and the seconds of activities until
+    then.
+    """
 
     def __init__(
         self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer
@@ -389,9 +404,9 @@ class SimulatedRecorder:
         self._engines = engines
         self._trainer = trainer
         self.ends: list[float] = [0.0]
-        """Seconds at which each step ended, beginning with 0."""
+        """Simulated times, in seconds, at which the steps ended. The first entry is 0."""
         self._lanes: dict[str, float] = defaultdict(float)
-        """Seconds of the spans in each lane."""
+        """Seconds of the recorded spans, added up by lane (row of the timeline)."""
         self._seconds: list[dict[str, float]] = [{}]
         self.rows: list[dict[str, float]] = [{"time_s": 0.0}]
         """The metrics of each step under the names that a run gives them."""
@@ -425,7 +440,7 @@ class SimulatedRecorder:
         self.rows.append(self._row(metrics))
 
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics of the latest step that decide on its bottleneck."""
+        """Return the metrics of the latest step that decide which bottleneck is named."""
         before, after = self._seconds[-2:]
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
         elapsed = self.ends[-1] - self.ends[-2]
@@ -446,7 +461,9 @@ class SimulatedRecorder:
         }
 
     def total(self, name: str, since: int) -> float:
-        """Return the seconds of an activity, or a number of tokens or steps, after step `since`."""
+        """Return the seconds of an activity, or the number of tokens or steps `name`, after step
+        `since`.
+        """
         return self._seconds[-1].get(name, 0.0) - self._seconds[since].get(name, 0.0)
 
     def share(self, lane: str, since: int) -> float:

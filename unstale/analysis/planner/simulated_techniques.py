@@ -1,7 +1,7 @@
-"""Techniques that change how long a run takes: `limits`, `segments` and `replay`, as simulated.
+"""The techniques that change how long a run takes, in a simulation: `limits`, `segments`, `replay`.
 
-The code of the technique decides, as in a run. A simulation has no rewards: each episode that no
-limit cuts off counts as a success, and each group has something to learn from.
+The real code of each technique decides, as in a run. A simulation has no rewards: each episode that
+no limit cuts off counts as a success, and each group has a gradient.
 """
 
 import heapq
@@ -36,7 +36,9 @@ from unstale.techniques.segments import Segments, SegmentsConfig, complete
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTechniques:
-    """The options of the techniques of a simulation. None for those that it does not have."""
+    """The options of the techniques of a simulation. None stands for a technique that is not
+    used.
+    """
 
     limits: LimitsConfig | None = None
     segments: SegmentsConfig | None = None
@@ -64,11 +66,11 @@ class SimulatedTechniques:
 
     @property
     def names(self) -> str:
-        """The names of the techniques, as `techniques` of a run takes them."""
+        """The names of the techniques, separated by spaces as in a run's option `techniques`."""
         return " ".join(name for name in _OPTIONS if getattr(self, name))
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a run with these techniques by full name, without defaults.
+        """Return the options of a run with these techniques by full name, without default values.
 
         >>> SimulatedTechniques(replay=ReplayConfig(max_age=9)).options()
         {'techniques': 'replay', 'replay.max_age': 9}
@@ -90,15 +92,17 @@ _OPTIONS: Mapping[str, type[Section]] = {
     "replay": ReplayConfig,
 }
 AGENTMATH_CONTEXT, AGENTMATH_CALLS, AGENTMATH_EPISODES = 96_000, 96, 256
-"""Tokens and tool calls of the longest episode and episodes in flight of AgentMath: the defaults of
-`segments` without a run.
+"""Tokens and tool calls of AgentMath's longest episode, and its number of episodes in flight. They
+are the defaults of `segments` in a simulation without a recorded run.
 """
 _CHANGES = frozenset({"tasks", "count", "turns", "groups"})
-"""A technique that changes one of these changes how long a run takes."""
+"""A technique that declares one of these as changed also changes how long a run takes."""
 
 
 def option_kinds() -> dict[str, Any]:
-    """Return the type of every option of these techniques that is a number, by its full name."""
+    """Return the types of the options of these techniques by full name, for numbers and for
+    `segments.table`.
+    """
     kinds = {
         f"{name}.{option}": kind
         for name, section in _OPTIONS.items()
@@ -109,9 +113,10 @@ def option_kinds() -> dict[str, Any]:
 
 
 def choose(names: str, values: Mapping[str, Any]) -> SimulatedTechniques:
-    """Return the techniques with these names. `values` are options by full name.
+    """Return the techniques with these names, which are separated by spaces.
 
-    Raises `ConfigError` for another technique, and for an option of one that is not chosen.
+    `values` are options by full name. Raises `ConfigError` for a technique that cannot be
+    simulated, and for an option of one that is not chosen.
     """
     for name in names.split():
         if name not in _OPTIONS:
@@ -136,10 +141,10 @@ def choose(names: str, values: Mapping[str, Any]) -> SimulatedTechniques:
 
 
 def of_run(config: RunConfig, techniques: SimulatedTechniques | None) -> SimulatedTechniques:
-    """Return the techniques with which a recorded run is simulated: `techniques`, or its own.
+    """Return the techniques with which a recorded run is simulated: `techniques`, or else its own.
 
-    The recorded episodes were cut off by the limits of the run, which do not cut them off again.
-    Raises `ConfigError` for techniques that cannot be simulated with them.
+    The run's own limits are left out, because they have cut off the recorded episodes already.
+    Raises `ConfigError` for techniques that cannot be simulated with these episodes.
     """
     own = config.technique_options
     if techniques is not None:
@@ -170,7 +175,7 @@ def of_run(config: RunConfig, techniques: SimulatedTechniques | None) -> Simulat
 
 
 class SimulatedLimits:
-    """The limits of the episodes of each group, which learn from the groups trained on.
+    """The limits on episodes that techniques set, adapted to the groups that were trained on.
 
     It has the methods of `unstale.loop.TechniqueHooks`. All advantages are 0.
     """
@@ -185,9 +190,9 @@ class SimulatedLimits:
         )
         self._segments = Segments(segments) if segments else None
         self.slots = SimulatedSlots(segments.max_concurrent_episodes) if segments else None
-        """The slots of episodes in segments. None without segments."""
+        """The slots for episodes that run in segments. None without segments."""
         self._ended: dict[int, list[tuple[int, bool]]] = defaultdict(list)
-        """For each episode of a group: its turns, and True if it was cut off."""
+        """For each episode of a group: its number of turns, and True if it was cut off."""
 
     async def requests(self) -> AsyncIterator[GroupRequest]:
         for number in count():
@@ -202,7 +207,7 @@ class SimulatedLimits:
             )
 
     def shorten(self, shapes: Sequence[EpisodeShape], request: GroupRequest) -> list[EpisodeShape]:
-        """Return the episodes of a group, cut off at its limits."""
+        """Return the episodes of a group, cut off at the limits of its request."""
         if self._limits is None and self._segments is None:
             return list(shapes)
         most = request.turn_limit.turns if request.turn_limit else None
@@ -211,8 +216,8 @@ class SimulatedLimits:
             self._ended[request.number].append((len(cut.turns), cut != whole))
         return made
 
-    def more(self, request: GroupRequest, results: object) -> int:
-        return 0
+    def more(self, request: GroupRequest, results: object) -> Sequence[None]:
+        return ()
 
     def read_states(self, groups: Sequence[Group]) -> None: ...
 
@@ -224,6 +229,9 @@ class SimulatedLimits:
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
         return ()
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        return batch
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
         outcomes = []
@@ -251,7 +259,7 @@ class SimulatedLimits:
 def shorten(shape: EpisodeShape, most: int | None, budget: EpisodeBudget) -> EpisodeShape:
     """Return an episode that ends after `most` turns, or when its budget is used up.
 
-    Raises `ConfigError` if the budget leaves no room for a reply.
+    The budget limits tokens and tool calls. Raises `ConfigError` if it leaves no room for a reply.
     """
     budget_use = BudgetUse(budget)
     tokens = shape.prompt
@@ -275,7 +283,10 @@ def shorten(shape: EpisodeShape, most: int | None, budget: EpisodeBudget) -> Epi
 def shorten_groups(
     groups: list[list[EpisodeShape]], options: LimitsConfig | None
 ) -> list[list[EpisodeShape]]:
-    """Return groups cut off by a limit that their own episodes decide."""
+    """Return groups of episodes, cut off by the limit on turns that `limits` would choose for them.
+
+    Every `free_every`-th group is left whole. Without `options` all are.
+    """
     if options is None:
         return groups
     turns = [len(shape.turns) for group in groups for shape in group]
@@ -286,7 +297,9 @@ def shorten_groups(
 
 
 class SimulatedSlots:
-    """The slots of running episodes, as `rollout.segments.EpisodeSlots`."""
+    """The slots of running episodes, like `rollout.segments.EpisodeSlots`. Older episodes come
+    first.
+    """
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -294,7 +307,9 @@ class SimulatedSlots:
         self._waiting: list[tuple[Age, int, Callable[[], None]]] = []
 
     def take(self, age: Age, start: Callable[[], None]) -> None:
-        """Call `start` when the episode has a slot."""
+        """Call `start` when the episode of this age has a slot (permission to run), perhaps at
+        once.
+        """
         if self._free:
             self._free -= 1
             start()
@@ -312,11 +327,11 @@ class SimulatedSlots:
 class _Stored:
     tokens: int
     age: int
-    """Age of its oldest token in the next batch, in versions."""
+    """Staleness of the group's oldest token in the next batch, in versions."""
 
 
 class SimulatedReplay:
-    """The groups that earlier steps were trained on, by their numbers of tokens."""
+    """The groups that earlier steps were trained on, kept for replay as numbers of tokens."""
 
     def __init__(self, options: ReplayConfig | None, seed: int) -> None:
         self._options = options
@@ -324,9 +339,10 @@ class SimulatedReplay:
         self._stored: list[_Stored] = []
 
     def tokens(self, fresh: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens that stored groups add to a batch. Store its fresh groups.
+        """Return the number of tokens that replayed groups add to a batch. Store its fresh groups.
 
-        `fresh` has the tokens of each fresh group, and the age of its oldest token in versions.
+        `fresh` has, for each fresh group, its tokens and the staleness of its oldest token in
+        versions.
         """
         options = self._options
         if options is None:

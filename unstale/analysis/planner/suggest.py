@@ -22,20 +22,22 @@ from unstale.config.routes import routes
 from unstale.observe.words import KEEPS_PACE
 
 NEAR = 0.95
-"""Candidates with at least this share of the best throughput are treated as equally fast. Among
-them the lowest staleness is chosen, then the smallest batch, then the smallest window. The standard
-error of a simulated throughput is about as large (docs/planning.md has examples).
+"""Candidates with at least this share of the best throughput count as equally fast. Among them the
+lowest staleness is chosen, then the smallest batch, then the smallest window. The standard error of
+a simulated throughput is about as large as the difference (docs/planning.md has examples).
 """
 REACH = 0.75
-"""Share of the best estimate that a candidate must reach to be simulated. It is well below 1,
-because the formula is not exact.
+"""Share of the highest estimated throughput that a candidate must reach to be simulated. It is well
+below 1, because estimates are not exact.
 """
 MAX_CHOICES = 6
 """Largest number of schedules that are simulated."""
 MAX_SPLITS = 3
 """Largest number of divisions of the devices among trainer and engines that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
-"""The most exact of the routes that average weights (docs/old-logps.md), for comparison."""
+"""The most exact of the methods that get `old_logp` from averaged weights (docs/old-logps.md).
+Exact methods are compared with it.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SimulatedCandidate:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The suggested configuration, and those with which it was compared."""
+    """The suggested configuration, and the configurations with which it was compared."""
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate | None
@@ -86,19 +88,19 @@ class Suggestion:
     schedule.
     """
     routes: tuple[Candidate, ...]
-    """A candidate for every old-logit route, with the suggested schedule and the best division of
-    the devices for it.
+    """A candidate for every method to get `old_logp`, with the suggested schedule and the division
+    of the devices that is best for it.
     """
     simulated: Mapping[str, SimulatedCandidate]
-    """The old-logit routes that were simulated, by name: the exact ones near the best, and
-    `AVERAGE`.
+    """The simulated candidates by the name of their method to get `old_logp`: exact ones near the
+    best throughput, and `AVERAGE`.
     """
 
     def rate(self, candidate: Candidate) -> float:
-        """Return the throughput of the candidate for an old-logit route.
+        """Return the throughput of a candidate of `routes`, in trained tokens per second.
 
-        If it was not simulated, it is the suggestion's simulated throughput, multiplied by the
-        ratio of the formula's estimates for the two candidates.
+        If the candidate was not simulated, this is the suggestion's simulated throughput,
+        multiplied by the ratio of the estimates for the two candidates.
         """
         if candidate.name in self.simulated:
             return self.simulated[candidate.name].rate
@@ -141,9 +143,9 @@ def suggest(request: PlanRequest) -> Suggestion:
 def _best_schedule(
     request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
-    """Return the simulated candidates for different schedules, and the chosen one.
+    """Return the simulated candidates, each the best for one schedule, and the chosen one.
 
-    `_smallest` chooses it.
+    Only the schedules with the highest estimates are simulated. `_smallest` chooses among them.
     """
     window = request.windows[0] if request.windows else 1
     candidates = []
@@ -157,7 +159,7 @@ def _best_schedule(
 
 
 class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
-    """Simulates candidates. Those with equal costs and schedules are simulated once."""
+    """Simulates candidates. Candidates with equal costs and schedules are simulated once."""
 
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs = candidate.costs
@@ -202,16 +204,19 @@ def describe_schedule(schedule: ScheduleConfig) -> str:
 def _simulate_best(
     candidates: Sequence[Candidate], simulated: _Simulations, *, limit: int
 ) -> tuple[SimulatedCandidate, ...]:
-    """Simulate the candidates with the best estimates, at most `limit`."""
+    """Simulate at most `limit` candidates, those with the highest estimates.
+
+    Candidates below `REACH` of the highest estimate are left out.
+    """
     ranked = sorted(candidates, key=lambda candidate: -candidate.rate)[:limit]
     near = [candidate for candidate in ranked if candidate.rate >= REACH * ranked[0].rate]
     return tuple(simulated(candidate) for candidate in near)
 
 
 def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
-    """Return the smallest of the candidates whose throughput is near the best.
+    """Return the smallest candidate among those with nearly the best throughput (`NEAR`).
 
-    This is the one with the lowest staleness, then the smallest batch, then the smallest window.
+    It has the lowest staleness, then the smallest batch, then the smallest window.
     """
     best = max(each.rate for each in rated)
     near = [each for each in rated if each.rate >= NEAR * best]

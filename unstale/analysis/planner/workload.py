@@ -39,7 +39,7 @@ class Constant:
 class LogNormal:
     """A log-normal distribution whose values above `max` are set to `max`.
 
-    `mean` is the mean before this cut. `LogNormal.capped` takes the mean after it instead.
+    `mean` is the mean before values are set to `max`. `LogNormal.capped` takes the mean afterwards.
     """
 
     mean: float
@@ -52,8 +52,8 @@ class LogNormal:
     ) -> NDArray[np.float64]:
         """Draw `count` values at random.
 
-        `common` is the share of the variance of their logarithms that comes from one random number
-        for all of them. The rest is independent.
+        The logarithms of the values have a common random term, with the share `common` of their
+        variance. The rest is independent.
         """
         if not self.mean:
             return np.zeros(count)
@@ -66,7 +66,7 @@ class LogNormal:
 
     @classmethod
     def capped(cls, mean: float, sigma: float, max: float) -> "LogNormal":
-        """Return the distribution that has this mean after values are cut at `max`.
+        """Return the distribution that has this mean after values above `max` are set to `max`.
 
         >>> drawn = LogNormal.capped(100, 1.0, max=300).draw(np.random.default_rng(0), 100_000)
         >>> round(float(drawn.mean())), float(drawn.max())
@@ -99,7 +99,7 @@ Distribution = Constant | LogNormal
 
 @dataclass(frozen=True, slots=True)
 class MeanRange:
-    """A rule in an option's type: its value is a distribution with a mean from `low` to `high`."""
+    """An annotation of an option: its value is a distribution with a mean from `low` to `high`."""
 
     low: float
     high: float = 1e9
@@ -109,7 +109,7 @@ class MeanRange:
 
 
 def mean_of(distribution: Distribution) -> float:
-    """Return the mean of a distribution, without the cut at its maximum."""
+    """Return the mean of a distribution before values above its maximum are set to that."""
     return distribution.value if isinstance(distribution, Constant) else distribution.mean
 
 
@@ -125,7 +125,9 @@ AtLeastZero = Annotated[Distribution, MeanRange(0)]
 
 
 class TurnShape(NamedTuple):
-    """The size of a turn: tokens of the reply and of the environment's answer, and tool calls."""
+    """The size of a turn: tokens of the reply, tokens of the environment's answer, and tool
+    calls.
+    """
 
     reply: int
     answer: int
@@ -133,21 +135,21 @@ class TurnShape(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The beginning of a context, which other episodes may have too."""
+    """The first tokens of a context, which other episodes may have in common."""
 
     name: int
-    """Equal names mean equal tokens. 0 is the beginning of all prompts."""
+    """Equal names mean equal tokens. The name 0 is for the tokens with which all prompts begin."""
     tokens: int
 
 
 class EpisodeShape(NamedTuple):
-    """The size of one episode. Its last turn has no answer."""
+    """The size of one episode: prompt and turns, in tokens. Its last turn has no answer."""
 
     prompt: int
     turns: tuple[TurnShape, ...]
     prefixes: tuple[Prefix, ...] = ()
-    """Beginnings of its contexts, shortest first, of which an engine copies what it has cached for
-    another episode. Without them, only the prompt is common to the episodes of a group.
+    """Beginnings of its contexts, shortest first. An engine need not compute those that it has
+    cached for another episode. Without them, only the prompt is common to the episodes of a group.
     """
 
     @property
@@ -160,7 +162,7 @@ class EpisodeShape(NamedTuple):
 
 
 Shorten = Callable[[list[list[EpisodeShape]]], list[list[EpisodeShape]]]
-"""A function that cuts off the episodes of some groups."""
+"""A function that cuts off episodes. It takes and returns groups of episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,7 @@ class Workload(Section):
     reply_tokens: AtLeastOne = field(default_factory=lambda: LogNormal(1024.0, 0.8))
     """Number of tokens in a reply."""
     prompt_share: Share = 0.5
-    """Share of the variance of log reply lengths that is between groups and not within them.
+    """Share of the variance of log reply lengths that lies between groups and not within them.
     Episodes of a group have similar lengths, because they have the same prompt. The default is an
     assumption.
     """
@@ -183,8 +185,8 @@ class Workload(Section):
     tool_s: AtLeastZero = Constant(0)
     """Seconds that a tool call takes."""
     equal_tool_s: bool = False
-    """The n-th tool calls of all episodes of a group take equally long, as those of the shipped
-    desks: the episodes of a group have the same environment seed.
+    """The n-th tool call takes equally long in all episodes of a group, as in the desk environments
+    of this package: the episodes of a group have the same environment seed.
     """
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
@@ -193,7 +195,7 @@ class Workload(Section):
     timeout_s: Positive = math.inf
     """Seconds after which a tool call fails, as `rollout.timeout_s`."""
     retries: Count = 1
-    """How often a failed episode is started again, as `rollout.retries`."""
+    """Number of times that a failed episode is started again, as `rollout.retries`."""
 
     def check_combination(self) -> None:
         prompt = min(mean_of(self.prompt_tokens), largest_of(self.prompt_tokens))
@@ -205,7 +207,7 @@ class Workload(Section):
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens that an episode can have."""
+        """The largest number of tokens that an episode of the workload can have."""
         if self.recorded:
             return max(shape.tokens for shape in self._recorded_shapes)
         turns = self._largest(self.turns, 1)
@@ -224,7 +226,7 @@ class Workload(Section):
     def most_turns(self) -> int:
         """The largest number of replies in an episode.
 
-        Without a maximum of their distribution it is the largest of 10,000 drawn numbers.
+        If the distribution has no maximum, this is the largest of 10,000 drawn numbers.
         """
         if self.recorded:
             return max(len(shape.turns) for shape in self._recorded_shapes)
@@ -243,10 +245,10 @@ class Workload(Section):
     def group(
         self, random: np.random.Generator, size: int, *, number: int | None = None
     ) -> list[EpisodeShape]:
-        """Draw the episodes of one group.
+        """Draw the sizes of `size` episodes of one group.
 
-        A recorded group is drawn at random, or is the one with this `number`. Beyond the last, the
-        numbers begin again with the first.
+        If there are recorded groups, a random one is used, or the one with this `number`. Numbers
+        beyond the last group start again at the first.
         """
         if self.recorded:
             if number is None:
@@ -278,10 +280,11 @@ class Workload(Section):
 def _siblings(
     random: np.random.Generator, recorded: Sequence[EpisodeShape], size: int, turn: int
 ) -> list[EpisodeShape]:
-    """Return `size` of the recorded episodes of a group, which is used for the `turn`-th time.
+    """Return `size` of the recorded episodes of a group.
 
-    An episode that is drawn twice shares only its prompt with itself, and a group that is used
-    again shares nothing with its earlier use but the beginning of all prompts.
+    `turn` is the number of times that the group was used before. An episode that is drawn twice
+    shares only its prompt with itself. A group that is used again shares nothing with its earlier
+    use except the tokens with which all prompts begin.
     """
     indices = range(size)
     if len(recorded) != size:
@@ -321,15 +324,18 @@ class Fleet(Section):
     cache_tokens: Count = 0
     """Number of context tokens that fit into an engine's memory; 0 means no limit."""
     keep_cache: bool = False
-    """Keep cached contexts when a version is loaded, as `engine.keep_cache`."""
+    """Keep cached contexts when a new version of the weights is loaded, as `engine.keep_cache`."""
     load_tokens: Count = 0
-    """Number of context tokens that count as one more reply on an engine, as `engine.load_tokens`.
+    """Number of context tokens that count as one more reply on an engine, as
+    `engine.load_tokens`.
     """
     prefill_engines: Count = 0
-    """Number of engines in the prefill group, as `engine.prefill_engines`. These are the first."""
+    """Number of engines in the prefill group, as `engine.prefill_engines`. They are the first
+    ones.
+    """
     prefill_ratio: Positive = 8.0
-    """New context tokens per reply token above which a request is for the prefill group, as
-    `engine.prefill_ratio`.
+    """New context tokens per expected reply token above which a request goes to the prefill group,
+    as `engine.prefill_ratio`.
     """
     kv_transfer: bool = False
     """Engines of the prefill group sample the first token only. They send the keys and values to a
@@ -340,21 +346,22 @@ class Fleet(Section):
     decode_speed: Positive = 1.0
     """Speed of the decode group in decoding steps, divided by that of the prefill group."""
     rejects: bool = True
-    """An engine without a place rejects a request, which then goes to the next one, as in the pool
-    of a run. False lets it wait at the first engine.
+    """An engine without a free place rejects a request, which then goes to another engine, as in a
+    run. If false, the request waits at the first engine.
     """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
     loaded the new version.
     """
     stream: bool = False
-    """The trainer computes the gradient of each group as soon as it has ended, as `trainer.stream`.
+    """The trainer computes the gradient of each group as soon as it has ended, as
+    `trainer.stream`.
     """
     steps_per_version: PositiveInt = 1
     """Number of steps between two published versions (verl's `trigger_parameter_sync_step`)."""
     failures_per_hour: NonNegative = 0.0
-    """How often each engine fails per hour. Its replies continue on other engines from their
-    recorded tokens.
+    """Number of failures of each engine per hour, on average. Its replies continue on other engines
+    from their recorded tokens.
     """
     restart_s: NonNegative = 120.0
     """Seconds until a failed engine has restarted. It then loads the next version."""
@@ -373,9 +380,9 @@ class Fleet(Section):
 
 
 def mean_attended(lengths: Collection[float]) -> float:
-    """Return the mean number of tokens that a token attends to: E[L^2] / (2 E[L]).
+    """Return the mean number of tokens that a token attends to, for episodes of these lengths.
 
-    L is the length of an episode.
+    It is E[L^2] / (2 E[L]), where L is the length of an episode.
 
     >>> mean_attended([10, 10]), mean_attended([1, 19])
     (5.0, 9.05)
@@ -384,13 +391,13 @@ def mean_attended(lengths: Collection[float]) -> float:
 
 
 class EpisodeStats(NamedTuple):
-    """Means over the episodes of a workload."""
+    """Means over the episodes of a workload. Lengths are in tokens."""
 
     tokens: float
     attended: float
     """Mean number of tokens that a token attends to, as in `mean_attended`."""
     longest: float
-    """Largest number of tokens that an episode can have, for which there must be memory."""
+    """Largest number of tokens that an episode can have. There must be memory for it."""
     prompt: float
     sampled: float = 0.0
     turns: float = 1.0
@@ -399,8 +406,8 @@ class EpisodeStats(NamedTuple):
     tail: float = 1.0
     """Sampled tokens of a group's longest episode, divided by the mean of all episodes."""
     slowest: float = 1.0
-    """Tokens of the longest of 64 groups, divided by the mean of all episodes. For times: episodes
-    of the largest possible length are rare.
+    """Tokens of the longest episode of 64 groups, divided by the mean of all episodes. Used for
+    times instead of `longest`, because episodes of the largest possible length are rare.
     """
 
     @property
@@ -413,8 +420,8 @@ class EpisodeStats(NamedTuple):
     ) -> "EpisodeStats":
         """Return the means over 64 groups of episodes that are drawn at random.
 
-        `shorten` cuts off the episodes of these groups. `longest` is that of the whole workload,
-        because no limit applies to all groups.
+        `shorten` cuts off the episodes of these groups. `longest` is that of the whole workload
+        without cuts, because no limit applies to all groups.
         """
         random = np.random.default_rng(0)
         groups = shorten([workload.group(random, group_size) for _ in range(64)])

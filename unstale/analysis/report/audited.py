@@ -57,7 +57,7 @@ COLUMNS = (
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return a row of an audit's table of routes as texts, one for each of `COLUMNS`.
 
-    `row` has the figures of a route, as in `audit.json`.
+    `row` has the figures of a route (way to get `old_logp`), as in `audit.json`.
     """
     costs = mapping(row.get("costs"))
     forward_tokens = number(costs.get("forward_tokens"))

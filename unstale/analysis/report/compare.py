@@ -6,7 +6,6 @@ time is the time since the start of the first step, without evaluations. Interva
 so the page can be written on another machine.
 """
 
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from unstale.config.files import read_mapping
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from unstale.observe.held_out import HeldOut
 from unstale.observe.run_rows import flatten, last_stop, step_of
-from unstale.observe.statistics import has_spread, student_t975
+from unstale.observe.statistics import paired_difference
 from unstale.observe.words import number
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
@@ -37,7 +36,7 @@ KEPT, CLIPPED, EXACT_SHARE = (
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "rollout/sampled_tokens"
 TRAINED = "trainer/action_tokens"
-"""The metric that replaces `TOKENS` in old runs without it. In these it has the same value."""
+"""Name of the metric that old runs have instead of `TOKENS`, with the same value."""
 UNCOUNTED = "The number of sampled tokens was not recorded."
 
 Point = tuple[float, float]
@@ -77,11 +76,8 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
         return None
     n = len(present)
     mean = sum(present) / n
-    if not has_spread(present):
-        return SeedMean(n, mean, None, None)
-    error = math.sqrt(sum((value - mean) ** 2 for value in present) / (n - 1) / n)
-    half = student_t975(n - 1) * error
-    return SeedMean(n, mean, mean - half, mean + half)
+    spread = paired_difference(present)
+    return SeedMean(n, mean, *(spread.interval(0.05) if spread else (None, None)))
 
 
 def ended(folder: Path) -> tuple[str, str]:
@@ -139,7 +135,9 @@ class Trial:
     series: Mapping[str, list[Point]]
     """Values of each metric in `SERIES`, as pairs (step, value)."""
     resets: int
-    """Number of times that the route reset its moving average of the weights."""
+    """Number of times that the route (way to get `old_logp`) reset its moving average of the
+    weights.
+    """
     launch: Row
     """The line of `launches.jsonl` about the start of this run. Empty if there is none."""
 
@@ -370,7 +368,9 @@ class Comparison:
         return ""
 
     def launched(self, name: str) -> list[str]:
-        """Return the different values of a field of `launches.jsonl`, such as `commit`."""
+        """Return the different values of a field of the lines in `launches.jsonl`, such as
+        `commit`.
+        """
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
@@ -390,7 +390,7 @@ class Comparison:
         value: Callable[[Trial], float | None],
         reference_value: Callable[[Trial], float | None],
     ) -> list[float]:
-        """Return `value` of each run of an arm minus `reference_value` of the reference's run.
+        """Return `value` of each run of a configuration minus `reference_value` of the reference's.
 
         Both runs have the same seed. Seeds are left out if a run has not finished or has no value.
         """
@@ -409,7 +409,11 @@ class Comparison:
         return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return an arm's mean held-out success over its seeds, at the end or after `budget`."""
+        """Return the mean held-out success of a configuration (arm) over its seeds.
+
+        It is the success at the end of training, or with `budget`, that after this amount of
+        training.
+        """
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
@@ -418,7 +422,9 @@ class Comparison:
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return the options that differ between runs of the comparison, with this arm's values."""
+        """Return the options that differ between runs of the comparison, with their values in
+        `arm`.
+        """
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {
@@ -434,7 +440,7 @@ def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
 
 
 def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each warning once, preceded by the names of the arms that have it.
+    """Return each warning once, preceded by the names of the arms (configurations) that have it.
 
     >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
     ['a, c: nothing bounds S']

@@ -128,10 +128,10 @@ def equal_steps(comparison: Comparison) -> Table:
 
 
 def equal(comparison: Comparison, unit: Unit) -> Table | None:
-    """Return the table of the arms' held-out success after equal amounts of training.
+    """Return the table of the configurations' success after equal amounts of training.
 
-    The amount is the largest one in `unit` (tokens or minutes) that all finished runs reached. None
-    if there is no such amount.
+    Success is measured on held-out tasks. The amount is the largest one in `unit` (tokens or
+    minutes) that all finished runs reached. None if there is no such amount.
     """
     budget = comparison.budget(unit)
     if budget is None:
@@ -439,7 +439,7 @@ def _curves(
 ) -> list[Series]:
     """Return one line per arm, with a band of 95% intervals if all its means are of several runs.
 
-    `means_of` returns the points of an arm as (x, mean).
+    `means_of` returns the points of an arm (configuration) as (x, mean).
     """
     lines = []
     for arm, colour in zip(comparison.arms, arm_colours(comparison).values(), strict=True):
@@ -471,7 +471,9 @@ def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
-    """Return the mean success at the steps at which all finished runs of an arm were evaluated."""
+    """Return the mean success at the steps at which all finished runs of an arm (configuration)
+    were evaluated.
+    """
     runs = [
         {evaluation.step: evaluation.success for evaluation in trial.evaluations}
         for trial in arm.finished
@@ -485,10 +487,10 @@ def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
 
 
 def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
-    """Return the mean success of an arm after amounts of training from 0 to `budget`.
+    """Return the mean success of a configuration (arm), from 0 to the amount of training `budget`.
 
-    `budget`, divided into `GRID` equal parts, is the amount that all runs reached. A longer axis
-    for the longest run would compress the curves of the others.
+    The points divide `budget`, the amount that all runs reached, into `GRID` equal parts. A longer
+    axis for the longest run would compress the curves of the others.
     """
     at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [
@@ -519,7 +521,9 @@ def _plot(
 def course(
     comparison: Comparison, metric: str, title: str, colours: Mapping[str, str] | None = None
 ) -> Markup:
-    """Return the plot of a metric over the steps: its mean over the finished runs of each arm."""
+    """Return the plot of a metric over the steps: its mean over the finished runs of each arm
+    (configuration).
+    """
     share = metric != STALENESS
     lines = []
     for arm in comparison.arms:

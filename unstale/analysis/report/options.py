@@ -29,8 +29,8 @@ def changed_options(options: Mapping[str, Any]) -> set[str]:
 def _of_every_run() -> dict[str, Any]:
     """Return the defaults of the options that every run has.
 
-    The options that belong to the default route and the default environment are left out, except
-    `old_logps.route` and `task.env`.
+    Options that only the default environment or the default way to get `old_logp` has are left out,
+    except `old_logps.route` and `task.env`.
     """
     known = flatten(plain(RunConfig(recipe="")))
     own = {**_of_section("old_logps", OldLogpsConfig()), **_of_section("task", make_task())}
@@ -42,7 +42,9 @@ def _of_every_run() -> dict[str, Any]:
 
 
 def _of_sections(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of a run's route, environment and techniques."""
+    """Return the defaults of the options of a run's route (way to get `old_logp`), environment and
+    techniques.
+    """
     found: dict[str, Any] = {}
     route, env = (str(options.get(name)) for name in ("old_logps.route", "task.env"))
     if route in routes():

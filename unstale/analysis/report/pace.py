@@ -32,7 +32,9 @@ LANES = (
 """Lanes (rows) of the timeline: recorded name, name on the page, and colour."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "wait", "eval", "publish", "checkpoint")
-"""Lanes by priority. Time in which activities overlap counts for the first of their lanes here."""
+"""Lanes (rows of the timeline) by priority. Time in which activities overlap counts for the first
+of their lanes here.
+"""
 
 _WORK = {
     "scoring": "Scoring old log-probabilities",
@@ -49,9 +51,9 @@ MAX_SHARED = 4000
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The shares of time of trainer and engine from `begin` to `end`.
+    """The shares of an interval in which the trainer and the engine were busy.
 
-    Both are in seconds since the start of the run.
+    The interval is from `begin` to `end`, in seconds since the start of the run.
     """
 
     wait: Waiting

@@ -84,7 +84,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The mean difference of an arm from the reference over the pairs of several settings.
+    """The mean difference of a configuration from the reference, over pairs of several settings.
 
     Pairs are taken as independent. So settings are weighted by their number of pairs.
     """
@@ -103,7 +103,9 @@ class StudySetting:
 
     name: str
     positions: Mapping[str, str]
-    """Name of the dial -> name of its position. Empty if the plan of the study is missing."""
+    """Name of the dial (choice between sets of options) -> name of its position. Empty if the plan
+    of the study is missing.
+    """
     comparison: Comparison
 
 
@@ -135,7 +137,9 @@ class StudyResults:
         return [each for each in self.differences if each.measure == measure]
 
     def pooled(self, measure: Measure) -> list["Pooled"]:
-        """Return the mean difference over all settings, of each arm with pairs in at least two."""
+        """Return the mean difference over all settings, of each arm (configuration) with pairs in
+        at least two.
+        """
         found = []
         for arm in self.arms:
             settings = [each for each in self.at(measure) if each.arm == arm and each.pairs]
@@ -202,7 +206,7 @@ def read_results(folder: Path) -> StudyResults:
 def _difference(
     setting: StudySetting, arm: ArmResult, measure: Measure, num_planned: int
 ) -> Difference:
-    """Return the difference of an arm from the reference in a setting.
+    """Return the difference of an arm (configuration) from the reference in a setting.
 
     `num_planned` is the number of planned ones, or 0 if this one was not planned.
     """

@@ -159,7 +159,7 @@ def differences(study: StudyResults, measure: Measure) -> Table:
 
 
 def pooled(study: StudyResults, measure: Measure) -> Table:
-    """Return the table of the arms' mean differences over the pairs of several settings."""
+    """Return the table of the configurations' mean differences, over pairs of several settings."""
     head = ("arm", "settings", "pairs", f"less {study.reference}, points", "p", "power")
     rows = []
     for each in study.pooled(measure):
@@ -271,7 +271,8 @@ def _html(colours: Mapping[str, str], shown: Table) -> Markup:
 def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]:
     """Return plots of success and of the kept share over a dial, such as the thresholds.
 
-    There are two plots for each group of settings that differ only in this dial.
+    There are two plots for each group of settings that differ only in this dial (choice between
+    sets of options).
     """
     groups: dict[tuple[str, str], list[StudySetting]] = {}
     for setting in study.settings:
@@ -294,7 +295,8 @@ def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]
 def _in_order(settings: Sequence[StudySetting], dial: str) -> list[StudySetting]:
     """Return settings sorted by the number in the name of their position of a dial.
 
-    If some names have no number, the order is not changed.
+    A dial is a choice between sets of options. If some names have no number, the order is not
+    changed.
     """
     numbers = [re.search(r"\d+", each.positions[dial]) for each in settings]
     keys = [int(found.group()) for found in numbers if found]
@@ -312,7 +314,8 @@ def _over_dial(
 ) -> Markup:
     """Return the plot of a share over settings that differ in one dial, with a line per arm.
 
-    `names` has the names of the share, of the dial, and of the positions of the other dials.
+    `names` has the names of the share, of the dial (choice between sets of options), and of the
+    positions of the other dials.
     """
     quantity, dial, rest = names
     lines: dict[str, list[tuple[float, SeedMean]]] = {}

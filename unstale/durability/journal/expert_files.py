@@ -40,7 +40,7 @@ class ExpertKey(NamedTuple):
     position: int
     version: int
     tokens: int
-    """Checksum of the piece's tokens."""
+    """Checksum of the tokens of the piece."""
 
 
 class ExpertFiles:
@@ -66,10 +66,10 @@ class ExpertFiles:
         self._is_closed = False
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append a piece's routed experts, without the experts in records of earlier pieces.
+        """Append the routed experts of a piece, a run of sampled tokens.
 
-        If an earlier process was killed while it wrote to the file, the damaged end of the file is
-        removed first.
+        Experts that records of earlier pieces have are left out. If an earlier process was killed
+        while it wrote to the file, the damaged end of the file is removed first.
         """
         if piece.routed_experts is not None:
             self._submit(self._append, group, _key(episode, position, piece), piece.routed_experts)
@@ -116,7 +116,7 @@ class ExpertFiles:
         """Return the routed experts of a group's pieces. Empty if the group has no file.
 
         Records with damaged data are left out, and so are all records after a damaged header. If a
-        piece has several records, the last one counts.
+        piece (run of sampled tokens) has several records, the last one counts.
         """
         try:
             data = self._path(group).read_bytes()
@@ -128,7 +128,9 @@ class ExpertFiles:
     def find(
         records: dict[ExpertKey, RoutedExperts], episode: int, position: int, piece: Sampled
     ) -> RoutedExperts | None:
-        """Return the recorded routed experts of a piece, or None if its tokens have no record."""
+        """Return the recorded routed experts of a piece (run of sampled tokens), or None if its
+        tokens have no record.
+        """
         return records.get(_key(episode, position, piece))
 
     def _path(self, group: int) -> Path:

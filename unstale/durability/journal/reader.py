@@ -33,11 +33,13 @@ from unstale.durability.journal.tables import (
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.durability.journal.wal import find_damage
 from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
+from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     Piece,
@@ -457,8 +459,8 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield each row of token values: group, step, route, number of tokens and the packed
-        values.
+        """Yield each row of token values: group, step, route (way to get `old_logp`), number of
+        tokens and the packed values.
         """
         for group in self.token_steps():
             yield from self.rows(
@@ -472,12 +474,12 @@ class JournalReader:
     ) -> list[TrainedTokens]:
         """Return the values of the trained tokens of a group, one element per episode and step.
 
-        Each element has arrays `[n]` over the tokens of the episode's `Sampled` pieces, in order.
-        Only episodes in the batch are returned, in the order of the steps, then of the batch.
-        Without `step`, all steps that trained on the group are included. With `episode`, only this
-        episode is returned. Empty if the run does not keep the values of this group. A step's
-        values are available as soon as the step is committed, before its checkpoint. Raises
-        `JournalError` if a row is damaged.
+        Each element has arrays `[n]` over the tokens of the episode's `Sampled` pieces (runs of
+        sampled tokens), in order. Only episodes in the batch are returned, in the order of the
+        steps, then of the batch. Without `step`, all steps that trained on the group are included.
+        With `episode`, only this episode is returned. Empty if the run does not keep the values of
+        this group. A step's values are available as soon as the step is committed, before its
+        checkpoint. Raises `JournalError` if a row is damaged.
         """
         found: list[TrainedTokens] = []
         for row in self._token_rows(group, step):
@@ -489,8 +491,9 @@ class JournalReader:
         """Return the values of the trained tokens of a group in a step, one element per episode.
 
         The values are as in `trained_tokens`, but without `logp`, `old_logp` and `behavior_logp`,
-        which are computed from the pieces. This takes a third of the time. The number of tokens is
-        not compared with the pieces. Raises `JournalError` if the row is damaged.
+        which are computed from the pieces (runs of sampled tokens). This takes a third of the time.
+        The number of tokens is not compared with the pieces. Raises `JournalError` if the row is
+        damaged.
         """
         found: list[TokenValues] = []
         for row in self._token_rows(group, step):
@@ -568,8 +571,17 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
+                fork=self._fork(episode),
             )
             return StoredEpisode(trajectory, number, step)
+
+    def _fork(self, episode: int) -> Fork | None:
+        """Return where an episode was forked from another one. None if it was not forked."""
+        if "forks" not in self._tables:
+            return None
+        for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
+            return Fork(*row)
+        return None
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
@@ -584,7 +596,27 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
+        pieces = self._with_kept_sets(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
+
+    def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if "kept_sets" not in self._tables:
+            return pieces
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['kept_sets'])}, seal FROM kept_sets WHERE episode = ?",
+            episode,
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the kept sets of episode {episode}"):
+            for row in rows:
+                if seal("kept_sets", *row[:-1]) != row[-1]:
+                    raise ValueError("they changed after they were written")
+                piece = found[row[1]]
+                if not isinstance(piece, Sampled):
+                    raise ValueError(f"piece {row[1]} was not sampled")
+                sets = KeptSets.unpack(row[2], piece.tokens)
+                found[row[1]] = replace(piece, kept_sets=sets)
+        return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         assert self._routed_experts is not None
@@ -617,7 +649,8 @@ class JournalReader:
         for reason in self.rows(
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
-            return EpisodeRecord(episode, (), Failure(task, "replay", *reason), failures)
+            ended = Failure(task, "replay", *reason)
+            return EpisodeRecord(episode, (), ended, failures, fork=self._fork(episode))
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -632,6 +665,7 @@ class JournalReader:
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
+            fork=self._fork(episode),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
@@ -648,7 +682,9 @@ class JournalReader:
         )
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure | None:
-        """Return the result of an attempt with its branches. None if the attempt has not ended."""
+        """Return the result of an attempt with its branches (further conversations). None if the
+        attempt has not ended.
+        """
         for row in self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
         ):

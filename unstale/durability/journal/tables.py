@@ -1,4 +1,4 @@
-"""The tables of the journal, and how pieces, groups and results are written as rows."""
+"""The tables of the journal, and how pieces (runs of tokens), groups and results become rows."""
 
 import json
 import struct
@@ -21,7 +21,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 5
+FORMAT = 6
 """Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
@@ -37,6 +37,8 @@ TABLES = {
     "pieces": "episode INTEGER NOT NULL REFERENCES episodes, "
     "position INTEGER NOT NULL, provenance INTEGER NOT NULL, num_tokens INTEGER NOT NULL, "
     "tokens BLOB NOT NULL, version INTEGER, clean INTEGER, behavior_logp BLOB, "
+    "after INTEGER NOT NULL",
+    "kept_sets": "episode INTEGER NOT NULL, position INTEGER NOT NULL, sets BLOB NOT NULL, "
     "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
@@ -62,6 +64,8 @@ TABLES = {
     "trained_tokens": "number INTEGER NOT NULL REFERENCES finished, step INTEGER NOT NULL, "
     "version INTEGER NOT NULL, route TEXT NOT NULL, num_tokens INTEGER NOT NULL, "
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
+    "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
+    "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
     "at REAL NOT NULL, after INTEGER NOT NULL",
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -72,12 +76,14 @@ TABLES = {
 
 _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
+    "kept_sets": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5}
+ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
@@ -93,10 +99,12 @@ do not show that whole rows were lost.
 
 REPEATED = (
     "snapshots",
+    "kept_sets",
     "pieces",
     "trajectories",
     "failures",
     "restarts",
+    "forks",
     "finished",
     "episodes",
     "groups",
@@ -198,8 +206,8 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
     return records
 
 
-def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
-    """Return the statement that inserts a piece (a run of tokens).
+def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
+    """Return the statements that insert a piece (a run of tokens) and its kept sets, if any.
 
     Numbers are packed little-endian. Tokens take two bytes each if all of them fit, otherwise four.
     Log-probabilities are float32, the precision in which engines compute them.
@@ -211,7 +219,11 @@ def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
     if isinstance(piece, Sampled):
         sampled = (piece.version, piece.clean, struct.pack(f"<{count}f", *piece.behavior_logp))
     row = (episode, position, int(piece.provenance), count, tokens)
-    return insert("pieces", *row, *sampled, after)
+    rows = [insert("pieces", *row, *sampled, after)]
+    if isinstance(piece, Sampled) and piece.kept_sets is not None:
+        sets = piece.kept_sets.pack(piece.tokens)
+        rows.append(insert("kept_sets", episode, position, sets, after))
+    return rows
 
 
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:

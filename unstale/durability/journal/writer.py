@@ -46,7 +46,7 @@ from unstale.durability.journal.tables import (
     insert,
     journal_error,
     outcome_row,
-    piece_row,
+    piece_rows,
     schema,
     to_utf8,
 )
@@ -55,6 +55,7 @@ from unstale.durability.run_folder import flush_to_disk
 from unstale.records import (
     NO_BUDGET,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     Piece,
@@ -134,7 +135,8 @@ class Journal:
     def read(run: Path, *, routed_experts: bool = False) -> JournalReader:
         """Open the journal of a run folder for reading. The run may still be active.
 
-        With `routed_experts`, sampled pieces have the recorded experts of an MoE model.
+        With `routed_experts`, sampled pieces (runs of sampled tokens) have the recorded experts of
+        an MoE model.
         """
         return JournalReader(
             run / JOURNAL, ExpertFiles(run / ROUTED_EXPERTS) if routed_experts else None
@@ -226,16 +228,33 @@ class Journal:
         fields = json.dumps({"group": number, "size": size})
         return insert("events", time.time(), GROUP_SIZE, fields, self._checkpoint)
 
-    def begin(
-        self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
+    def begin(  # noqa: PLR0913 - two of them number the episode
+        self,
+        number: int,
+        sibling: int,
+        *,
+        episode: int,
+        seed: int,
+        again: bool = False,
+        fork: Fork | None = None,
+        prefix: Sequence[Piece] = (),
     ) -> "_EpisodeWriter":
         """Record an attempt at the episode with index `sibling` of a group. Return the writer of
         its tokens.
 
-        `again` means that the attempt is recorded already, and continues after a resume.
+        `again` means that the attempt is recorded already, and continues after a resume. `prefix`
+        has the tokens before a `fork` from another episode. They are recorded in one transaction
+        with the attempt.
         """
         if not again:
-            self._insert("episodes", episode, number, sibling, seed, time.time())
+            after = self._checkpoint
+            row = (episode, number, sibling, seed, time.time(), after)
+            records = [insert("episodes", *row)]
+            if fork:
+                records.append(insert("forks", episode, fork.parent, fork.at, after))
+            for position, piece in enumerate(prefix):
+                records += piece_rows(episode, position, piece, after)
+            self.transaction(records)
         return _EpisodeWriter(self, number, episode)
 
     async def finish(self, group: Group) -> None:
@@ -473,7 +492,7 @@ class _EpisodeWriter:
         if self.journal._routed_experts and isinstance(piece, Sampled):
             self.journal._routed_experts.write(self.group, self.episode, position, piece)
         checkpoint = self.journal._checkpoint
-        self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
+        self.journal.transaction(piece_rows(self.episode, position, piece, checkpoint))
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
         """Record the environment's state, and the number of pieces (runs of tokens) before it."""

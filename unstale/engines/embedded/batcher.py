@@ -2,11 +2,13 @@
 
 A slot is the part of the KV cache that holds one sequence. After a reply, its slot keeps the
 sequence, so that the next turn of the episode computes only new tokens. A new sequence copies the
-longest prefix that another slot has cached. Empty and long unused slots are reused first.
+longest prefix that another slot has cached. Empty and long unused slots are reused first. If the
+runner adds adapters, requests of several versions are sampled at once, and a prefix is used only by
+requests of the version that computed it.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from torch import Tensor
 from unstale.engines import ReplyStop
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import Sampler
+from unstale.kept_sets import WHOLE, KeptSets, Truncation, join
 from unstale.routed_experts import pack_experts
 
 if TYPE_CHECKING:
@@ -45,6 +48,9 @@ class SampleRequest:
     stop_tokens: Sequence[int]
     temperature: float
     seed: int
+    truncation: Truncation = WHOLE
+    version: int = -1
+    """The version whose adapters sample the reply. -1 is the one that was loaded last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,10 @@ class FinishedReply:
     """`[rows, layers, k]`: the k experts of each of the sequence's first tokens. None if they are
     not recorded.
     """
+    kept_sets: KeptSets | None = None
+    """The sets among which the tokens were drawn. None without truncation."""
+    version: int = -1
+    """The version that sampled the reply. -1 before the first load."""
 
 
 class Batcher:
@@ -82,6 +92,8 @@ class Batcher:
         sampler: Sampler | None = None,
     ) -> None:
         self.runner = runner
+        self.version = -1
+        """The version that was loaded last."""
         self._sampler = sampler or Sampler()
         self._keep_cache = keep_cache
         self._num_experts = num_experts
@@ -98,9 +110,15 @@ class Batcher:
         """`[slots]`: the number of tokens whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
         """`[slots]`: the number of first cached tokens that were computed with older weights."""
+        self._versions = np.full(max_slots, -1, dtype=np.int64)
+        """`[slots]`: the version of the last request. With adapters, it computed all cached tokens.
+        """
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
+        self._truncation = [WHOLE] * max_slots
+        self._kept: list[list[KeptSets]] = [[] for _ in range(max_slots)]
+        """For each slot: the kept sets of its reply, one token an element."""
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
@@ -134,26 +152,54 @@ class Batcher:
     def interrupt(self) -> list[FinishedReply]:
         """End every request. Return their replies with the tokens sampled so far."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
-        finished += [FinishedReply(request.id, [], [], "interrupted") for request in self._queue]
+        finished += [
+            FinishedReply(request.id, [], [], "interrupted", version=self.version)
+            for request in self._queue
+        ]
         self._queue.clear()
         return finished
 
-    def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load weights. Drop the KV cache unless `keep_cache` is set.
+    def load(self, update: Mapping[str, Tensor], version: int = 0) -> None:
+        """Load the weights of a version. Drop the KV cache unless `keep_cache` is set.
+
+        If the runner adds adapters, `update` has those of the version, and nothing is dropped: the
+        cache and the adapters of earlier versions are kept until `keep_versions`.
 
         Raises RuntimeError while replies are being sampled.
         """
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
-        self.runner.load(update)
+        if self.runner.adapters:
+            self.runner.adapters.add(version, update)
+        else:
+            self.runner.load(update)
+        self.version = version
         if self._keep_cache:
             self._older[:] = self._cached
             return
         kept = max(int(self._cached.max()), 0)
         self._stale = self._cached.copy()
         self._stale_tokens = self._tokens[:, :kept].copy()
-        self._cached[:] = 0
-        for slot in range(len(self._cached)):
+        if not self.runner.adapters:
+            self._free(range(len(self._cached)))
+
+    def keep_versions(self, versions: Collection[int]) -> None:
+        """Drop the adapters and cached contexts of other versions.
+
+        Those of the last version, and of requests that are being sampled or wait, are kept. Do
+        nothing if the runner adds no adapters.
+        """
+        if self.runner.adapters is None:
+            return
+        of_queue = {request.version for request in self._queue}
+        kept = {*versions, self.version, *of_queue, *self._versions[[*self._active]].tolist()}
+        self.runner.adapters.keep(kept)
+        self._free(np.flatnonzero(~np.isin(self._versions, [*kept])).tolist())
+
+    def _free(self, slots: Iterable[int]) -> None:
+        """Drop the cached tokens of these slots."""
+        for slot in slots:
+            self._cached[slot] = 0
             self.runner.keep(slot, 0)
 
     def step(self) -> list[FinishedReply]:
@@ -226,6 +272,9 @@ class Batcher:
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
+        version = self.version if request.version < 0 else request.version
+        if self.runner.adapters:
+            common[self._versions != version] = 0
         cached = np.minimum(common, self._cached)
         best = int(cached.argmax())
         computing = ~idle & (self._cached + 1 < self._length)
@@ -245,6 +294,7 @@ class Batcher:
             self.runner.keep(slot, have)
         self._cached[slot] = have
         self._older[slot] = min(int(self._older[source]), have)
+        self._versions[slot] = version
         self._open(slot, request, tokens)
         return slot
 
@@ -266,12 +316,16 @@ class Batcher:
         self._length[slot] = count
         self._limit[slot] = min(count + request.max_tokens, self._tokens.shape[1])
         self._temperature[slot] = request.temperature
+        self._truncation[slot] = request.truncation
+        self._kept[slot] = []
         self._seed[slot] = np.uint64(request.seed & 0xFFFFFFFFFFFFFFFF)
         self._stops[slot] = False
         self._stops[slot, list(request.stop_tokens)] = True
         self._used[slot] = self._steps
         self.counters["cached_tokens"] += int(self._cached[slot])
-        self._reprefill[slot] = self._stale_prefix(tokens)
+        # the contexts of earlier versions were not dropped
+        is_newest = self.runner.adapters is None or self._versions[slot] == self.version
+        self._reprefill[slot] = self._stale_prefix(tokens) if is_newest else 0
 
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
         """Return the length of the prefix of `tokens` that the last weight update dropped.
@@ -316,9 +370,17 @@ class Batcher:
             chunks=tuple(chunks),
             tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
             positions=torch.from_numpy(np.concatenate(positions)),
+            versions=self._versions_of(rows, chunks),
         )
         complete = [chunk.end == self._length[chunk.slot] for chunk in chunks]
         return step, np.array([True] * len(rows) + complete, dtype=np.bool_)
+
+    def _versions_of(self, rows: NDArray[np.int64], chunks: Sequence[Chunk]) -> Tensor | None:
+        """Return the version of each token of a step, `[T]`. None if the runner needs none."""
+        if self.runner.adapters is None:
+            return None
+        of_chunks = [np.full(each.end - each.start, self._versions[each.slot]) for each in chunks]
+        return torch.from_numpy(np.concatenate([self._versions[rows], *of_chunks]))
 
     def _sample(
         self, logits: Tensor, slots: NDArray[np.int64], sampling: NDArray[np.bool_]
@@ -329,9 +391,14 @@ class Batcher:
         if not len(slots):
             return
         at = self._length[slots]
-        tokens, logp = self._sampler(logits, self._temperature[slots], self._seed[slots], at)
+        truncations = [self._truncation[slot] for slot in slots.tolist()]
+        heat, seeds = self._temperature[slots], self._seed[slots]
+        tokens, logp, kept = self._sampler(logits, heat, seeds, at, truncations)
         self._tokens[slots, at] = tokens
         self._logp[slots, at] = logp
+        if kept is not None:
+            for slot, own in zip(slots.tolist(), kept.split([1] * len(slots)), strict=True):
+                self._kept[slot].append(own)
         self._length[slots] += 1
 
     def _ended(self, slots: NDArray[np.int64]) -> list[FinishedReply]:
@@ -351,7 +418,11 @@ class Batcher:
         experts = None
         if self._experts is not None:
             experts = self._experts[slot, : self._cached[slot]].copy()
-        return FinishedReply(request.id, tokens, logp, stop, clean, experts)
+        kept_sets = None
+        if request.truncation:
+            kept_sets = join([(1, own) for own in self._kept[slot]])
+        version = int(self._versions[slot])
+        return FinishedReply(request.id, tokens, logp, stop, clean, experts, kept_sets, version)
 
 
 def _common_prefix(slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:

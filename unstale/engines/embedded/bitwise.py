@@ -7,7 +7,7 @@ only on the weights, the token and the tokens before it. The batch, the parts in
 computed, and shared pages do not change it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from unstale.engines.embedded.pages import PAGE, Pages, placed, runs
 from unstale.engines.embedded.runner import Step, check_update, tied_parameters
-from unstale.engines.embedded.sampling import Sampler
+from unstale.engines.embedded.sampling import Drawn, Sampler
+from unstale.kept_sets import Truncation
 from unstale.model import bitwise, fused, rowwise
 from unstale.model.kernels import BLOCK, Kernels, kernels
 from unstale.model.loading import load_model
@@ -64,6 +65,7 @@ class BitwiseRunner:
     """A runner of dense models of `bitwise.ARCHITECTURES`. Its KV cache grows as needed."""
 
     warning = ""
+    adapters = None
 
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
@@ -255,9 +257,12 @@ class BitwiseSampler(Sampler):
         temperature: NDArray[np.float32],
         seeds: NDArray[np.uint64],
         positions: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        tokens, drawn = super().__call__(logits, temperature, seeds, positions)
+        truncations: Sequence[Truncation] = (),
+    ) -> Drawn:
+        if any(truncations):
+            raise ValueError("a bitwise engine samples from the whole vocabulary")
+        tokens, drawn, _ = super().__call__(logits, temperature, seeds, positions)
         greedy = temperature == 0
         heat = torch.from_numpy(np.where(greedy, np.float32(1), temperature))
         logp, _, _ = rowwise.score(logits, torch.from_numpy(tokens), heat)
-        return tokens, np.where(greedy, drawn, logp.numpy())
+        return Drawn(tokens, np.where(greedy, drawn, logp.numpy()))

@@ -94,7 +94,9 @@ def runs_on_gpu(config: Mapping[str, Any]) -> bool:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the rotary embedding. As in transformers, `rope_scaling` is first."""
+    """Return the settings of the rotary embedding. `rope_scaling` takes precedence, as in
+    transformers.
+    """
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
@@ -218,6 +220,7 @@ class Qwen3Runner:
     """A runner of Qwen3 and Qwen3-MoE models. Its KV cache grows as needed."""
 
     name = "qwen3 decoder"
+    adapters = None
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -32,6 +32,7 @@ from unstale.engines import (
 from unstale.engines.embedded.posted_experts import PostedExperts
 from unstale.engines.embedded.worker import LOGP, READY, TOKEN
 from unstale.engines.registry import EngineOptions, EngineSpec
+from unstale.kept_sets import KeptSets
 from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts
 from unstale.threads import in_thread
@@ -93,6 +94,8 @@ class EmbeddedEngine:
         self._error = ""
         """The reason why the engine ended. Empty while it works."""
         self._version = -1
+        self._versions: set[int] = set()
+        """The versions whose adapters the process has. Empty if it merges them."""
         self._running = False
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
@@ -110,6 +113,7 @@ class EmbeddedEngine:
         self._end("the engine was started again")
         self._error = ""
         self._version = -1
+        self._versions = set()
         if alive:
             await self._command({"op": "reset"})
         else:
@@ -118,12 +122,25 @@ class EmbeddedEngine:
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         check_request(
-            tokens, params, max_context=self._options.max_context, vocab_size=self.vocab_size
+            tokens,
+            params,
+            max_context=self._options.max_context,
+            vocab_size=self.vocab_size,
+            keeps_sets=not self._options.bitwise,
+            versions=self._versions,
         )
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._replies, number)
-        fields = [number, params.max_tokens, params.stop_tokens, params.temperature, params.seed]
+        fields = [
+            number,
+            params.max_tokens,
+            params.stop_tokens,
+            params.temperature,
+            params.seed,
+            params.truncation,
+            params.version,
+        ]
         text = np.array(tokens, np.int32).tobytes()
         child.send({"op": "sample", "request": fields}, [text])
         try:
@@ -146,8 +163,9 @@ class EmbeddedEngine:
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
         """Return the routed experts of a reply, from the token `first` on.
 
-        `about` is the reply's `_Message.routed_experts`. The file is read in a thread, but not with
-        `lockstep`, because the virtual clock would advance.
+        `about` is the reply's `_Message.routed_experts`. The experts are in a file of the
+        engine's process. It is read in a thread. With `lockstep` it is read at once, because the
+        virtual clock of a deterministic run would advance while a thread reads.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)
@@ -190,6 +208,16 @@ class EmbeddedEngine:
         else:
             await self._command(header, await in_thread(_pack_update, update))
         self._version = version
+        if self._options.adapters == "unmerged":
+            self._versions.add(version)
+
+    async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
+        await self._command({"op": "add", "version": version}, file_of(adapters))
+        self._versions.add(version)
+
+    async def keep_versions(self, versions: Collection[int]) -> None:
+        self._versions &= {*versions, self._version}
+        await self._command({"op": "keep", "versions": sorted(versions)})
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
         """Return True if the process reads the update from the memory of the GPU.
@@ -316,14 +344,18 @@ class EmbeddedEngine:
 
     def _on_reply(self, header: Header, body: bytearray) -> None:
         number, about = header["reply"], header["routes"]
-        count = len(body) // (TOKEN.itemsize + LOGP.itemsize)
+        count = (len(body) - header["kept"]) // (TOKEN.itemsize + LOGP.itemsize)
         tokens = np.frombuffer(body, TOKEN, count)
         behavior_logp = np.frombuffer(body, LOGP, count, tokens.nbytes)
+        kept = None
+        if header["kept"]:
+            kept = KeptSets.unpack(bytes(body[tokens.nbytes + behavior_logp.nbytes :]), tokens)
         piece = Sampled(
             tuple(tokens.tolist()),
             tuple(behavior_logp.tolist()),
             header["version"],
             header["clean"],
+            kept_sets=kept,
         )
         if about:
             self._unread.add(number)
@@ -487,4 +519,11 @@ def _pack_update(update: Update) -> Sequence[Bytes]:
     return file_parts(update) if isinstance(update, Delta) else file_of(update)
 
 
-SPEC = EngineSpec(EmbeddedEngine, takes_packed=True, adapter_deltas=True, reads_gpu=True)
+SPEC = EngineSpec(
+    EmbeddedEngine,
+    takes_packed=True,
+    adapter_deltas=True,
+    keeps_sets=True,
+    unmerged=True,
+    reads_gpu=True,
+)

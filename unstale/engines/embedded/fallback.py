@@ -89,8 +89,11 @@ class _SlotLayer(CacheLayerMixin):
 class TransformersRunner:
     """A runner that computes a model with transformers.
 
-    Sequences that sample one token form one batch. Parts of prompts are computed one by one.
+    Sequences that sample their next token are computed as one batch. Parts of prompts are computed
+    one after the other.
     """
+
+    adapters = None
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,

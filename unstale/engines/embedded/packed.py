@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from unstale.engines.embedded.adapters import VersionedAdapters
 from unstale.engines.embedded.kernels import Kernels, divided
 from unstale.engines.embedded.pages import PAGE, Pages, placed, runs, tiled
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
@@ -34,6 +35,7 @@ from unstale.model import linear
 from unstale.model.attention import window_of
 from unstale.model.experts import ExpertRecorder
 from unstale.model.loading import load_model
+from unstale.model.lora import Base
 from unstale.model.quantisation import round_activations
 from unstale.native import NotCompiled
 
@@ -356,14 +358,19 @@ class PackedRunner:
         max_context: int,
         record_experts: bool = False,
         quantise: str = "none",
+        base: Base | None = None,
     ) -> None:
-        """Load the model in `folder` and test it. Raises CannotPack if packing changes logits."""
+        """Load the model in `folder` and test it. Raises CannotPack if packing changes logits.
+
+        With `base`, the runner has these weights and adds adapters of several versions to them.
+        """
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
         self.name = f"transformers {type(model).__name__}, packed"
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._quantise = quantise
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers: list[_Layer] = []
+        self.adapters: VersionedAdapters | None = None
         probe = self._take(model, max_context)
         warning = probe.warning
         if dtype != torch.float32:
@@ -376,6 +383,9 @@ class PackedRunner:
         self.warning = ". ".join(filter(None, (slow, warning)))
         round_activations(model, quantise)
         self._recorder = ExpertRecorder(model) if record_experts else None
+        if base:
+            self.load(base.merged({}))
+            self.adapters = VersionedAdapters(model, dtype=dtype, scale=base.scale)
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
         """Set and test the model to run, and return its probe.
@@ -447,6 +457,9 @@ class PackedRunner:
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)
+        if self.adapters and step.versions is not None:
+            first = int(step.versions[0])
+            self.adapters.begin(F.pad(step.versions, padding, value=first))
         ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
         options: dict[str, Any] = {}
         if self._selects:

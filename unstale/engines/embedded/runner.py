@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from unstale.engines.embedded.adapters import VersionedAdapters
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import quantised
 
@@ -40,6 +41,8 @@ class Step:
     """`[T]`: the tokens, first those of rows, then those of chunks."""
     positions: Tensor
     """`[T]`: the position of each token in its sequence."""
+    versions: Tensor | None = None
+    """`[T]`: the version of each token's adapters. None if the runner adds none."""
 
     @property
     def longest(self) -> int:
@@ -65,6 +68,11 @@ class Runner(Protocol):
     warning: str
     """A message to the user about the reason why decoding is slow. Empty if it is not slow."""
     vocab_size: int
+
+    @property
+    def adapters(self) -> VersionedAdapters | None:
+        """The adapters that are added to the outputs of layers. None for updates of all weights."""
+        ...
 
     def forward(self, step: Step) -> Tensor:
         """Return float32 logits of the next token, `[R + C, V]`, for R rows and C chunks.

@@ -4,10 +4,11 @@ On a CPU, `sampling.c` samples. Torch samples the same on other devices, and wit
 """
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.engines.embedded.kernels import divided
+from unstale.kept_sets import KeptSets, Truncation
 from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("sampling.c")
@@ -28,6 +30,15 @@ _SUM_BLOCK = 512
 The number is near the square root of a large vocabulary, which makes both sums short.
 """
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
+
+
+class Drawn(NamedTuple):
+    """Sampled tokens `[B]`, their log-probabilities `[B]` in nats, and their kept sets."""
+
+    tokens: NDArray[np.int64]
+    logp: NDArray[np.float32]
+    kept_sets: KeptSets | None = None
+    """None if no distribution was truncated."""
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -54,6 +65,8 @@ class Sampler:
 
     def __init__(self) -> None:
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
+        self._kept = np.empty((0, 0), np.int32)
+        """`[rows, vocabulary]`: memory for kept tokens, most of which is never touched."""
         self._library: ctypes.CDLL | None = None
         try:
             self._library = library = compile_library(SOURCE, ("-DLANES=16",))
@@ -63,7 +76,7 @@ class Sampler:
         library.scratch.argtypes = [ctypes.c_int64]
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.draw.restype = None
-        library.draw.argtypes = [pointer, number, *[pointer] * 6, number, number]
+        library.draw.argtypes = [pointer, number, *[pointer] * 9, number, number]
 
     @property
     def compiled(self) -> bool:
@@ -76,25 +89,40 @@ class Sampler:
         temperature: NDArray[np.float32],
         seeds: NDArray[np.uint64],
         positions: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats.
+        truncations: Sequence[Truncation] = (),
+    ) -> Drawn:
+        """Return sampled tokens, their log-probabilities and, with `truncations`, kept sets.
 
-        `logits` are `[B, V]`. `temperature`, `seeds` and `positions` are `[B]`. Raises
-        FloatingPointError for logits that are not finite.
+        `logits` are `[B, V]`. `temperature`, `seeds` and `positions` are `[B]`, and `truncations`
+        has one for each row, or none. Raises FloatingPointError for logits that are not finite.
         """
+        truncates = any(truncations)
         if self._library is None or logits.device.type != "cpu":
             noise = torch.from_numpy(uniforms(seeds, positions))
-            drawn = draw(logits, torch.from_numpy(temperature), noise)
-            return drawn[0].numpy(), drawn[1].numpy()
+            heat = torch.from_numpy(temperature)
+            kept = None
+            if truncates:
+                logits, kept = truncated(logits, heat, truncations)
+            drawn = draw(logits, heat, noise)
+            return Drawn(drawn[0].numpy(), drawn[1].numpy(), kept)
         rows, vocab = logits.shape
         logits = logits.contiguous()
         tokens, logp = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        sizes = np.zeros(rows, np.int64)
+        if truncates and (self._kept.shape[1] != vocab or len(self._kept) < rows):
+            self._kept = np.empty((rows, vocab), np.int32)
+        limits = [np.array(truncations, np.float64)] * truncates
         arrays = [np.ascontiguousarray(array) for array in (temperature, seeds, positions)]
         inputs = [logits.data_ptr(), vocab, *map(_address, arrays)]
-        divided(self._helpers, partial(self._draw, inputs, (tokens, logp)), rows)
+        inputs += [_address(each) for each in limits] or [0]
+        outputs = (tokens, logp, sizes, self._kept)
+        divided(self._helpers, partial(self._draw, inputs, outputs), rows)
         if (tokens < 0).any():
             raise FloatingPointError(_NOT_FINITE)
-        return tokens, logp
+        if not truncates:
+            return Drawn(tokens, logp)
+        ids = [row[:size] for row, size in zip(self._kept, sizes.tolist(), strict=False)]
+        return Drawn(tokens, logp, KeptSets(sizes, np.concatenate(ids)))
 
     def _draw(
         self, inputs: list[int], outputs: tuple[NDArray[Any], ...], first: int, last: int
@@ -107,6 +135,31 @@ class Sampler:
 
 def _address(array: NDArray[Any]) -> int:
     return torch.from_numpy(array).data_ptr()
+
+
+def truncated(
+    logits: Tensor, temperature: Tensor, truncations: Sequence[Truncation]
+) -> tuple[Tensor, KeptSets]:
+    """Return logits `[B, V]` with minus infinity for tokens that are not kept, and the kept sets.
+
+    `temperature` is `[B]` float32. A row at temperature 0, or without a limit, keeps all tokens.
+    """
+    limits = torch.tensor(truncations, dtype=torch.float64, device=logits.device)
+    top_p, top_k, min_p = limits.T[..., None]
+    heat = temperature.masked_fill(temperature == 0, 1)[:, None].to(logits.device)
+    likely, order = (logits / heat).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    keeps = (likely >= min_p * likely[:, :1]) & ((rank < top_k) | (top_k == 0)) & (likely > 0)
+    total = likely.double().where(keeps, 0.0)
+    before = total.cumsum(-1) - total
+    keeps &= (before < top_p * total.sum(-1, keepdim=True)) | (top_p >= 1) | (rank == 0)
+    whole = torch.tensor([not each for each in truncations]) | (temperature == 0)
+    keeps |= whole[:, None].to(keeps.device)
+    kept = torch.zeros_like(keeps).scatter_(1, order, keeps)
+    sizes = kept.sum(-1).cpu().masked_fill_(whole, 0)
+    of_rows = kept & ~whole[:, None].to(kept.device)
+    ids = of_rows.nonzero()[:, 1].int().cpu()
+    return logits.masked_fill(~kept, -torch.inf), KeptSets.of_tensors(sizes, ids)
 
 
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

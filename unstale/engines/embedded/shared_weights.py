@@ -77,7 +77,7 @@ class SharedWeights(Mapping[str, Tensor]):
         """
         size = file_size(parts[0])
         if not self.weights:
-            self._make_folder(size)
+            self.folder = memory_folder(size, self._resources)
         self.weights = {}
         path = self.folder / WEIGHTS
         with path.open("wb") as file:
@@ -104,21 +104,27 @@ class SharedWeights(Mapping[str, Tensor]):
         self.weights = {}
         self._resources.close()
 
-    def _make_folder(self, num_bytes: int) -> None:
-        parents = [path for path in (MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
-        for parent in parents:
-            remove_leftovers(parent, _PREFIX)
-        free = {parent: shutil.disk_usage(parent).free for parent in parents}
-        fitting = [parent for parent in parents if free[parent] > num_bytes + _SPARE_BYTES]
-        if not fitting:
-            space = " and ".join(f"{count:,} in {parent}" for parent, count in free.items())
-            raise OSError(
-                f"the server's weights take {num_bytes:,} bytes, but only {space} are free: make "
-                "/dev/shm larger (containers: --shm-size), or set TMPDIR to a larger folder"
-            )
-        folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=fitting[0])
-        self.folder = Path(self._resources.enter_context(folder))
-        self._resources.enter_context(hold_lock(self.folder))
+
+def memory_folder(num_bytes: int, resources: ExitStack) -> Path:
+    """Make a folder in memory for files of this size. It is removed when `resources` are closed.
+
+    Raises OSError if there is too little space.
+    """
+    parents = [path for path in (MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
+    for parent in parents:
+        remove_leftovers(parent, _PREFIX)
+    free = {parent: shutil.disk_usage(parent).free for parent in parents}
+    fitting = [parent for parent in parents if free[parent] > num_bytes + _SPARE_BYTES]
+    if not fitting:
+        space = " and ".join(f"{count:,} in {parent}" for parent, count in free.items())
+        raise OSError(
+            f"the server's weights take {num_bytes:,} bytes, but only {space} are free: make "
+            "/dev/shm larger (containers: --shm-size), or set TMPDIR to a larger folder"
+        )
+    made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=fitting[0])
+    folder = Path(resources.enter_context(made))
+    resources.enter_context(hold_lock(folder))
+    return folder
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:

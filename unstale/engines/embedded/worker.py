@@ -30,6 +30,7 @@ from unstale.engines.embedded.decoder import (
 from unstale.engines.embedded.posted_experts import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.engines.embedded.sampling import Sampler
+from unstale.kept_sets import Truncation
 from unstale.model.lora import Base, Merging
 from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.routed_experts import num_experts
@@ -41,7 +42,9 @@ _READ_BYTES = 1 << 20
 READY = -1
 """The `id` of the message that a new process sends when it can receive commands."""
 TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
-"""Dtypes of the body of a reply message: first the tokens, then their log-probabilities."""
+"""Dtypes of the body of a reply message: first the tokens, then their log-probabilities. Kept sets
+may follow (`KeptSets.pack`).
+"""
 
 
 def main(descriptor: int, options: str) -> None:
@@ -74,11 +77,14 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     record_experts: bool = False,
     quantise: str = "none",
     is_bitwise: bool = False,
+    base: Base | None = None,
 ) -> Runner:
     """Return the fastest runner for the model in `folder`.
 
     It is the decoder (`decoder.py`), or transformers with packed sequences, or transformers with
     one prompt at a time. With `is_bitwise`, its log-probabilities equal the trainer's bit for bit.
+    With `base`, the runner has these weights and adds adapters of several versions to them. Only
+    transformers with packed sequences does that.
 
     The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
     the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
@@ -91,7 +97,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
             folder, dtype=DTYPES[dtype], max_slots=max_slots, max_context=max_context
         )
     config = _read_config(folder)
-    if supports(config):
+    if supports(config) and base is None:
         device = device or (_gpu(number) if runs_on_gpu(config) else "cpu")
         # transformers computes experts where the decoder cannot.
         with suppress(CannotDecode):
@@ -115,9 +121,14 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
         "quantise": quantise,
     }
     try:
-        return PackedRunner(folder, **options)
+        return PackedRunner(folder, base=base, **options)
     except CannotPack as error:
         why_slow = str(error)
+    if base:
+        raise ValueError(
+            "engine.adapters = unmerged needs a model whose sequences can be packed into one "
+            f"forward pass: {why_slow}. Set engine.adapters = merged"
+        )
     return TransformersRunner(folder, why_slow=why_slow, **options)
 
 
@@ -160,6 +171,8 @@ class _EngineWorker:
         merging = options["merging"]
         self._base = Base(Path(options["model_folder"]), Merging(**merging)) if merging else None
         """The weights to which LoRA adapters are added. None if updates are full weights."""
+        self._adds = bool(self._base and options["adapters"] == "unmerged")
+        """True if the adapters of several versions are added in each pass, not merged."""
         self._lockstep = options["lockstep"]
         self._frames = Frames()
         self._reset()
@@ -177,6 +190,7 @@ class _EngineWorker:
             record_experts=records,
             quantise=options["quantise"],
             is_bitwise=options["bitwise"],
+            base=self._base if self._adds else None,
             **limits,
         )
         experts = num_experts(_read_config(folder)) if records else 0
@@ -192,7 +206,6 @@ class _EngineWorker:
         self._full_weights: dict[str, Tensor] = {}
         """The weights of the current version as they were sent. Kept only if updates may be deltas.
         """
-        self._version = -1
         self._running = False
         self._idle_s = 0.0
 
@@ -236,9 +249,13 @@ class _EngineWorker:
         error = ""
         match header["op"]:
             case "sample":
-                number, *fields = header["request"]
+                number, most, stops, temperature, seed, limits, version = header["request"]
                 tokens = np.frombuffer(body, TOKEN).tolist()
-                return self._batcher.submit(SampleRequest(number, tokens, *fields))
+                truncation = Truncation(*limits)
+                request = SampleRequest(
+                    number, tokens, most, stops, temperature, seed, truncation, version
+                )
+                return self._batcher.submit(request)
             case "cancel":
                 return self._batcher.cancel(header["id"])
             case "step":
@@ -251,6 +268,10 @@ class _EngineWorker:
                 self._running = False
             case "load":
                 error = self._load(header, body)
+            case "add":
+                error = self._add(header["version"], tensors_of(body))
+            case "keep":
+                self._batcher.keep_versions(header["versions"])
             case "resume":
                 self._running = True
             case unknown:
@@ -267,13 +288,21 @@ class _EngineWorker:
                 update = self._received(open_handles(handles))
             else:
                 update = self._received(tensors_of(body))
-            self._batcher.load(self._to_load(update))
+            self._batcher.load(self._to_load(update), header["version"])
             if header.get("handles"):  # the trainer may change its weights from now on
                 torch.cuda.synchronize()
         except ValueError as error:
             return str(error)
         self._full_weights = update if self._options["deltas"] else {}
-        self._version = header["version"]
+        return ""
+
+    def _add(self, version: int, adapters: Mapping[str, Tensor]) -> str:
+        """Add the adapters of a version other than the last. Return the error message, or ""."""
+        assert self._batcher.runner.adapters is not None
+        try:
+            self._batcher.runner.adapters.add(version, adapters)
+        except ValueError as error:
+            return str(error)
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -284,6 +313,8 @@ class _EngineWorker:
 
     def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the weights that the runner loads: with adapters merged, or unpacked on access."""
+        if self._adds:
+            return update
         if self._base:
             return self._base.merged(update)
         if not self._options["packed"]:
@@ -297,13 +328,16 @@ class _EngineWorker:
             routed_experts = None
             if reply.experts is not None:
                 routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
+            kept = b"" if reply.kept_sets is None else reply.kept_sets.pack(reply.tokens)
             header = {
                 "op": "reply",
                 "reply": reply.id,
-                "version": self._version,
+                "version": reply.version,
                 "stop": reply.stop,
                 "clean": reply.clean,
                 "routes": routed_experts,
+                "kept": len(kept),
             }
-            logps = np.array(reply.behavior_logp, LOGP)
-            self._send(header, np.array(reply.tokens, TOKEN).tobytes() + logps.tobytes())
+            tokens = np.array(reply.tokens, TOKEN).tobytes()
+            logps = np.array(reply.behavior_logp, LOGP).tobytes()
+            self._send(header, tokens + logps + kept)

@@ -3,9 +3,12 @@
 import asyncio
 import io
 import math
+import secrets
+import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.engines import Engine, SamplingParams, Update
-from unstale.engines.embedded.shared_weights import WEIGHTS
+from unstale.engines.embedded.shared_weights import WEIGHTS, memory_folder
 from unstale.engines.encoded_experts import decode_base64
 from unstale.engines.http import HttpError
 from unstale.engines.registry import EngineOptions, EngineSpec
@@ -46,6 +49,7 @@ from unstale.engines.vllm_transfer import (
     send,
     update_request,
 )
+from unstale.model.lora import write_adapter
 from unstale.threads import in_thread
 
 TRANSFER_S = 300.0
@@ -90,6 +94,7 @@ class _Reply(msgspec.Struct):
 
     choices: list[_Choice]
     usage: _Usage
+    model: str | None = None
 
 
 class VllmEngine(RemoteEngine):
@@ -327,9 +332,119 @@ class NcclVllmEngine(VllmEngine):
             threading.Thread(target=group.close, name="end of transfers", daemon=True).start()
 
 
+class AdapterVllmEngine(VllmEngine):
+    """A `VersionedEngine` on a vLLM server with LoRA. Only adapters are sent to the server.
+
+    Each version is a LoRA adapter of the server, which reads it from a folder in memory. A request
+    names the adapter, and the reply names the one that sampled it. vLLM's prefix cache keeps
+    adapters apart, so a load drops no cached context. The probe compares with merged weights, which
+    only this process has.
+    """
+
+    def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
+        super().__init__(options, extension=extension)
+        self._resources = ExitStack()
+        self._folder: Path | None = None
+        """The folder with the folders of adapters. None before the first."""
+        self._prefix = ""
+        """The beginning of the names of adapters. New for each start, because a running server may
+        have adapters of an earlier one.
+        """
+
+    async def _handshake(self) -> int:
+        self._prefix = f"unstale-{secrets.token_hex(4)}-"
+        try:
+            await self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": ""})
+        except HttpError as error:
+            if error.status == 404:
+                raise ValueError(
+                    "engine.adapters = unmerged needs a server that loads adapters: start "
+                    f"{self.url} with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                ) from error
+        return await super()._handshake()
+
+    async def close(self) -> None:
+        await super().close()
+        self._resources.close()
+
+    async def _pause(self, *, keep_cache: bool) -> None:
+        await super()._pause(keep_cache=True)
+
+    def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
+        assert isinstance(update, Mapping), "check_load refuses deltas"
+        self._write("next", update)
+        return self._reference.cast(update)
+
+    async def _send_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        assert self._folder is not None, "staged"
+        name = self._name(version)
+        (self._folder / "next").rename(self._folder / name)
+        await self._load_adapter(name)
+        self.versions.add(version)
+        await self._post("/resume")
+
+    async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
+        name = self._name(version)
+        await in_thread(self._write, name, adapters)
+        await self._load_adapter(name)
+        self.versions.add(version)
+
+    async def keep_versions(self, versions: Collection[int]) -> None:
+        assert self._folder is not None, "loaded"
+        for version in sorted(self.versions - {*versions, self._version}):
+            self.versions.remove(version)
+            name = self._name(version)
+            await self._change_adapters("/v1/unload_lora_adapter", {"lora_name": name})
+            await in_thread(shutil.rmtree, self._folder / name)
+
+    async def _load_adapter(self, name: str) -> None:
+        body = {"lora_name": name, "lora_path": f"{self._folder}/{name}"}
+        await self._change_adapters("/v1/load_lora_adapter", body)
+
+    async def _change_adapters(self, path: str, body: Mapping[str, str]) -> None:
+        session = self._live_session()
+        async with self._deadline(session, LOAD_S, f"no answer to {path}"):
+            # `bytes`, because the answer is no JSON
+            await self._while_alive(session, self._http.call("POST", path, body, decode=bytes))
+
+    def _write(self, name: str, adapters: Mapping[str, Tensor]) -> None:
+        """Write adapters to the folder `name`, which is replaced. Runs in a thread."""
+        assert self.options.merging is not None
+        size = sum(tensor.nbytes for tensor in adapters.values())
+        if self._folder is None:
+            self._folder = memory_folder(self.options.max_versions * size, self._resources)
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+        write_adapter(adapters, self._folder / name, scale=self.options.merging.scale)
+
+    def _name(self, version: int) -> str:
+        return f"{self._prefix}{version}"
+
+    async def _loaded_version(self) -> str:
+        """Return the newest version if the server has its adapter, else an empty text."""
+        await super()._loaded_version()  # the engine process answers this
+        models = (await self._http.call("GET", "/v1/models"))["data"]
+        has_newest = self._name(self._version) in {each["id"] for each in models}
+        return str(self._version) if has_newest else ""
+
+    def _request_body(
+        self, request_id: str, tokens: Sequence[int], params: SamplingParams
+    ) -> Mapping[str, Any]:
+        version = self._version if params.version < 0 else params.version
+        body = super()._request_body(request_id, tokens, params)
+        return {**body, "model": self._name(version)}
+
+    def _parse_reply(self, body: _Reply) -> ServerReply:
+        """Return a reply whose version is that of the adapter that the server names."""
+        reply = super()._parse_reply(body)
+        version = (body.model or "").removeprefix(self._prefix)
+        return replace(reply, versions=((version, len(reply.tokens)),))
+
+
 def make_engine(options: EngineOptions) -> Engine:
     """Return an engine that sends weights by `options.transfer`: NCCL, else a file in memory."""
+    if options.adapters == "unmerged":
+        return AdapterVllmEngine(options)
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
 
 
-SPEC = EngineSpec(make_engine, deltas_in_parts=True)
+SPEC = EngineSpec(make_engine, deltas_in_parts=True, unmerged=True)

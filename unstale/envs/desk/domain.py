@@ -194,9 +194,10 @@ class Domain:
         return Scenario(self, level, desk, customer, requests, random.getrandbits(32))
 
     def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-        """Return the expert's steps from the moment when it knows the case.
+        """Return the expert's steps after it has read the case.
 
-        The tool calls in it have all their arguments.
+        The steps are texts and tool calls with all their arguments. `ignores` says which rules the
+        expert does not follow.
         """
         if scenario.user.account == self.accounts[1] and not ignores("account"):
             steps: list[Step] = [("hand_over", {})]

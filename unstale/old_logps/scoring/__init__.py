@@ -1,1 +1,4 @@
-"""Code that routes share: scorers, which compute log-probabilities, and caches of their results."""
+"""Code that several ways to get `old_logp` share.
+
+Scorers compute log-probabilities, and caches keep their results.
+"""

@@ -1,4 +1,6 @@
-"""The moving average of the weights that some routes score with."""
+"""The moving average of the weights with which some routes (ways to get `old_logp`) score
+tokens.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unstale.kept_sets import KeptSets, join
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
@@ -35,13 +36,15 @@ def score_pieces(
     offsets = tuple(accumulate(lengths, initial=0))
     begins = dict(zip(sequences, offsets[:-1], strict=True))
     flat = [token for text in sequences.values() for token in text.tokens]
-    packed = Packed(torch.tensor(flat), offsets, stack_experts([*sequences.values()]))
     where = torch.zeros(len(flat), dtype=torch.bool)
     spans = {}
     for key, text in pieces.items():
         begin = begins[key.episode]
         spans[key] = slice(begin + key.start, begin + len(text.tokens))
         where[spans[key]] = True
+    experts = stack_experts([*sequences.values()])
+    kept_sets = stack_kept_sets([(spans[key], text) for key, text in pieces.items()], len(flat))
+    packed = Packed(torch.tensor(flat), offsets, experts, kept_sets)
     scored = scorer.score(packed, where, version)
     return {key: scored.logp[span].clone() for key, span in spans.items()}
 
@@ -74,6 +77,19 @@ def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
     return torch.cat(parts)
 
 
+def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> KeptSets | None:
+    """Return the kept sets of `count` tokens: those of pieces at their spans, no others.
+
+    None if no piece has kept sets.
+    """
+    parts: list[tuple[int, KeptSets | None]] = []
+    done = 0
+    for span, text in sorted(pieces, key=lambda each: each[0].start):
+        parts += [(span.start - done, None), (span.stop - span.start, text.kept_sets)]
+        done = span.stop
+    return join([*parts, (count - done, None)])
+
+
 class LogpCache:
     """The scores of pieces (runs of sampled tokens), kept until their batch needs them.
 
@@ -84,7 +100,9 @@ class LogpCache:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """Log-probabilities by piece, in the order in which pieces were added."""
+        """Log-probabilities by piece (run of sampled tokens), in the order in which pieces were
+        added.
+        """
 
     def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities that another process computed.
@@ -96,7 +114,9 @@ class LogpCache:
             self._add(PieceKey(*key), torch.tensor(values, dtype=dtype))
 
     def score(self, pieces: Pieces, version: int | None = None) -> None:
-        """Score pieces with the weights of `version`, or with the current weights if it is None."""
+        """Score pieces (runs of sampled tokens) with the weights of `version`, or with the current
+        weights if it is None.
+        """
         for key, logp in score_pieces(self._scorer, pieces, version).items():
             self._add(key, logp)
 
@@ -105,7 +125,9 @@ class LogpCache:
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score those pieces of past versions that have no score, with weights read from disk."""
+        """Score those pieces (runs of sampled tokens) of past versions that have no score, with
+        weights read from disk.
+        """
         missing = {version: self.missing(pieces) for version, pieces in past.items()}
         if not any(missing.values()):
             return
@@ -174,9 +196,9 @@ class LogpCache:
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all scores in one tensor, and one row per piece that says where they are.
+        """Return all scores in one tensor, and a row for each piece that gives their place in it.
 
-        A row is `(version, episode, start, length)`.
+        Pieces are runs of sampled tokens. A row is `(version, episode, start, length)`.
         """
         places = [(*key, len(logp)) for key, logp in self._logps.items()]
         return {

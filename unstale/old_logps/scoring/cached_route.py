@@ -1,4 +1,7 @@
-"""The part shared by routes that keep the scores of pieces until their batch needs them."""
+"""The part shared by routes that keep the scores of tokens until their batch needs them.
+
+A route is a way to get `old_logp`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class CachedRoute(OldLogps):
-    """A route that scores pieces (runs of sampled tokens) before their batch is trained on."""
+    """A route (way to get `old_logp`) that scores pieces (runs of sampled tokens) before their
+    batch is trained on.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         from unstale.old_logps.scoring.cache import LogpCache  # it imports torch
@@ -31,5 +36,5 @@ class CachedRoute(OldLogps):
         self.cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score pieces that have no score with the trainer's model."""
+        """Score pieces (runs of sampled tokens) that have no score with the trainer's model."""
         self.cache.recover(past, weights)

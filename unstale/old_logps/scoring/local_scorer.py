@@ -35,7 +35,7 @@ class LocalScorer:
     """A scorer for a model in this process: it computes log-probabilities of given tokens.
 
     A second model loads past versions of the weights, and a third loads moving averages. They exist
-    only if a route or the audit asks for them.
+    only if a route (way to get `old_logp`) or the audit asks for them.
     """
 
     def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from unstale.kept_sets import KeptSets
     from unstale.records import PendingPiece
     from unstale.routed_experts import RoutedExperts
 
@@ -28,15 +29,17 @@ class PieceText(NamedTuple):
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that the piece's version chose for `tokens`."""
+    """The experts that the model chose for `tokens`, with the weights of the piece's version."""
+    kept_sets: "KeptSets | None" = None
+    """The kept sets of the piece's own tokens, the last of `tokens`."""
 
 
 Pieces = dict[PieceKey, PieceText]
-"""The texts of the pieces to score, by key."""
+"""The texts of the pieces (runs of sampled tokens) to score, by key."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
-    return PieceText(piece.tokens, piece.piece.routed_experts)
+    return PieceText(piece.tokens, piece.piece.routed_experts, piece.piece.kept_sets)
 
 
 def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
@@ -61,8 +64,8 @@ class ScoreQueue:
     def take(self, max_tokens: int) -> Pieces:
         """Remove and return the pieces for one forward pass, from the longest waiting episodes.
 
-        All pieces of an episode are taken together. So the pieces of a single episode may have more
-        than `max_tokens` tokens.
+        All pieces (runs of sampled tokens) of an episode are taken together. So the pieces of a
+        single episode may have more than `max_tokens` tokens.
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
@@ -74,12 +77,12 @@ class ScoreQueue:
         return taken
 
     def take_all(self) -> Pieces:
-        """Remove and return all pieces."""
+        """Remove and return all pieces (runs of sampled tokens)."""
         taken, self._episodes = self._episodes, {}
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove the pieces of some episodes."""
+        """Remove the pieces (runs of sampled tokens) of some episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 
@@ -100,7 +103,9 @@ class ScoringOrder:
         """Versions to be loaded, oldest first, with their weights."""
 
     def __bool__(self) -> bool:
-        """True if there is work to do now. Pieces of later versions do not count."""
+        """True if there is work to do now. Pieces (runs of sampled tokens) of later versions do not
+        count.
+        """
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
@@ -119,7 +124,9 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return the next pieces to be scored with the loaded weights, if any."""
+        """Remove and return the next pieces (runs of sampled tokens) to be scored with the loaded
+        weights, if any.
+        """
         queue = self._pieces.get(self._loaded)
         return queue.take(self._max_tokens) if queue else {}
 

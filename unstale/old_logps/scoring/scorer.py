@@ -111,12 +111,12 @@ class Scorer(Protocol):
     """Computes log-probabilities with the current weights, past versions of them, or averages.
 
     The weights may be in this process, on several devices or in another process. Only one route
-    uses a scorer, because it has one set of kept versions. Not thread-safe.
+    (way to get `old_logp`) uses a scorer, because it has one set of kept versions. Not thread-safe.
     """
 
     forward_tokens: int
-    """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route that
-    scores in another process adds the tokens of that process.
+    """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route (way
+    to get `old_logp`) that scores in another process adds the tokens of that process.
     """
 
     @property

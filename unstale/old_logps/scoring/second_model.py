@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Reply = dict[str, Any]
 """`{"op": "loaded", "version": v}`, or `{"op": "answers", "answers": rows, "forward_tokens": n}`
-with one row `[key, log-probabilities]` for each piece.
+with one row `[key, log-probabilities]` for each scored run of tokens (piece).
 """
 
 
@@ -27,7 +27,9 @@ class Link(Protocol):
         ...
 
     def score(self, pieces: Pieces) -> None:
-        """Send pieces to be scored. Must not block, because the event loop calls it."""
+        """Send pieces (runs of sampled tokens) to be scored. Must not block, because the event loop
+        calls it.
+        """
         ...
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
@@ -50,8 +52,10 @@ class SecondModel:
     def __init__(
         self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
     ) -> None:
-        """Create the exchange. `add_scores` receives the rows of scores in a reply, and the number
-        of tokens in the forward passes that computed them.
+        """Create the object without versions and pieces. `link` connects to the second model.
+
+        `add_scores` is called with the rows of scores in a reply, and the number of tokens in the
+        forward passes that computed them.
         """
         self.loaded = -1
         """The version of the weights that the model has loaded. -1 before the first."""
@@ -61,9 +65,13 @@ class SecondModel:
         self._add_scores = add_scores
         self._lockstep = lockstep
         self._held: Pieces = {}
-        """Pieces that have arrived but are sent later, because of `lockstep`."""
+        """Pieces (runs of sampled tokens) that have arrived but are sent later, because of
+        `lockstep`.
+        """
         self._unscored: dict[PieceKey, None] = {}
-        """Pieces that were sent and have no score yet, in the order of sending."""
+        """Pieces (runs of sampled tokens) that were sent and have no score yet, in the order of
+        sending.
+        """
 
     def load(self, version: int, weights: Any) -> None:
         """Send the weights of a version."""
@@ -71,7 +79,9 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send a piece to be scored, or hold it back with `lockstep`. Does not block."""
+        """Send a piece (run of sampled tokens) to be scored, or hold it back with `lockstep`. Does
+        not block.
+        """
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
         else:
@@ -82,7 +92,7 @@ class SecondModel:
         return self.score_all() if self._lockstep else 0.0
 
     def score_all(self) -> float:
-        """Send the pieces held back by `lockstep` and wait for all scores.
+        """Send the pieces (runs of sampled tokens) held back by `lockstep` and wait for all scores.
 
         Return the seconds waited.
         """
@@ -92,7 +102,9 @@ class SecondModel:
         return self._receive_until(lambda: not self._is_due(lambda key: True))
 
     def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
-        """Wait for the scores of pieces for which `wanted` is true. Return the seconds waited."""
+        """Wait for the scores of pieces (runs of sampled tokens) for which `wanted` is true. Return
+        the seconds waited.
+        """
         if self._lockstep:
             return self.score_all()
         return self._receive_until(lambda: not self._is_due(wanted))
@@ -100,8 +112,8 @@ class SecondModel:
     def wait_until_loaded(self) -> float:
         """Wait until the model has loaded the version sent last. Return the seconds waited.
 
-        The model has then scored all pieces of earlier versions, because it does so before it loads
-        new weights.
+        The model has then scored all pieces (runs of sampled tokens) of earlier versions, because
+        it does so before it loads new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)
 
@@ -110,9 +122,9 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a sent piece for which `wanted` is true has no score yet.
+        """Return True if a piece (run of sampled tokens) that was sent has no score yet.
 
-        Pieces of versions that were not sent are not counted.
+        Only pieces for which `wanted` is true are counted, and none of versions that were not sent.
         """
         return any(key.version <= self.sent and wanted(key) for key in self._unscored.copy())
 

@@ -1,4 +1,4 @@
-"""The child process of the route `old_logit_model`, which scores tokens and loads new versions.
+"""The child process of the route `old_logit_model`, which computes old log-probabilities.
 
 The process scores all tokens of a version before it loads the next version. It keeps its replies in
 memory until the trainer reads them, so the process never waits for the socket. It ends when the
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from unstale.kept_sets import KeptSets
 from unstale.old_logps.scoring.cache import answer
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, ScoringOrder
@@ -26,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Read messages from the route at the other end of a socket, and answer them.
+    """Score tokens for a trainer: read its messages from a socket, and answer them.
 
     `descriptor` is the file descriptor of the socket. `options` is JSON from `LocalScorer.export`.
     """
@@ -79,7 +80,9 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Score about one forward pass of pieces with the weights that are loaded now."""
+        """Score about one forward pass of pieces (runs of sampled tokens) with the weights that are
+        loaded now.
+        """
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
@@ -91,13 +94,20 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the pieces of a message, whose body holds their routed experts end to end."""
+    """Yield the pieces (runs of sampled tokens) of a message, whose body holds their routed experts
+    and kept sets end to end.
+    """
     start = 0
-    for fields, tokens, about in header["pieces"]:
+    for fields, tokens, about, size in header["pieces"]:
+        key = PieceKey(*fields)
         routed_experts = None
+        kept_sets = None
         if about is not None:
             dtype, *shape = about
             experts = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
             start += experts.nbytes
             routed_experts = RoutedExperts(0, experts.copy())
-        yield PieceKey(*fields), PieceText(tokens, routed_experts)
+        if size is not None:
+            kept_sets = KeptSets.unpack(bytes(body[start : start + size]), tokens[key.start :])
+            start += size
+        yield key, PieceText(tokens, routed_experts, kept_sets)

@@ -258,8 +258,9 @@ KINDS = {
     "agency": 0.06,
     "change_checked_in": 0.03,
 }
-"""Share of each kind of request. `change_cancelled` is a basic fare on a flight that the airline
-has cancelled. `refuse_rule` is a basic fare; from level 2 on also a full flight or a second bag.
+"""Share of each kind of request. `change_cancelled` is the change of a basic fare, on a flight that
+the airline has cancelled. In `refuse_rule` a rule forbids the wish: a basic fare; from level 2 on
+also a full flight or a second bag.
 """
 
 
@@ -311,11 +312,12 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
+    """Return the steps that a scripted expert takes to serve a request.
 
-    If it ignores `passenger`, `payment` or `flight`, the expert takes the first of a list instead
-    of the one that the customer means. If it ignores `seat`, it keeps the present seat. If it
-    ignores another rule, it does not look at the fare or the state of the booking.
+    `ignores` returns True for rules that the expert ignores. If it ignores `passenger`, `payment`
+    or `flight`, the expert takes the first of a list instead of the one that the customer means. If
+    it ignores `seat`, it keeps the present seat. If it ignores another rule, it does not look at
+    the fare or the state of the booking.
     """
     booking = scenario.desk[Booking][request.case]
     if booking.status == "flown" and not ignores("status"):

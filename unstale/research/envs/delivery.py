@@ -286,8 +286,8 @@ KINDS = {
     "move_riding": 0.03,
 }
 """Share of each kind of request. `cancel_instead` is a complaint about an order that is still
-placed. `refuse_rule` is a far address; from level 2 on also a time that is taken, or a complaint
-that comes too late.
+placed. In `refuse_rule` a rule forbids the wish: a far address; from level 2 on also a time that is
+taken, or a complaint that comes too late.
 """
 
 _WISHES: Mapping[str, tuple[tuple[str, tuple[Status, ...]], ...]] = {
@@ -365,11 +365,12 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
+    """Return the steps that a scripted expert takes to serve a request.
 
-    If it ignores `dish`, `payment`, `address` or `slot`, the expert takes the first of a list
-    instead of the one that the customer means, and with `locker` the present place. With `cancel`
-    it refuses to cancel. With the other rules it ignores a mark or the state of the order.
+    `ignores` returns True for rules that the expert ignores. If it ignores `dish`, `payment`,
+    `address` or `slot`, the expert takes the first of a list instead of the one that the customer
+    means. With `locker` it takes the present place, and with `cancel` it refuses to cancel. With
+    `zone`, `promo` or `status` it does not look at the address, the dish or the state of the order.
     """
     desk, wish, wants = scenario.desk, request.wish, request.wants
     order = desk[Order][request.case]

@@ -277,8 +277,9 @@ KINDS = {
     "staff": 0.06,
     "locked": 0.03,
 }
-"""Share of each kind of request. `refuse_limit` is a third reservation. `refuse_rule` is the return
-of a final piece; from level 2 on also a size that is sold out, or a late return.
+"""Share of each kind of request. `refuse_limit` is a third reservation. In `refuse_rule` a rule
+forbids the wish: the return of a final piece; from level 2 on also a size that is sold out, or a
+late return.
 """
 
 
@@ -336,11 +337,12 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
+    """Return the steps that a scripted expert takes to serve a request.
 
-    If it ignores `bought`, `size` or `reserved`, the expert takes the first of a list instead of
-    the one that the customer means. With `payout` it takes cash, and with `receipt` the number of
-    the card. With the other rules it ignores a mark or the state of the card.
+    `ignores` returns True for rules that the expert ignores. If it ignores `bought`, `size` or
+    `reserved`, the expert takes the first of a list instead of the one that the customer means.
+    With `payout` it takes cash, and with `receipt` the number of the card. With another rule it
+    does not look at the state of the card or the piece.
     """
     wish, wants = request.wish, request.wants
     card = scenario.desk[Card][request.case]

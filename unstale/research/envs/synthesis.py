@@ -119,7 +119,7 @@ TEMPLATES: Mapping[str, Template] = {"numbers": numbers, "prices": prices, "orde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisConfig(DraftEditConfig):
-    """Puzzles that are made from templates, and checked before use."""
+    """Options of the environment of puzzles, made from templates and checked before use."""
 
     env: str = "synthesis"
     """Name of the environment: `synthesis`."""

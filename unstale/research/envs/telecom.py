@@ -270,8 +270,8 @@ KINDS = {
     "leave": 0.03,
 }
 """Share of each kind of request. `fault_paused` is a fault whose cause is the pause of the line.
-`refuse_status` is a line that is blocked or paused. `refuse_rule` is a fixed contract; from level 2
-on also a plan that is sold out, or too many visits.
+`refuse_status` is a line that is blocked or paused. In `refuse_rule` a rule forbids the wish: a
+fixed contract; from level 2 on also a plan that is sold out, or too many visits.
 """
 
 
@@ -314,11 +314,12 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. `ignores` returns True for rules that the expert ignores.
+    """Return the steps that a scripted expert takes to serve a request.
 
-    If it ignores `device`, `plan` or `visit`, the expert takes the first of a list instead of the
-    one that the customer means, and with `target` the present number. With `leave` it books a
-    visit. With the other rules it ignores a mark or the state of the line.
+    `ignores` returns True for rules that the expert ignores. If it ignores `device`, `plan` or
+    `visit`, the expert takes the first of a list instead of the one that the customer means. With
+    `target` it takes the present number, and with `leave` it books a visit. With another rule it
+    does not look at the state or the contract of the line.
     """
     desk, wish = scenario.desk, request.wish
     line = desk[Line][request.case]

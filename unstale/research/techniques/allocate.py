@@ -1,16 +1,20 @@
 """`allocate`: more episodes for tasks that need them.
 
-N is the number of episodes of a group's first stage, p the success rate of its task.
+N is the number of episodes of a group's first stage, p the success rate of its task, A an
+advantage. Each rule ends with the paper that it is from.
 
 `dars_et`: the sum of |A| over a group, N S with S = 2 p (1 - p), rises to that of p = 1/2. p is the
 share of successes in the first stage, or 0.5 / N without any. Groups with p >= 1/2 get no more.
-DARS. `dars_hw`: the sum rises to 2 (1 - p) times that of p = 1/2. DARS. `interval`: one more
-episode is worth h(n) - h(n + 1), where h = t s / sqrt(n) is half the width of Student's confidence
-interval of the mean reward, and s the standard deviation of the first stage. XRPO. `v0`: n episodes
-are worth n (1 - p) (1 - (1 - p)^(n - 1)). p is from earlier groups. V0. `sqrt_law`: n episodes are
-worth -p (1 - p) / n, which makes n proportional to sqrt(p (1 - p)). p is from earlier groups.
-Rollout-GDRO. `v05_risk`: each added episode lowers the error of the baseline of V0.5 by more than
-`cost`. The baseline mixes the mean reward with p of earlier groups. V0.5.
+From DARS.
+`dars_hw`: the sum rises to 2 (1 - p) times that of p = 1/2. From DARS.
+`interval`: one more episode is worth h(n) - h(n + 1), where h = t s / sqrt(n) is half the width of
+Student's confidence interval of the mean reward, and s the standard deviation of the first stage.
+From XRPO.
+`v0`: n episodes are worth n (1 - p) (1 - (1 - p)^(n - 1)). p is from earlier groups. From V0.
+`sqrt_law`: n episodes are worth -p (1 - p) / n, which makes n proportional to sqrt(p (1 - p)). p is
+from earlier groups. From Rollout-GDRO.
+`v05_risk`: each added episode lowers the error of the baseline of V0.5 by more than `cost`. The
+baseline mixes the mean reward with p of earlier groups. From V0.5.
 """
 
 from __future__ import annotations
@@ -77,8 +81,8 @@ class AllocateConfig(Section, RateOptions, SuccessShare):
     min: PositiveInt = 2
     """Only for `v0` and `sqrt_law`: smallest number of episodes of a group."""
     mean: Positive = 8.0
-    """Only for `interval`, `v0` and `sqrt_law`: mean number of episodes per group. With the rule's
-    present price, the last groups would have had this mean, or slightly less.
+    """Only for `interval`, `v0` and `sqrt_law`: mean number of episodes per group. The rule sets a
+    price of an episode at which the last groups would have had this mean, or slightly less.
     """
     window: PositiveInt = 64
     """Only for `interval`, `v0` and `sqrt_law`: number of groups over which the mean is taken."""

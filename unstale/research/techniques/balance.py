@@ -87,7 +87,11 @@ class Balance:
         """Return means over the groups in which an episode has a reply, as metrics. NaN without
         such groups.
         """
-        answered = ([each for each in group.trajectories if each.sampled] for group in graded)
+        answered = (
+            # A forked episode did not sample its first reply itself.
+            [each for each in group.trajectories if each.sampled and each.fork is None]
+            for group in graded
+        )
         rows = [_of_group(episodes) for episodes in answered if episodes]
         names = ("sampled_mass", "sampled_change", "unsampled_loss_max")
         columns = zip(*rows, strict=True) if rows else ((math.nan,),) * len(names)

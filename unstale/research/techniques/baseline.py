@@ -225,7 +225,9 @@ class PriorBaseline(Baseline):
 
 
 class ProbeBaseline(Baseline):
-    """An estimator whose baseline is predicted from the hidden states of the other episodes."""
+    """An estimator whose baseline is a linear function of the hidden states of an episode. The
+    function is fitted to the other episodes and their rewards.
+    """
 
     def __init__(self, options: BaselineConfig) -> None:
         super().__init__(options)

@@ -40,13 +40,17 @@ class BinSizesConfig(Section, BinOptions):
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["sqrt", "weights"] = "sqrt"
-    """How the sizes are chosen."""
+    """The rule that chooses the sizes: by the variance of rewards in each bin, or by weights that
+    each batch changes.
+    """
     min: PositiveInt = 4
     """Smallest number of episodes of a group."""
     max: PositiveInt = 16
     """Largest number of episodes of a group."""
     mean: Positive = 8.0
-    """Mean number of episodes of the groups in `window`. New tasks have this number."""
+    """Mean number of episodes per group, over the last `window` groups. Groups of new tasks have
+    this number.
+    """
     window: PositiveInt = 64
     """Number of past groups that are counted."""
     beta: Share = 0.1

@@ -28,7 +28,7 @@ class Segment:
 
 
 def segments(utility: Sequence[float]) -> list[Segment]:
-    """Return the upper concave hull of a utility, as far as it rises.
+    """Return the upper concave hull of a utility, as far as it rises, in segments of equal slope.
 
     `utility[k]` is the utility with k more episodes than the smallest size.
 
@@ -80,7 +80,7 @@ def dars_further(size: int, p: float, *, by_hardness: bool = False, std: bool = 
 
 
 def v0_utility(size: int, p: float) -> float:
-    """Return the utility of `size` episodes of a task with success rate p in V0."""
+    """Return the utility of `size` episodes of a task with success rate p, as in the paper V0."""
     return size * (1 - p) * (1 - (1 - p) ** (size - 1))
 
 

@@ -30,7 +30,7 @@ class Row:
         return tuple(name for name, each in techniques().items() if self.number in each.rows)
 
 
-_TREE = "episodes that branch are missing"
+_TREE = "forks chosen while an episode runs are missing"
 _EDIT = "training on edited replies is missing"
 _SHARE = "training on texts of other policies or attempts is missing"
 _JUDGE = "a procedure around several attempts is missing"
@@ -123,7 +123,13 @@ ROWS: Sequence[Row] = (
         "--schedule.group_size 256, and --techniques balance measures what a group leaves out",
         "works",
     ),
-    _row(14, "BranchGRPO", "advantages by depth of a tree", _TREE),
+    _row(
+        14,
+        "BranchGRPO",
+        "advantages by depth of a tree",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage; pruned "
+        "gradients are missing",
+    ),
     _row(15, "Swarm sampling", "nodes share episodes", _SHARE),
     _row(
         16,
@@ -288,7 +294,8 @@ ROWS: Sequence[Row] = (
         43,
         "ETTRL, arXiv 2508.11356",
         "advantages by relative entropy; trees",
-        f"--techniques entropy_advantage_reweighting is the advantage; {_TREE}",
+        "--techniques 'tree tree_advantage entropy_advantage_reweighting' --tree.branch unlikely "
+        "are the trees and the advantage; labels by majority vote are missing",
     ),
     _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
     _row(
@@ -398,6 +405,13 @@ ROWS: Sequence[Row] = (
         "other groups in the place of uniform ones, and a penalty for long replies",
         "--schedule.resampled_groups N, and --techniques long_reply_penalty; its clip and its loss "
         "over tokens are the defaults, --techniques truncated masks cut replies",
+        "works",
+    ),
+    _row(
+        60,
+        "GKD, arXiv 2306.13649",
+        "a teacher's judgement of each token that the policy sampled",
+        "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
         "works",
     ),
 )

@@ -6,13 +6,13 @@ changes linearly from `n` at the start of the run to `last` at its end. Smaller 
 `variance`: the episodes with the largest variance of advantages, n times the number of groups from
 the whole batch. These are the k lowest and some of the highest advantages, for the best k. They
 keep the advantages that were computed over all episodes. An episode with several advantages counts
-with their mean. From D3S, which also chooses tokens (`top_tokens`). `clean_success`: successes and
-failures in their proportion, but at least 2 of each if the group has them. Of the failures the
-first ones, of the successes those with the lowest penalty: tool errors per tool call, 0.5 without a
-call. From GRPO-RoC of rStar2-Agent (arXiv 2508.20722, section 3.2). `contrast`: n / 2 episodes with
-the highest and n / 2 with the lowest reward. From Sol-RL. `balanced`: some of the highest and the
-rest of the lowest rewards, for a mean nearest to `target`. From ARRoL, which does so with the
-predicted success of replies that have not ended.
+with their mean. From D3S, which also chooses tokens (`top_tokens`).
+`clean_success`: successes and failures in their proportion, but at least 2 of each if the group has
+them. Of the failures the first ones, of the successes those with the lowest penalty: tool errors
+per tool call, 0.5 without a call. From GRPO-RoC of rStar2-Agent (arXiv 2508.20722, section 3.2).
+`contrast`: n / 2 episodes with the highest and n / 2 with the lowest reward. From Sol-RL.
+`balanced`: some of the highest and the rest of the lowest rewards, for a mean nearest to `target`.
+From ARRoL, which does so with the predicted success of replies that have not ended.
 
 The last three rules act before advantages are computed, so the other episodes do not count in a
 group's baseline.
@@ -81,8 +81,8 @@ class EpisodeFilterConfig(Section):
     does not report the fact, turns count instead.
     """
     extra: str = ""
-    """Only for `clean_success`: name of a fact from 0 to 1 that is added to the penalty, such as
-    one of a wrong format. Empty adds nothing.
+    """Only for `clean_success`: name of a fact (a reported number) from 0 to 1 that is added to the
+    penalty, such as one of a wrong format. Empty adds nothing.
     """
 
     def check_combination(self) -> None:

@@ -51,15 +51,17 @@ class RequiredFact:
     """A check that the environment reports a certain fact about successful episodes."""
 
     def __init__(self, name: str, *, option: str) -> None:
-        """Create the check of a run. `name` is the fact, and `option` the option that sets it."""
+        """Create the check of a run. `name` is the fact (a reported number), and `option` the
+        option that sets it.
+        """
         self._name = name
         self._option = option
         self._seen = Seen()
 
     def require(self, groups: Sequence[Group], context: CreditContext) -> None:
-        """Raise `ConfigError` if a whole batch has successes, and no success so far had the fact.
+        """Raise `ConfigError` if a batch has successes, and no success of the run has had the fact.
 
-        After a success with the fact, later batches may lack the fact.
+        After a success with the fact (a reported number), later batches may lack the fact.
         """
         successes = [item for group in groups for item in group.trajectories if item.success]
         has_fact = any(self._name in item.facts for item in successes)

@@ -35,7 +35,9 @@ class FlawedSuccessPenaltyConfig(Section):
     rewards of success and failure.
     """
     fact: str = "flaw"
-    """Name of the environment's fact: 1 for a success with an error, 0 for one without."""
+    """Name of the environment's fact (a reported number): 1 for a success with an error, 0 for one
+    without.
+    """
 
     def check_combination(self) -> None:
         if not self.fact:

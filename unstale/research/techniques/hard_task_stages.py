@@ -42,7 +42,7 @@ class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
     size: PositiveInt = 64
     """Number of episodes of the groups of the second stage."""
     hard: Annotated[float, Range(above=0, high=1)] = 0.25
-    """Share of the tasks that were seen with which the second stage begins."""
+    """Share of the tasks seen so far, the hardest ones, with which the second stage begins."""
     keep: Annotated[float, Range(above=0, high=1)] = 0.5
     """Share of the hard tasks that is left after each pass."""
     least: PositiveInt = 8

@@ -8,14 +8,14 @@ DAPO (arXiv 2503.14476, equation 13), which counts all tokens of a reply of one 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from unstale.config.checks import ConfigError, Count, Positive, Section
 from unstale.config.techniques import Entry
-from unstale.records import Group, Trajectory, walk
+from unstale.records import Group, Piece, Trajectory, is_reply
 from unstale.research.techniques.rewards import add_reward
 from unstale.techniques.hooks import CreditContext
 
@@ -31,7 +31,7 @@ class LongReplyPenaltyConfig(Section):
     """A lower reward for replies near the limit of their length (DAPO)."""
 
     penalty: Positive = 1.0
-    """What an episode gets less if its longest reply has the largest allowed length."""
+    """Amount by which the reward is lower if the longest reply has the largest allowed length."""
     start: Count = 0
     """Number of tokens of a reply from which the reward falls; 0 is 80% of
     `engine.max_completion_tokens`.
@@ -59,13 +59,22 @@ class LongReplyPenalty:
 
 
 def longest_reply(item: Trajectory) -> int:
-    """Return the number of tokens of the longest reply of an episode and its branches."""
-    lengths: Counter[tuple[int, int]] = Counter()
-    for number, conversation in enumerate(item.conversations):
-        for _, piece, turn in walk(conversation.pieces):
-            if turn >= 0:
-                lengths[number, turn] += len(piece.tokens)
-    return max(lengths.values(), default=0)
+    """Return the number of tokens of the longest reply of an episode and its branches (further
+    conversations).
+
+    The replies before a fork count, too: the rewards of the branches of a fork are compared.
+    """
+    lengths = [
+        sum(len(piece.tokens) for piece in run)
+        for conversation in item.conversations
+        for sampled, run in groupby(filter(_has_tokens, conversation.pieces), is_reply)
+        if sampled
+    ]
+    return max(lengths, default=0)
+
+
+def _has_tokens(piece: Piece) -> bool:
+    return bool(piece.tokens)
 
 
 def _complete(options: LongReplyPenaltyConfig, config: RunConfig) -> LongReplyPenaltyConfig:

@@ -72,8 +72,8 @@ class PredictedSamplerConfig(Section, SuccessShare):
     that is trained in the run.
     """
     width: Positive = 0.1
-    """Decrease of the cosine of two texts by which the weight of a group falls to 1 / e. With
-    `model` this is only the initial value.
+    """Difference of the cosine of two texts from 1 at which the weight of a group falls to 1 / e.
+    With `model` this is only the initial value.
     """
     prior: NonNegative = 1.0
     """Only for `words`: number of episodes with the mean success rate that are added to each

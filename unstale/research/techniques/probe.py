@@ -143,8 +143,8 @@ class ProbedBatch:
     """The row of each episode in `states`, by the number of the episode."""
     states: HiddenStates
     predicted: Tensor | None
-    """The mean reward of the siblings of each episode, as predicted from its features, `[n]`. None
-    before the first fit.
+    """The mean reward of the siblings (episodes of the same group) of each episode, as predicted
+    from its features, `[n]`. None before the first fit.
     """
     alone: Tensor | None
     """The same prediction from only the features of the prompt, `[n]`. None

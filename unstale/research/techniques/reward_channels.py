@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as in the authors' code."""
 COMBINED = "reward/"
-"""Prefix of the names of facts that hold the rewards which a task set has combined."""
+"""Prefix of the names of facts (reported numbers) that hold the rewards which a task set has
+combined.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +141,8 @@ class RewardChannels:
 def named_rewards(item: Trajectory) -> Mapping[str, float]:
     """Return the rewards of an episode by name.
 
-    If the task set combined rewards, they are the rewards before that, and the terms that
-    techniques added.
+    If the task set has combined several rewards into one, the separate rewards are returned, with
+    the terms that techniques added.
     """
     parts = {
         name.removeprefix(COMBINED): value

@@ -17,12 +17,11 @@ def add_reward(
     term: Callable[[Trajectory], float],
     context: CreditContext,
 ) -> Sequence[Group]:
-    """Return the groups with a further reward `name` of each trajectory. Record its mean as a
-    metric.
+    """Return the groups with a further reward of each trajectory. Record its mean as a metric.
 
-    `term` returns the value of the reward. Branches get the reward of their episode. A successful
-    episode still counts as a success, whatever its new reward is. Raises `ConfigError` if a
-    trajectory has a reward of that name already.
+    `name` is the name of the reward, and `term` returns its value. Further conversations (branches)
+    get the reward of their episode. A successful episode still counts as a success, whatever its
+    new reward is. Raises `ConfigError` if a trajectory has a reward of that name already.
     """
     if any(name in item.rewards for group in groups for item in group.trajectories):
         raise ConfigError(

@@ -6,11 +6,12 @@ minus the mean R over all turns of the group with the same last k observations, 
 standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another such
 turn.
 
-`gigpo`: A_E + weight * a_1. GiGPO (arXiv 2505.10978). `hgpo`: the mean of A_E and a_1, ..., a_K+1
-with weights (k + 1)^alpha, where k is 0 for A_E. Terms that are exactly 0 are left out. K is
-`history`. HGPO. `salt`: the mean of A_E over all turns of the group with the same observation,
-action and next observation. SALT. `two_level`: A_E + weight * a, where a compares turns with the
-same number. UI-S1.
+`gigpo`: A_E + weight * a_1. From GiGPO (arXiv 2505.10978).
+`hgpo`: the mean of A_E and a_1, ..., a_K+1 with weights (k + 1)^alpha, where k is 0 for A_E. Terms
+that are exactly 0 are left out. K is `history`. From HGPO.
+`salt`: the mean of A_E over all turns of the group with the same observation, action and next
+observation. From SALT.
+`two_level`: A_E + weight * a, where a compares turns with the same number. From UI-S1.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class _Step:
 
 
 class StepGroups:
-    """A technique that gives each turn an advantage by comparison with turns of siblings."""
+    """A technique that gives each turn an advantage by comparison with turns of siblings (episodes
+    of the same group).
+    """
 
     def __init__(self, options: StepGroupsConfig) -> None:
         self._options = options
@@ -184,8 +187,9 @@ def _per_turn(scored: ScoredTrajectory) -> Sequence[float]:
 def _compare(
     steps: Sequence[_Step], key: Callable[[_Step], Hashable], *, std: bool
 ) -> dict[tuple[int, int], float]:
-    """Return each turn's return minus the mean of those with the same key. `std` divides by their
-    deviation.
+    """Return each turn's return minus the mean return of the turns with the same key.
+
+    With `std` the difference is divided by the standard deviation of these returns.
     """
     returns = defaultdict(list)
     for step in steps:
@@ -213,8 +217,8 @@ def _count_shared(steps: Sequence[_Step], key: Callable[[_Step], Hashable]) -> i
 
 
 def _replaced(scored: ScoredTrajectory, values: dict[tuple[int, int], float]) -> ScoredTrajectory:
-    """Return a trajectory with the advantages of its turns. A branch keeps the advantage of its
-    episode.
+    """Return a trajectory with the advantages of its turns. A branch (further conversation) keeps
+    the advantage of its episode.
     """
     item = scored.trajectory
     turns = [values.get((item.episode, turn)) for turn in range(item.num_turns)]

@@ -157,7 +157,7 @@ class SuccessTracker:
         return successes(self._name, rewards, self._success_at)
 
     def state(self) -> dict[str, Any]:
-        """Return the distributions as lists of numbers, in the order of their tasks."""
+        """Return the tasks and the parameters of the distributions of their success rates."""
         return {
             "num_batches": self._num_batches,
             "tasks": list(self._counts),

@@ -49,7 +49,7 @@ class Truncated:
         self._options = options
 
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        """Return the groups without cut-off episodes, or with new rewards of these."""
+        """Leave the cut-off episodes out of the groups, or change their rewards, as `rule` says."""
         selected = []
         finished = num_cut = 0
         for group in groups:

@@ -45,11 +45,12 @@ class AgentRollout(Rollout):
         limit: TurnLimit | None,
         budget_use: BudgetUse,
     ) -> Trajectory:
-        """Run an agent to its end. Return its calls as one trajectory with branches.
+        """Run an agent to its end. Return its calls as one trajectory.
 
-        `limit` and the segments of `budget_use` do not apply, because a run of agents refuses the
-        techniques that set them. Raises `EpisodeFailed` if the agent fails, and `NotReplayed` if it
-        does not repeat its recorded calls after a resume.
+        Further conversations of the agent are branches of the trajectory. `limit` and the segments
+        of `budget_use` do not apply, because a run of agents refuses the techniques that set them.
+        Raises `EpisodeFailed` if the agent fails, and `NotReplayed` if it does not repeat its
+        recorded calls after a resume.
         """
         with stage("begin", self.config.timeout_s):
             caller = await self.make_env(task, env_seed)
@@ -106,7 +107,9 @@ async def _open_both(
 
 
 def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) -> Trajectory:
-    """Return the attempt as a trajectory with its branches. Write their outcomes to the journal."""
+    """Return the attempt as a trajectory with its branches (conversations). Write their outcomes to
+    the journal.
+    """
     for transcript in session.transcripts:
         transcript.require_replayed()
     num_with_reply = sum(transcript.has_reply for transcript in session.transcripts)

@@ -64,9 +64,10 @@ class Call:
 
     @cached_property
     def form(self) -> str:
-        """A text that identifies the tools and template variables, or the type of another prompt.
+        """A text that identifies the tools and template variables, or the type of a prompt.
 
-        All calls of a branch (a conversation) have the same text.
+        It is the type (text or tokens) for a prompt without messages. All calls of a branch (a
+        conversation) have the same text.
         """
         first = self.history[0] if self.history else ""
         variables = json.dumps(self.template_kwargs) if self.template_kwargs else ""
@@ -140,13 +141,15 @@ class Match:
     end: int
     """Index in the call's history after the last exchange that agrees."""
     difference: str = ""
-    """Why the call cannot continue the branch. Empty if it can."""
+    """The reason why the call cannot continue the branch (conversation). Empty if it can."""
     differs_at: int = 0
-    """Index of the first message, character or token of the history that differs from the
-    branch.
+    """Index of the first message, character or token of the history that differs from the branch
+    (conversation).
     """
     resumes: bool = False
-    """True if the call repeats the last call of the branch, whose client had disconnected."""
+    """True if the call repeats the last call of the branch (conversation), whose client had
+    disconnected.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +162,8 @@ class Continuation:
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """Where a new branch leaves the branch from which it starts. None if it starts from no other
-    branch.
+    """The place at which a new branch (conversation) leaves the branch from which it starts. None
+    if it starts from no other branch.
     """
     resumed: bool = False
     """True if the request continues an answer whose client had disconnected."""
@@ -168,14 +171,20 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The answer before a prompt: True if its tokens include the end token, and its tool calls."""
+    """The end of the answer before a prompt.
+
+    `ended` is True if the answer's tokens include the token that ends a reply. `calls` are its tool
+    calls.
+    """
 
     ended: bool
     calls: Sequence[ToolCall]
 
 
 class Conversation:
-    """The calls of one episode, in branches. A call with an edited history starts a new branch."""
+    """The calls of one episode, in branches (conversations). A call with an edited history starts a
+    new branch.
+    """
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -186,7 +195,7 @@ class Conversation:
         """
 
     def ask(self, call: Call) -> Continuation:
-        """Find the branch that a call continues, or begin a new branch.
+        """Find the branch (conversation) that a call continues, or begin a new branch.
 
         The branch is then `pending` and cannot be continued by another call. Raises `Unanswerable`,
         and changes nothing, if no reply can follow the history.
@@ -214,9 +223,10 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record that the pieces (runs of tokens) added to the branch since `ask` are this answer.
+        """Record that the pieces (runs of tokens) added to a branch since `ask` are this answer.
 
-        `ended` is True if the tokens include the token that ends a reply.
+        A branch is one conversation of the episode. `ended` is True if the tokens include the token
+        that ends a reply.
         """
         exchange = branch.exchanges[-1]
         exchange.answer = answer
@@ -231,7 +241,7 @@ class Conversation:
     def retract(self, continuation: Continuation) -> None:
         """Undo the call of `ask` that returned this continuation.
 
-        Must be called before the continuation's context was added to the branch.
+        Must be called before the continuation's context was added to the branch (conversation).
         """
         continuation.branch.pending = False
         if continuation.branch.pieces and not continuation.resumed:
@@ -242,8 +252,8 @@ class Conversation:
     def _nearest(self, call: Call) -> Match | None:
         """Return how a call agrees with the branch that has most answers in common with it.
 
-        Of several such branches, one that the call can continue is preferred, then the oldest. None
-        if there is no branch.
+        Of several such branches (conversations), one that the call can continue is preferred, then
+        the oldest. None if there is no branch.
         """
 
         def rank(match: Match) -> tuple[int, bool, int]:
@@ -302,7 +312,7 @@ def _calls_of(answer: History | None) -> tuple[ToolCall, ...]:
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
     """Return the pieces (runs of tokens), with the sampled ones as context.
 
-    A new branch that begins with them then does not train on them again.
+    A new branch (conversation) that begins with them then does not train on them again.
     """
     return tuple(
         ContextPiece(piece.tokens, Provenance.FORCED) if isinstance(piece, Sampled) else piece

@@ -1,7 +1,6 @@
 """JSON Schemas of the requests that the endpoint accepts, and the check against them.
 
-A field that would change the distribution of the samples is refused with the reason. The endpoint
-also serves the schemas as its OpenAPI description.
+A field that would change the distribution of the samples is refused with the reason.
 """
 
 import reprlib
@@ -18,7 +17,7 @@ _ANY: Schema = {}
 LENIENT = "--endpoint.lenient true"
 """The option `endpoint.lenient` as a command line sets it, for messages to clients."""
 _LENIENT = f"omit it, or start the endpoint with {LENIENT} to override it"
-_SUPPORT = f"it would truncate the support, and the trainer's softmax cannot follow; {_LENIENT}"
+_SUPPORT = f"only the run's options truncate the support (engine.top_p); {_LENIENT}"
 _CONSTRAINED = f"constrained sampling has another distribution than the trainer's; {_LENIENT}"
 _EFFORT = f"the policy itself decides how much it reasons; {_LENIENT}"
 _PENALTY = f"it changes the sampling distribution, and the trainer does not know it; {_LENIENT}"

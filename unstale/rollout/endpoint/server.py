@@ -3,8 +3,7 @@ token.
 
 `/e/<episode>/v1/` has `chat/completions`, `responses`, `completions`, `models`, and `record`, which
 returns all tokens so far with version, log-probability and origin. `/v1/` has the same paths for
-the episode that the header X-Episode names. `/openapi.json` describes all paths. `/healthz` needs
-no secret token.
+the episode that the header X-Episode names. `/healthz` needs no token.
 """
 
 import asyncio
@@ -31,7 +30,6 @@ from unstale.rollout.endpoint.answers import (
 )
 from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer, bearer, bears
 from unstale.rollout.endpoint.off_loop import off_loop
-from unstale.rollout.endpoint.openapi import describe
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
 from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, RESPONSE, Refused
 from unstale.rollout.endpoint.session import AgentSession
@@ -137,15 +135,11 @@ class RecordingEndpoint:
             for path, handler in handlers.items()
             for prefix in ("", "/e/{episode}")
         ]
-        routes += [Route("/openapi.json", self._describe), Route("/healthz", _healthz)]
+        routes += [Route("/healthz", _healthz)]
         errors = {Refused: _refused, HTTPException: _http_error}
         app = Starlette(routes=routes, exception_handlers=errors)  # type: ignore[arg-type]
         app.router.redirect_slashes = False
         return app
-
-    async def _describe(self, request: Request) -> Response:
-        self._require_token(request)
-        return json_response(describe(PATHS))
 
     async def _models(self, request: Request) -> Response:
         self._require_token(request)

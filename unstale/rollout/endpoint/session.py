@@ -42,8 +42,8 @@ class AgentSession:
     """The calls of one agent in one episode.
 
     Each call is answered in a task of the task group `calls`. So an error of the engine ends the
-    run and not only the episode. When an edited history begins a branch, `on_event` is called with
-    `"forked"` and the details.
+    run and not only the episode. When an edited history begins a branch (conversation), `on_event`
+    is called with `"forked"` and the details.
     """
 
     rollout: Rollout
@@ -59,8 +59,8 @@ class AgentSession:
     "done" if the last call was not refused.
     """
     broken: str = ""
-    """Why the episode cannot continue after a resume: how the agent's calls differ from the
-    recorded ones. Empty if it can continue.
+    """The reason why the episode cannot continue after a resume: how the agent's calls differ from
+    the recorded ones. Empty if it can continue.
     """
     own_end: Stop = "done"
     """The stop reason of an episode that the agent itself ends: "cut_reply" if a limit cut its last
@@ -197,9 +197,10 @@ class AgentSession:
         return "generation_wait" if self._num_pending else "tool_wait"
 
     async def _place_all(self, request: CompletionRequest) -> list[Continuation]:
-        """Find or begin a branch for each answer of a request, and add the request's context to it.
+        """Find or begin a conversation (branch) for each answer of a request.
 
-        If one answer is not possible, raise `Refused` and change nothing.
+        Add the request's context to each. If one answer is not possible, raise `Refused` and change
+        nothing.
         """
         async with self._asking:
             places = await self._ask_in_thread(request)
@@ -233,7 +234,9 @@ class AgentSession:
             del asking  # its error holds this frame, and so would hold the request
 
     def _ask_all(self, request: CompletionRequest) -> list[Continuation]:
-        """Find or begin a branch for each answer of a request, and encode its context."""
+        """Find or begin a branch (conversation) for each answer of a request, and encode its
+        context.
+        """
         call = request.call
         places: list[Continuation] = []
         try:
@@ -303,7 +306,7 @@ class AgentSession:
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
-        """Return the record (transcript) to which a new branch is written.
+        """Return the record (transcript) to which a new branch (conversation) is written.
 
         In a resumed episode, this is the recorded branch that begins with the same context, if
         there is one.
@@ -330,10 +333,10 @@ class AgentSession:
     async def _reply(
         self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
     ) -> Choice | Refused:
-        """Sample a reply. If it lacks the requested `response_format`, sample again in a new
-        branch.
+        """Sample a reply. If it lacks the requested `response_format`, sample it again.
 
-        After the last retry, return a refusal.
+        Each new sample is in a further conversation (branch). After the last retry, return a
+        refusal.
         """
         wanted = request.format
         if wanted is None:
@@ -447,6 +450,8 @@ def generation_options(
 
 
 def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
-    """Return True if recorded pieces and a context have the same tokens, up to the shorter end."""
+    """Return True if recorded pieces (runs of sampled tokens) and a context have the same tokens,
+    up to the shorter end.
+    """
     known = pieces[: len(context)]
     return list(known) == list(context[: len(known)])

@@ -49,7 +49,7 @@ class ReplyFormat:
 
     schema: Mapping[str, Any]
     retries: int
-    """How often a reply is sampled again if it does not satisfy the schema."""
+    """Number of times that a reply is sampled again if it does not satisfy the schema."""
 
     def accepts(self, message: Message) -> bool:
         """Return True if a message satisfies the schema, or has tool calls.

@@ -3,7 +3,6 @@
 
 import { ask, follow } from "./api.js";
 import { h, replace, settled } from "./dom.js";
-import { downloads } from "./download.js";
 import { whole } from "./format.js";
 import { cell, problem, toRun } from "./parts.js";
 
@@ -22,7 +21,6 @@ export function episodes(content, { run }, query) {
   let columns = null;
   let own = [];
   let figures = null;
-  let parquetProblem = "";
   let rows = [];
   let shown = "";
   let turn = 0;
@@ -34,12 +32,11 @@ export function episodes(content, { run }, query) {
   const head = h("tr");
   const body = h("tbody");
   const choice = h("details", { class: "choice" }, h("summary", {}, "Columns"));
-  const saved = h("p");
   const pager = h("nav", { class: "bar pager", "aria-label": "Pages" });
   const example = ([name, text]) => h("button", { type: "button", onclick: () => ((filter.value = text), changed()) }, name);
   replace(content, h("h1", {}, "Episodes"), note, progress, h("div", { class: "form" }, h("label", { for: "filter" }, "filter"), filter, h("label", { for: "search" }, "search"), search),
     h("div", { class: "bar tools" }, EXAMPLES.map(example), h("button", { type: "button", onclick: () => ((filter.value = search.value = ""), changed()) }, "all")), wrong, choice,
-    h("div", { class: "scroll" }, h("table", { class: "results episodes" }, h("thead", {}, head), body)), pager, saved);
+    h("div", { class: "scroll" }, h("table", { class: "results episodes" }, h("thead", {}, head), body)), pager);
 
   const changed = settled(250, () => {
     Object.assign(state, { filter: filter.value, search: search.value, page: 0 });
@@ -128,9 +125,7 @@ export function episodes(content, { run }, query) {
     const mine = (turn += 1);
     try {
       if (!own.length) {
-        const about = await ask("run", { run });
-        own = about.columns;
-        parquetProblem = about.parquet_problem;
+        own = (await ask("run", { run })).columns;
       }
       const answer = await ask("episodes", { run, ...state });
       if (mine !== turn) return;
@@ -142,9 +137,6 @@ export function episodes(content, { run }, query) {
       }
       draw();
       pages(answer);
-      const chosen = { run, filter: state.filter, search: state.search };
-      if (answer.index.complete) replace(saved, downloads("these rows", { ...chosen, content: "table" }, parquetProblem), "; ", downloads("the tokens of those that finished", { ...chosen, content: "tokens" }, parquetProblem));
-      else replace(saved, h("span", { class: "quiet" }, "The rows can be saved when all episodes are read."));
       const narrowed = state.filter || state.search;
       note.textContent = `${whole(answer.total)} episodes${narrowed ? ` of ${whole(answer.index.episodes)}` : ""}.${filled(answer.index)}`;
       replace(wrong, answer.index.problems.map(problem));

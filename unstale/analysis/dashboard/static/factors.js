@@ -1,13 +1,11 @@
 // D against S: the trained tokens of a run by their discrepancy and staleness.
 
 import { ask, follow } from "./api.js";
-import { Alternative } from "./alternative.js";
 import { h, replace } from "./dom.js";
-import { downloads } from "./download.js";
 import { amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
 import { outcomeWord } from "./outcomes.js";
-import { failed, problem, toRun } from "./parts.js";
+import { problem, toRun } from "./parts.js";
 import { Scatter } from "./scatter.js";
 
 const CHOICE = ["step_min", "step_max", "lag_min", "lag_max", "exact"];
@@ -46,12 +44,10 @@ function selection(run, found) {
 
 export function factors(content, { run }, query) {
   let state = {};
-  let parquetProblem = "";
   let turn = 0;
   let step = -1;
   let over = false;
   const read = (from) => (state = Object.fromEntries([...CHOICE, ...BRUSH].map((name) => [name, from.get(name) || ""])));
-  const options = (from) => Object.fromEntries([...from].filter(([name]) => name.includes(".")));
   read(query);
   const note = h("p", { class: "quiet", role: "status" }, "Reading the tokens…");
   const wrong = h("div");
@@ -66,29 +62,25 @@ export function factors(content, { run }, query) {
     },
     onChoose: (episode, token, at) => (location.hash = `${toRun(run)}/episode/${episode}/token/${token}?step=${at}`),
   });
-  const alternative = new Alternative(run, { changes: options(query), getChoice: () => params(CHOICE), onChange: () => keep(), onLines: (lines) => scatter.compare(lines) });
   const meaning = h("ul", { class: "meaning-lines" });
   const beyond = h("div", { class: "bar" });
   const chosen = h("section", { id: "selected" });
-  const saved = h("p");
   const clear = h("button", { type: "button", onclick: () => (BRUSH.forEach((name) => (inputs[name].value = "")), changed()) }, "clear");
   replace(content, h("h1", {}, "D against S"), h("p", { class: "lead" }, "Each point is a trained token: log D compares trainer and engine, log S compares the weights in training with those of old_logp. The shading counts all tokens."), note, wrong,
     h("div", { class: "bar tools limits" }, field("step_min"), field("step_max"), field("lag_min"), field("lag_max"), h("label", { for: "exact" }, "old_logp"), inputs.exact),
     h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Tokens by lag"), h("p", {}, "Drag over tokens to select them, or write limits below. Above and at the right: how often each value occurs, by lag, with logarithmic heights.")), scatter.element,
       h("div", { class: "bar tools limits" }, BRUSH.map(field), clear), beyond),
-    meaning, chosen, saved, alternative.element);
+    meaning, chosen);
 
   const params = (names) => Object.fromEntries(names.map((name) => [name, state[name]]).filter(([, value]) => value !== ""));
 
   function keep() {
-    const kept = new URLSearchParams({ ...params([...CHOICE, ...BRUSH]), ...alternative.changes });
+    const kept = new URLSearchParams(params([...CHOICE, ...BRUSH]));
     history.replaceState(null, "", `${toRun(run)}/factors${kept.size ? `?${kept}` : ""}`);
   }
 
   function changed() {
-    const before = JSON.stringify(params(CHOICE));
     for (const [name, input] of Object.entries(inputs)) state[name] = input.value.trim();
-    if (JSON.stringify(params(CHOICE)) !== before) alternative.outdate();
     keep();
     load();
   }
@@ -109,7 +101,6 @@ export function factors(content, { run }, query) {
 
   function selected(found) {
     const picked = found.selected;
-    replace(saved, downloads(picked ? "the selected tokens" : "all chosen tokens", { run, content: "brushed", ...params([...CHOICE, ...BRUSH]) }, parquetProblem));
     if (!picked) {
       replace(chosen);
       return;
@@ -136,16 +127,6 @@ export function factors(content, { run }, query) {
     }
   }
 
-  async function begin() {
-    try {
-      parquetProblem = alternative.parquetProblem = (await ask("run", { run })).parquet_problem;
-    } catch (error) {
-      if (!over) failed(content, error);
-      return;
-    }
-    await load();
-    if (!over) await alternative.load();
-  }
   // The answer reads all tokens of the run, so a live run is read again after a pause.
   let timer = 0;
   let due = 0;
@@ -160,14 +141,13 @@ export function factors(content, { run }, query) {
     if (step >= 0 && progress.last_step !== step) reload();
     step = progress.last_step ?? step;
   });
-  begin();
+  load();
   return {
     close: () => ((over = true), clearTimeout(timer), close(), scatter.remove()),
     moved(now, parameters) {
       read(parameters);
       write();
       load();
-      alternative.change(options(parameters));
     },
   };
 }

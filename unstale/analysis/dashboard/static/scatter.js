@@ -19,7 +19,7 @@ export class Scatter {
   // `onBrush` gets the limits of a rectangle that was drawn, `onChoose` a token that was clicked.
   // `hint` says how to choose tokens.
   constructor({ onBrush, onChoose, hint }) {
-    Object.assign(this, { onBrush, onChoose, hint, found: null, brush: {}, other: [], drag: null, near: null });
+    Object.assign(this, { onBrush, onChoose, hint, found: null, brush: {}, drag: null, near: null });
     this.canvas = h("canvas", { class: "scatter", role: "img", "aria-label": "Tokens by log D and log S" });
     this.about = h("p", { class: "quiet under", role: "status" });
     this.legend = h("div", { class: "legend keys" });
@@ -40,13 +40,6 @@ export class Scatter {
     replace(this.legend, found.by_lag.map(([lag, tokens]) => h("span", { class: "key" }, svg("svg", { class: `dot lag-${lag}`, viewBox: "0 0 10 10" }, svg("circle", { cx: 5, cy: 5, r: 4.5 })), lagName(lag), " ", h("b", {}, whole(tokens)))));
     const [d, s] = ["log_d", "log_s"].map((name) => found.axes[name].map((at) => amount(this.value(at))));
     this.canvas.setAttribute("aria-label", `${whole(found.placed)} tokens. log D from ${d[0]} to ${d[1]}, log S from ${s[0]} to ${s[1]}. ${this.hint}`);
-    this.draw();
-  }
-
-  // Draw the limits of other options too.
-  compare(lines) {
-    const isOwn = (line) => this.found?.lines.some((own) => own.on === line.on && own.on !== "curve" && Math.abs(own.at - line.at) < 1e-9);
-    this.other = lines.filter((line) => !isOwn(line));
     this.draw();
   }
 
@@ -96,8 +89,7 @@ export class Scatter {
     pen.clip();
     this.cells();
     this.points();
-    this.lines(this.found.lines, []);
-    this.lines(this.other, [6, 4]);
+    this.lines();
     this.rectangle();
     pen.restore();
     this.labels();
@@ -181,14 +173,14 @@ export class Scatter {
     return log_d[index] >= d_min && log_d[index] <= d_max && log_s[index] >= s_min && log_s[index] <= s_max;
   }
 
-  lines(lines, dash) {
+  lines() {
     const pen = this.pen;
     const { left, right, top, bottom } = this.box;
-    for (const line of lines) {
-      pen.strokeStyle = dash.length ? colour("trainer") : colour(INKS[line.on]);
+    for (const line of this.found.lines) {
+      pen.strokeStyle = colour(INKS[line.on]);
       pen.lineWidth = line.on === "curve" ? 1 : 1.5;
       pen.globalAlpha = line.faint ? 0.55 : 1;
-      pen.setLineDash(line.faint && !dash.length ? [2, 3] : dash);
+      pen.setLineDash(line.faint ? [2, 3] : []);
       pen.beginPath();
       const path = { d: () => [[line.at, null]], s: () => [[null, line.at]], ds: () => this.diagonal(line.at), curve: () => line.points }[line.on]();
       if (line.on === "d") [pen.moveTo(this.x(line.at), top), pen.lineTo(this.x(line.at), bottom)];
@@ -226,28 +218,19 @@ export class Scatter {
         write(line.label, space ? x + 4 : x - 4, bottom - 6 - 14 * (crowded++ % 2), "d", space ? "left" : "right");
       }
       if (line.on === "s" && this.within(line.at, "log_s")) write(line.label, left + 5, this.y(line.at) - 4, "s", "left");
-      if (line.on === "ds") this.writeDiagonal(line, write, "bad");
+      if (line.on === "ds") this.writeDiagonal(line, write);
     }
-    for (const line of this.other) {
-      if (line.on === "d" && this.within(line.at, "log_d")) {
-        const x = this.x(line.at);
-        const space = x + 60 < right;
-        write(line.label, space ? x + 4 : x - 4, top + 14 + 14 * (crowded++ % 2), "trainer", space ? "left" : "right");
-      }
-      if (line.on === "s" && this.within(line.at, "log_s")) write(line.label, right - 5, this.y(line.at) - 4, "trainer", "right");
-    }
-    this.other.filter((line) => line.on === "ds").forEach((line) => this.writeDiagonal(line, write, "trainer"));
   }
 
   // Write the name of a diagonal where it leaves the plot: at the right side, or else at the bottom.
-  writeDiagonal(line, write, ink) {
+  writeDiagonal(line, write) {
     const { left, right, top, bottom } = this.box;
     const y = this.y(line.at - this.value(this.found.axes.log_d[1]));
-    if (y >= top && y <= bottom) return write(line.label, right - 5, Math.max(top + 12, y - 6), ink, "right");
+    if (y >= top && y <= bottom) return write(line.label, right - 5, Math.max(top + 12, y - 6), "bad", "right");
     const x = this.x(line.at - this.value(this.found.axes.log_s[0]));
     if (x < left || x > right) return;
     const fits = x + 6 + this.pen.measureText(line.label).width < right;
-    write(line.label, fits ? x + 6 : x - 6, bottom - 34, ink, fits ? "left" : "right");
+    write(line.label, fits ? x + 6 : x - 6, bottom - 34, "bad", fits ? "left" : "right");
   }
 
   rectangle() {

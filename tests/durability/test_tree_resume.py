@@ -1,0 +1,141 @@
+"""Test that a killed and resumed run has the same forks of episodes as an unkilled one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.durability.test_limits_resume import Wandering, Wanders
+from tests.durability.test_resume import KILLS, killed, played, require_sound
+from tests.durability.test_selection_resume import Choosing, chosen
+from unstale.config import RunConfig
+from unstale.durability.journal import Journal, check
+from unstale.envs import Message, Turn
+from unstale.records import Provenance, Task, Trajectory
+
+TECHNIQUES = "tree tree_advantage"
+
+
+def forked(*, deterministic: bool, **options: Any) -> RunConfig:
+    named = {f"tree.{name}": value for name, value in options.items()}
+    named["schedule.group_size"] = 4
+    return chosen(TECHNIQUES, deterministic=deterministic, **named)
+
+
+def forks(folder: Path) -> Sequence[tuple[int, int, int, int]]:
+    """Return the episode, its seed, the parent and the place of every fork, in order."""
+    with Journal.read(folder) as reader:
+        assert check(reader) == []
+        return reader.rows(
+            "SELECT episode, seed, parent, forks.at FROM forks JOIN episodes USING (episode) "
+            "ORDER BY episode"
+        )
+
+
+def require_forked(folder: Path) -> None:
+    """Check that every forked episode has its parent's beginning, which only the parent sampled."""
+    with Journal.read(folder) as reader:
+        ended = {each.trajectory.episode: each.trajectory for each in reader.trajectories()}
+        trained = {
+            each.episode: len(each.flags)
+            for group, steps in reader.token_steps().items()
+            for each in reader.token_values(group, steps[0])
+        }
+    found = [each for each in ended.values() if each.fork]
+    assert found
+    for each in found:
+        assert each.fork is not None
+        parent, at = ended[each.fork.parent], each.fork.at
+        assert each.tokens[:at] == parent.tokens[:at] and each.tokens != parent.tokens
+        assert origins(each)[:at] == [
+            Provenance.SHARED if origin == Provenance.SAMPLED else origin
+            for origin in origins(parent)[:at]
+        ]
+        assert Provenance.SHARED not in origins(each)[at:]
+        assert each.num_sampled
+        if each.episode in trained:
+            assert trained[each.episode] == each.num_sampled
+
+
+def origins(trajectory: Trajectory) -> list[Provenance]:
+    return [piece.provenance for piece in trajectory.pieces for _ in piece.tokens]
+
+
+@pytest.mark.parametrize("options", [{"turn": 2}, {"branch": "unlikely", "places": 1}])
+def test_a_killed_deterministic_run_has_the_forks_of_an_unkilled_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    made = forked(deterministic=True, **options)
+    with played(Choosing(lambda: Wandering(count()))) as toy:
+        toy.require_equal_resume(tmp_path, made, "step", 4)
+    assert forks(tmp_path / "whole") == forks(tmp_path / "run")
+    require_forked(tmp_path / "run")
+
+
+class Remembering(Wanders):
+    """An environment that restores snapshots. The reward of a turn is the number of replies."""
+
+    resumed: ClassVar[list[int]] = []
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.replies = 0
+
+    async def step(self, reply: Message) -> Turn:
+        self.replies += 1
+        return replace(await super().step(reply), reward=float(self.replies))
+
+    def snapshot(self) -> str:
+        return str(self.replies)
+
+    async def resume(self, state: str) -> None:
+        self.replies = int(state)
+        self.resumed.append(self.replies)
+
+
+class Remembered(Wandering):
+    def env(self, task: Task, seed: int) -> Remembering:
+        return Remembering(task)
+
+
+def test_a_fork_of_an_environment_with_snapshots_keeps_the_rewards_of_its_own_turns(
+    tmp_path: Path,
+) -> None:
+    Remembering.resumed.clear()
+    with played(Choosing(lambda: Remembered(count()))) as toy:
+        made = forked(deterministic=False, turn=2)
+        with killed("step", 3):
+            toy.begin(tmp_path / "run", made)
+        toy.go_on(tmp_path / "run", made)
+    require_forked(tmp_path / "run")
+    assert Remembering.resumed
+    with Journal.read(tmp_path / "run") as reader:
+        for stored in reader.trajectories():
+            each = stored.trajectory
+            first = 1 if each.fork is None else 2
+            assert each.turn_rewards == tuple(range(first, first + each.num_turns))
+
+
+MOMENTS = [
+    *(each for each in KILLS if each[0] != "prune"),
+    *(("transaction", number) for number in range(40, 110, 10)),
+]
+
+
+@pytest.mark.costly(cases=2)
+@pytest.mark.parametrize(("call", "number"), MOMENTS)
+def test_an_ordinary_run_keeps_the_forks_of_open_groups(
+    tmp_path: Path, call: str, number: int
+) -> None:
+    made = forked(deterministic=False, turn=2)
+    with played(Choosing(lambda: Wandering(count()))) as toy:
+        with killed(call, number):
+            toy.begin(tmp_path / "run", made)
+        before = forks(tmp_path / "run")
+        toy.go_on(tmp_path / "run", made)
+    require_sound(tmp_path / "run")
+    assert set(before) <= set(forks(tmp_path / "run"))
+    require_forked(tmp_path / "run")

@@ -1,0 +1,52 @@
+"""Test the rules of a critic: what cannot work with it is refused, and the first fix removes it."""
+
+import pytest
+
+from tests.lint.test_lint import configured
+from unstale.config import ConfigError
+from unstale.config.options import override
+from unstale.lint import check
+from unstale.lint.critic import REFUSALS
+
+GAE = "--advantage.estimator gae "
+REFUSED = {
+    "--trainer.stream true": "trainer.stream with a critic",
+    "--cluster.trainers 2 --cluster.context 2": "cluster.context 2 with a critic",
+    "--cluster.trainers 2 --critic.model own": "critic.model own on trainer ranks",
+    "--techniques replay": "replay with a critic",
+    "--techniques episode_filter": "episode_filter with a critic",
+    "--schedule.resampled_groups 1": "schedule.resampled_groups with a critic",
+    "--critic.warmup_steps 500": "critic.warmup_steps 500 in a run of",
+}
+ACCEPTED = (
+    "",
+    "--schedule.group_size 1",
+    "--advantage.over turn --advantage.lam 0.95 --critic.lam 0.95 --critic.model own",
+    "--cluster.trainers 2 --critic.warmup_steps 2",
+    "--trainer.lora_rank 8 --trainer.lr 1e-3",
+    "--trainer.minibatches_per_batch 2 --trainer.epochs_per_batch 2",
+    "--techniques 'm2po minpro ess_lr'",
+)
+
+
+@pytest.mark.parametrize("knobs", REFUSED)
+def test_what_cannot_work_with_a_critic_is_refused(knobs: str) -> None:
+    config = configured(GAE + knobs)
+    found = [each for each in check(config).refusals if each.wrong.startswith(REFUSED[knobs])]
+    assert len(found) == 1, [each.wrong for each in check(config).refusals]
+    fixed = override(config, found[0].fixes[0])
+    assert not any(rule(fixed) for rule in REFUSALS)
+
+
+@pytest.mark.parametrize("knobs", ACCEPTED)
+def test_the_rest_is_accepted(knobs: str) -> None:
+    assert [each.wrong for each in check(configured(GAE + knobs)).refusals] == []
+
+
+def test_options_of_a_critic_need_one() -> None:
+    with pytest.raises(ConfigError, match=r"critic.lr is read only with advantage.estimator = gae"):
+        configured("--critic.lr 0.02")
+    with pytest.raises(ConfigError, match=r"critic.coef = 0.5 is read only with critic.model"):
+        configured(f"{GAE} --critic.model own --critic.coef 0.5")
+    with pytest.raises(ConfigError, match=r"advantage.lam is an option of gae"):
+        configured("--advantage.lam 0.9")

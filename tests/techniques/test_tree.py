@@ -1,0 +1,309 @@
+"""Groups of forked episodes: places of forks, advantages, and one loss for a shared token."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override
+from unstale.records import (
+    ContextPiece,
+    Failure,
+    Fork,
+    Group,
+    Provenance,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+)
+from unstale.research.techniques.balance import Balance, BalanceConfig
+from unstale.research.techniques.tree import Tree, TreeConfig
+from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
+from unstale.techniques.hooks import CreditContext, Outcome, Techniques
+
+TASK = Task("bits", "train", 0)
+LENGTH = 3
+PREFIXES = [p for n in range(LENGTH) for p in product((0, 1), repeat=n)]
+Node = tuple[tuple[int, ...], tuple["Node", ...]]
+"""A prefix of tokens and the nodes of its continuations, which are one token longer."""
+
+
+class Bits:
+    """Three binary tokens with random probabilities. Each text has a random reward of 0 or 1."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        logits = random.normal(size=(len(PREFIXES), 2)) * 1.2
+        powers = np.exp(logits)
+        self.p = powers / powers.sum(1, keepdims=True)
+        texts = list(product((0, 1), repeat=LENGTH))
+        rewards = (random.random(len(texts)) < 0.4).astype(float)
+        self.reward = dict(zip(texts, rewards.tolist(), strict=True))
+        if len(set(self.reward.values())) < 2:
+            self.reward[texts[0]] = 1 - self.reward[texts[0]]
+
+    def of(self, prefix: tuple[int, ...]) -> np.ndarray:
+        return self.p[PREFIXES.index(prefix)]
+
+    def entropy(self, prefix: tuple[int, ...]) -> float:
+        return float(-(self.of(prefix) * np.log(self.of(prefix))).sum())
+
+    @property
+    def median_entropy(self) -> float:
+        return float(np.median([self.entropy(prefix) for prefix in PREFIXES]))
+
+    def score(self, prefix: tuple[int, ...], token: int) -> np.ndarray:
+        """Return the gradient of log p(token | prefix) by all logits."""
+        gradient = np.zeros_like(self.p)
+        gradient[PREFIXES.index(prefix)] = -self.of(prefix)
+        gradient[PREFIXES.index(prefix), token] += 1
+        return gradient
+
+    def true_gradient(self) -> np.ndarray:
+        total = np.zeros_like(self.p)
+        for text, reward in self.reward.items():
+            steps = [(text[:n], text[n]) for n in range(LENGTH)]
+            p = math.prod(self.of(prefix)[token] for prefix, token in steps)
+            total += p * reward * sum(self.score(*step) for step in steps)
+        return total
+
+    def trees(
+        self, prefix: tuple[int, ...], width: Callable[[tuple[int, ...]], int]
+    ) -> list[tuple[float, Node]]:
+        """Return every tree with its probability. `width` is the number of branches at a prefix."""
+        if len(prefix) == LENGTH:
+            return [(1.0, (prefix, ()))]
+        one = [
+            (self.of(prefix)[token] * p, tree)
+            for token in (0, 1)
+            for p, tree in self.trees((*prefix, token), width)
+        ]
+        return [
+            (math.prod(p for p, _ in chosen), (prefix, tuple(tree for _, tree in chosen)))
+            for chosen in product(one, repeat=width(prefix))
+        ]
+
+    def retro(self) -> list[tuple[float, Node]]:
+        """Return trees with one fork where the entropy of the finished first episode is largest."""
+        found = []
+        for p, tree in self.trees((), lambda prefix: 1):
+            text = next(leaves(tree))
+            place = int(np.argmax([self.entropy(text[:n]) for n in range(LENGTH)]))
+            for q, branch in self.trees(text[:place], lambda prefix: 1):
+                below = (line(text, place + 1), branch[1][0])
+                node: Node = (text[:place], below)
+                for n in range(place - 1, -1, -1):
+                    node = (text[:n], (node,))
+                found.append((p * q, node))
+        return found
+
+
+def leaves(tree: Node) -> Iterator[tuple[int, ...]]:
+    if not tree[1]:
+        yield tree[0]
+    for each in tree[1]:
+        yield from leaves(each)
+
+
+def line(text: tuple[int, ...], start: int) -> Node:
+    below = (line(text, start + 1),) if start < len(text) else ()
+    return (text[:start], below)
+
+
+def group_of(problem: Bits, roots: Sequence[Node]) -> Group:
+    """Return a group whose episodes are the leaves of some trees. The first branch of each fork is
+    the rest of the episode, the others are forked from it.
+    """
+    found: list[Trajectory] = []
+
+    def add(node: Node, fork: Fork | None) -> None:
+        number = len(found)
+        text, forks = node[0], []
+        while node[1]:
+            forks += [(branch, Fork(number, len(node[0]))) for branch in node[1][1:]]
+            node = node[1][0]
+            text = node[0]
+        found.append(
+            Trajectory(
+                (Sampled(text, (-1.0,) * LENGTH, 0),),
+                {"reward": problem.reward[text]},
+                "done",
+                TASK,
+                seed=number,
+                episode=number,
+                fork=fork,
+            )
+        )
+        for branch, place in forks:
+            add(branch, place)
+
+    for root in roots:
+        add(root, None)
+    return Group(TASK, tuple(found))
+
+
+CONTEXT = CreditContext(0.0, 0, lambda task: task.key)
+
+
+def estimate(group: Group, rule: Any) -> list[ScoredTrajectory]:
+    return TreeAdvantage(TreeAdvantageConfig(rule=rule)).estimate([group], CONTEXT)
+
+
+def mean_gradient(problem: Bits, one: list[tuple[float, Node]], rule: str) -> np.ndarray:
+    """Return the mean gradient of groups of two trees. Each token counts in its own episode."""
+    total = np.zeros_like(problem.p)
+    for (p, first), (q, second) in product(one, repeat=2):
+        group = group_of(problem, [first, second])
+        for scored in estimate(group, rule):
+            item = scored.trajectory
+            for n in range(item.fork.at if item.fork else 0, LENGTH):
+                score = problem.score(item.tokens[:n], item.tokens[n])
+                total += p * q / 2 * scored.advantage[n] * score
+    return total
+
+
+def bias(problem: Bits, one: list[tuple[float, Node]], rule: str) -> float:
+    true = problem.true_gradient()
+    return float(np.linalg.norm(mean_gradient(problem, one, rule) - true) / np.linalg.norm(true))
+
+
+def biases(count: int) -> dict[str, list[float]]:
+    """Return the bias of each rule in `count` random problems, with forks at a large entropy."""
+    random = np.random.default_rng(57)
+    rows: dict[str, list[float]] = {}
+    for _ in range(count):
+        problem = Bits(random)
+        wide = {p for p in PREFIXES if p and problem.entropy(p) > problem.median_entropy}
+        one = problem.trees((), lambda p, wide=wide: 2 if p in wide else 1)
+        for rule in ("loo", "pooled", "depth"):
+            rows.setdefault(rule, []).append(bias(problem, one, rule))
+        rows.setdefault("retro", []).append(bias(problem, problem.retro(), "loo"))
+    return rows
+
+
+def test_leave_one_out_over_branches_is_unbiased_if_forks_look_at_the_past_only() -> None:
+    found = biases(1)
+    assert max(found["loo"]) < 1e-12
+    assert min(found["pooled"]) > 0.05 and min(found["depth"]) > 0.05
+
+
+@pytest.mark.costly
+def test_the_biases_are_those_of_the_table() -> None:
+    found = {name: round(float(np.mean(values)), 3) for name, values in biases(12).items()}
+    assert found == {"loo": 0.0, "pooled": 0.430, "depth": 0.575, "retro": 0.185}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"techniques": "tree"}, "needs the technique tree_advantage"),
+        ({"techniques": "tree_advantage"}, "needs the technique tree"),
+        ({"schedule.group_size": 9}, "must be a multiple of 2 and at least 4, got 9"),
+        ({"schedule.group_size": 2}, "must be a multiple of 2 and at least 4, got 2"),
+        ({"techniques": "tree tree_advantage allocate"}, "cannot be used with allocate"),
+        ({"techniques": "tree tree_advantage minpro"}, "cannot be used with minpro"),
+        ({"techniques": "tree tree_advantage novelty"}, "cannot be used with novelty"),
+        ({"tree.turn": 11}, "must be at most rollout.max_turns = 10, got 11"),
+        ({"correction.unit": "sequence"}, "needs correction.unit = token, got sequence"),
+        ({"correction.token_veto_threshold": 0.1}, "needs correction.token_veto_threshold = 0"),
+        ({"objective.loss_type": "gspo"}, "cannot be used with objective.loss_type = gspo"),
+        ({"objective.loss_aggregation": "sequence_mean"}, "than sequence_mean"),
+        ({"trainer.routing_replay": True}, "needs trainer.routing_replay = false"),
+    ],
+)
+def test_what_a_tree_would_make_wrong_is_refused_with_the_reason(
+    options: dict[str, object], told: str
+) -> None:
+    fits = {"techniques": "tree tree_advantage", "schedule.group_size": 8}
+    override(RunConfig(recipe=""), fits)
+    with pytest.raises(ConfigError, match=told):
+        override(RunConfig(recipe=""), fits | options)
+
+
+def test_each_root_has_as_many_forks_as_its_group_was_given_episodes() -> None:
+    tree = Tree(TreeConfig(branch="unlikely", places=3, continuations=2))
+    assert tree.roots(14) == 2
+    pieces = (
+        ContextPiece((1, 2)),
+        Sampled((3, 4, 5), (-0.1, -3.0, -0.2), 0),
+        ContextPiece((6,)),
+        Sampled((7, 8), (-2.0, -1.0), 0),
+    )
+    trunk = Trajectory(pieces, {"reward": 1.0}, "done", TASK, seed=0, episode=9)
+    forks = tree.forks([trunk, Failure(TASK, "begin", "broken")])
+    assert forks == [Fork(9, at) for at in (3, 6, 7, 3, 6, 7)]
+    turns = Tree(TreeConfig(turn=2, continuations=3))
+    assert turns.roots(8) == 2 and turns.forks([trunk]) == [Fork(9, 6)] * 3
+    assert Tree(TreeConfig(turn=3)).forks([trunk]) == []
+
+
+def forked(*, turn_rewards: Sequence[tuple[float, ...]] = ((), (), (), ())) -> Group:
+    """Return two episodes of two turns, and two forks of the first one before its second reply."""
+    shared = ContextPiece((3,), Provenance.SHARED)
+    first = Sampled((3,), (-0.5,), 0)
+    rest = (ContextPiece((4,)), Sampled((5,), (-1.0,), 0))
+    episodes = [
+        Trajectory(
+            (ContextPiece((2,)), shared if fork else first, *rest),
+            {"reward": reward},
+            "done",
+            TASK,
+            seed=number,
+            episode=number,
+            turn_rewards=rewards,
+            fork=fork,
+        )
+        for number, (fork, reward, rewards) in enumerate(
+            zip(
+                [None, None, Fork(0, 3), Fork(0, 3)],
+                (1.0, 0.0, 1.0, 1.0),
+                turn_rewards,
+                strict=True,
+            )
+        )
+    ]
+    return Group(TASK, tuple(episodes), added=frozenset({2, 3}))
+
+
+def test_equal_rewards_are_found_though_forked_episodes_have_fewer_turn_rewards() -> None:
+    group = forked(turn_rewards=((0.5, 0.5), (0.5, 0.5), (0.5,), (0.5,)))
+    assert not group.has_equal_rewards
+    equal = tuple(replace(each, rewards={"reward": 1.0}) for each in group.trajectories)
+    assert replace(group, trajectories=equal).has_equal_rewards
+    unforked = tuple(replace(each, fork=None) for each in equal)
+    assert not replace(group, trajectories=unforked).has_equal_rewards
+
+
+class Observing:
+    """A technique that keeps what it is told of the groups that were trained on."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = outcomes
+
+    def state(self) -> dict[str, object]:
+        return {}
+
+    def restore(self, state: object) -> None: ...
+
+
+def test_a_task_is_as_hard_as_its_episodes_with_a_beginning_of_their_own_say() -> None:
+    seen = Observing()
+    Techniques({"seen": seen}).consumed(
+        [forked()], 1, lag=torch.zeros_like, identify=lambda task: task.key
+    )
+    (outcome,) = seen.outcomes
+    assert outcome.rewards == (1.0, 0.0) and outcome.added == 0
+    assert outcome.success_turns == (2,) and outcome.tokens == 6
+
+
+def test_the_first_replies_of_a_group_are_those_that_were_sampled_first() -> None:
+    measured = Balance(BalanceConfig()).measure([forked()], [forked()], CONTEXT)
+    roots = replace(forked(), trajectories=forked().trajectories[:2])
+    assert measured == Balance(BalanceConfig()).measure([roots], [roots], CONTEXT)
+    assert measured["balance/sampled_mass"] == pytest.approx(math.exp(-0.5))

@@ -1,0 +1,234 @@
+"""`tree_advantage`: advantages for groups in which episodes are forked from others.
+
+A group is M trees. An edge e is a run of tokens between two forks; its leaves are the episodes that
+contain it. R is the reward of a leaf.
+
+`loo`: A(e) = w(e) (V(e) - b(e)). V(e) is the mean reward of the leaves below e, in which every
+branch of a fork counts the same. w(e) is the product of 1 / branches over the forks above e. b(e)
+is the mean of V over the other branches of the nearest fork above e, or over the other trees.
+`pooled`: A(e) = M / N times the sum over the leaves below e of R minus the mean reward of all N
+leaves. `depth`: A(e) = M / n times (V(e) - mean) / deviation, over the n edges at the same number
+of tokens; V is the mean reward of the leaves. That is BranchGRPO's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Literal
+
+from unstale.config.checks import ConfigError, Section
+from unstale.config.techniques import Entry
+from unstale.records import Group, ScoredTrajectory, Trajectory
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
+    from unstale.techniques.hooks import CreditContext
+
+TINY = 1e-6
+"""Smallest standard deviation by which `depth` divides. Below it, advantages are 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeAdvantageConfig(Section):
+    """Advantages for episodes that are forked from others of their group."""
+
+    rule: Literal["loo", "pooled", "depth"] = "loo"
+    """The rule by which the advantage of a token is computed. Only `loo` is unbiased."""
+
+
+@dataclass(slots=True)
+class Edge:
+    """A run of tokens of one episode between two forks, with what follows it."""
+
+    trajectory: Trajectory
+    start: int
+    end: int
+    """The edge has the tokens `start` to `end` of its episode; `end` is not included."""
+    below: list[Edge] = field(default_factory=list)
+    """The edges that begin at the end of this one. Empty for the end of an episode."""
+
+    @property
+    def value(self) -> float:
+        """The mean reward of the leaves below the edge. Each branch of a fork counts the same."""
+        return fmean(each.value for each in self.below) if self.below else self.trajectory.reward
+
+    def leaves(self) -> Iterator[Trajectory]:
+        """Yield the episodes that contain the edge."""
+        if not self.below:
+            yield self.trajectory
+        for each in self.below:
+            yield from each.leaves()
+
+    def edges(self) -> Iterator[Edge]:
+        """Yield this edge and all edges below it."""
+        yield self
+        for each in self.below:
+            yield from each.edges()
+
+
+def trees(group: Group) -> list[Edge]:
+    """Return the first edge of each tree of a group, in the order of the episodes.
+
+    Raises ValueError if an episode was forked from one that is not in the group or did not sample
+    that place itself, or if an episode has a reward that is not finite.
+    """
+    known = {each.episode: each for each in group.finished}
+    children: dict[int, list[Trajectory]] = {}
+    for each in known.values():
+        if not isfinite(each.reward):
+            raise ValueError(f"episode {each.episode} of {each.task.key} has reward {each.reward}")
+        if each.fork is not None:
+            parent = known.get(each.fork.parent)
+            if parent is None or each.fork.at < _place(parent):
+                raise ValueError(
+                    f"episode {each.episode} was forked after {each.fork.at} tokens of episode "
+                    f"{each.fork.parent}, which are no tokens of its own in group {group.number}"
+                )
+            children.setdefault(each.fork.parent, []).append(each)
+
+    def edge(trajectory: Trajectory, start: int, *, after: bool = False) -> Edge:
+        """Return the edge at `start`. With `after`, it follows a fork of the episode there."""
+        later = [
+            each
+            for each in children.get(trajectory.episode, ())
+            if _place(each) > start or (_place(each) == start and not after)
+        ]
+        if not later:
+            return Edge(trajectory, start, len(trajectory))
+        end = min(map(_place, later))
+        branches = [each for each in later if _place(each) == end]
+        below = [edge(trajectory, end, after=True), *(edge(each, end) for each in branches)]
+        return Edge(trajectory, start, end, below)
+
+    return [edge(each, 0) for each in known.values() if each.fork is None]
+
+
+def _place(trajectory: Trajectory) -> int:
+    """Return the number of tokens that the episode shares with the one it was forked from."""
+    return trajectory.fork.at if trajectory.fork else 0
+
+
+class TreeAdvantage:
+    """A technique that computes one advantage for every token of a tree of episodes."""
+
+    def __init__(self, options: TreeAdvantageConfig) -> None:
+        self._rule = RULES[options.rule]
+
+    def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
+        scored = []
+        for group in groups:
+            advantages = {each.episode: [0.0] * len(each) for each in group.finished}
+            for trajectory, start, end, advantage in self._rule(trees(group)):
+                advantages[trajectory.episode][start:end] = [advantage] * (end - start)
+            for each in group.trajectories:
+                scored.append(ScoredTrajectory(each, tuple(advantages[each.episode])))
+                whole = (fmean(advantages[each.episode]),)
+                scored += [ScoredTrajectory(branch, whole) for branch in each.branches]
+        return scored
+
+
+Advantages = Iterator[tuple[Trajectory, int, int, float]]
+"""Advantages as `(trajectory, start, end, advantage)`, for runs of tokens of an episode."""
+
+
+def loo(roots: Sequence[Edge]) -> Advantages:
+    """Yield the advantage of each edge. Its baseline is the mean of the other branches."""
+    yield from _below(roots, 1.0, 0.0)
+
+
+def _below(edges: Sequence[Edge], weight: float, baseline: float) -> Advantages:
+    """Yield the advantages of the branches of a fork, and of the edges below them.
+
+    `baseline` is that of a single branch, which has no others to compare with.
+    """
+    values = [each.value for each in edges]
+    for number, each in enumerate(edges):
+        others = values[:number] + values[number + 1 :]
+        b = fmean(others) if others else baseline
+        yield each.trajectory, each.start, each.end, weight * (values[number] - b)
+        yield from _below(each.below, weight / max(1, len(each.below)), b)
+
+
+def pooled(roots: Sequence[Edge]) -> Advantages:
+    """Yield the advantages with which every leaf counts as an independent episode, as in GRPO."""
+    rewards = [leaf.reward for root in roots for leaf in root.leaves()]
+    mean = fmean(rewards)
+    for each in (edge for root in roots for edge in root.edges()):
+        total = sum(leaf.reward - mean for leaf in each.leaves())
+        yield each.trajectory, each.start, each.end, len(roots) / len(rewards) * total
+
+
+def depth(roots: Sequence[Edge]) -> Advantages:
+    """Yield the advantages that compare the edges at the same number of tokens (BranchGRPO)."""
+    edges = [edge for root in roots for edge in root.edges()]
+    values = [fmean(leaf.reward for leaf in each.leaves()) for each in edges]
+    cuts = sorted({place for each in edges for place in (each.start, each.end)})
+    for start, end in pairwise(cuts):
+        level = [i for i, each in enumerate(edges) if each.start <= start and end <= each.end]
+        mean = fmean(values[i] for i in level)
+        deviation = pstdev([values[i] for i in level])
+        for i in level:
+            score = (values[i] - mean) / deviation if deviation > TINY else 0.0
+            yield edges[i].trajectory, start, end, len(roots) / len(level) * score
+
+
+RULES = {"loo": loo, "pooled": pooled, "depth": depth}
+
+
+def _check(options: TreeAdvantageConfig, config: RunConfig) -> None:
+    if "tree" not in config.techniques.split():
+        raise ConfigError(
+            "the technique tree_advantage needs the technique tree, without which no episode is "
+            f"forked. Set --techniques 'tree {config.techniques}'"
+        )
+
+
+_RULES = {
+    "loo": "the reward below it minus that of the other branches of the fork above",
+    "pooled": "the rewards below it minus the mean of all episodes (biased)",
+    "depth": "the reward below it, standardised over the tokens at the same place (biased)",
+}
+
+
+def _describe(options: TreeAdvantageConfig) -> str:
+    return f"the advantage of a token is {_RULES[options.rule]}; a shared token counts once"
+
+
+_MEASURED = """
+All trees of 12 small problems (three binary tokens, two roots, forks where the entropy of the
+policy is large), enumerated: the bias of the mean gradient relative to its size, and the cosine of
+the mean gradient with the true one.
+
+| rule | bias | cosine |
+|---|---|---|
+| `loo` | 0 | 1 |
+| `pooled` | 0.430 | 0.969 |
+| `depth` | 0.575 | 0.979 |
+| `loo`, forks of the finished episode at its largest entropy | 0.185 | 0.987 |
+
+A bias includes the scale: a cosine near 1 means that the direction is kept. It has not been
+measured on the desks.
+"""
+
+ENTRY = Entry(
+    name="tree_advantage",
+    slot="estimator",
+    rows=(14, 43),
+    makes=TreeAdvantage,
+    options=TreeAdvantageConfig,
+    changes=frozenset({"advantage"}),
+    describe=_describe,
+    by_group=lambda options: True,
+    check=_check,
+    use="Always with `tree`. The rules `pooled` and `depth` are for comparison with papers.",
+    measured=_MEASURED,
+    exactness="`loo` does not change the mean of the gradient if the places of forks depend only "
+    "on the tokens before them (`tree.branch turn`) and the divisor of the loss is constant "
+    "(`objective.loss_aggregation constant`). `pooled`, `depth` and `tree.branch unlikely` bias "
+    "it. D and S do not change.",
+    evidence="own reading",
+)

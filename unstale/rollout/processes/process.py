@@ -1,0 +1,136 @@
+"""The run's side of one rollout process: start it, exchange messages, and notice its end."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from unstale.frames import lines_of_dump
+from unstale.rollout.processes.wire import DECODE_EVENTS, Command, Event, Setup, encode, read_frame
+
+SILENT_S = 60.0
+"""Seconds without a message after which a process is ended. It sends one every `TICK_S`."""
+START_S = 300.0
+"""Seconds in which a new process must be ready. It imports torch, and opens the task set."""
+_KILL_S = 2.0
+_POLL_S = 0.01
+_LAST_WORDS = 1 << 18
+"""Bytes at the end of a process's output in which the cause of its end is searched."""
+
+
+class RolloutProcess:
+    """A process that runs episodes. `run` receives its events until it ends."""
+
+    def __init__(self, program: Sequence[str], setup: Setup) -> None:
+        """Start the process. `program` is its command, to which the socket's number is added."""
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._socket, inner = socket.socketpair()
+        with inner:
+            self._process = subprocess.Popen(
+                [*program, str(inner.fileno()), str(os.getpid())],
+                pass_fds=[inner.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,  # the programs that it starts end with it
+                env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ},
+            )
+        self._setup = setup
+        self._writer: asyncio.StreamWriter | None = None
+        self._unsent: list[Command] = []
+        self._ended_because = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Send a command, together with the others of this round of the event loop."""
+        if not self._unsent and self._writer is not None:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(command)
+
+    def _flush(self) -> None:
+        if self._writer is not None and self._unsent:
+            commands, self._unsent = self._unsent, []
+            self._writer.write(encode(commands))
+
+    def end(self, reason: str) -> None:
+        """Kill the process, for this reason."""
+        self._ended_because = self._ended_because or reason
+        self._kill()
+
+    async def run(self, handle: Callable[[Event], None]) -> str:
+        """Call `handle` with each event. When the process has ended, return the reason."""
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            self._unsent.insert(0, self._setup)
+            self._flush()
+            limit_s = START_S
+            while True:
+                async with asyncio.timeout(limit_s):
+                    frame = await read_frame(reader)
+                for event in DECODE_EVENTS(frame):
+                    handle(event)
+                limit_s = SILENT_S
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return self._ended_because or await self._why_it_ended()
+        except TimeoutError:
+            return f"it sent nothing for {limit_s:g} s"
+        except msgspec.MsgspecError as error:
+            return f"it sent a wrong message: {error}"
+        finally:
+            self._close()
+
+    async def _why_it_ended(self) -> str:
+        """Return how the process ended, with the last line that it printed."""
+        for _ in range(round(_KILL_S / _POLL_S)):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(_POLL_S)
+        code = self._process.poll()
+        if code is None:
+            return "it closed its connection"
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"it ended with {how}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _LAST_WORDS))
+        text = self._output.read().decode(errors="replace")
+        lines = lines_of_dump(text)
+        if lines:
+            return f" in {lines[-1]}"
+        lines = text.strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._socket.close()
+        self._output.close()
+
+
+def program(module: str) -> list[str]:
+    """Return the command of a process that calls `main(socket, parent)` of a module.
+
+    It finds modules where this process does.
+    """
+    path = [each or os.getcwd() for each in sys.path]
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*sys.argv[1:])"
+    return [sys.executable, "-X", "faulthandler", "-c", code]

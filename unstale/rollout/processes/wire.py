@@ -1,0 +1,334 @@
+"""The messages between the process of a run and its rollout processes, in MessagePack.
+
+The types are checked when a message is read. Tokens and log-probabilities are packed in native byte
+order: both processes are on one machine.
+"""
+
+import asyncio
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from unstale.engines.following import Finding, StateChange
+from unstale.records import (
+    ContextPiece,
+    EpisodeBudget,
+    EpisodeRecord,
+    Failure,
+    Piece,
+    Provenance,
+    Sampled,
+    Stop,
+    Task,
+    Trajectory,
+    TurnLimit,
+    link_experts,
+)
+from unstale.routed_experts import RoutedExperts
+
+_LENGTH = struct.Struct("=Q")
+
+
+class WireExperts(msgspec.Struct, array_like=True):
+    """`RoutedExperts` without earlier records."""
+
+    start: int
+    shape: tuple[int, int, int]
+    dtype: str
+    data: bytes
+
+
+class WirePiece(msgspec.Struct, array_like=True):
+    """A piece of an episode. `logps` is None for context, which has version -1."""
+
+    tokens: bytes
+    logps: bytes | None
+    version: int
+    clean: bool
+    provenance: int
+    experts: WireExperts | None = None
+
+
+class WireFailure(msgspec.Struct, tag=True):
+    """A `Failure`."""
+
+    task: Task
+    stage: str
+    error: str
+    turns: int
+    sampled_tokens: int
+
+    @classmethod
+    def of(cls, failure: Failure) -> Self:
+        return cls(
+            failure.task, failure.stage, failure.error, failure.turns, failure.sampled_tokens
+        )
+
+    def read(self) -> Failure:
+        return Failure(self.task, self.stage, self.error, self.turns, self.sampled_tokens)
+
+
+class WireTrajectory(msgspec.Struct, tag=True):
+    """A `Trajectory` without its pieces, which were sent before."""
+
+    rewards: dict[str, float]
+    stop: Stop
+    turn_rewards: tuple[float, ...]
+    facts: dict[str, float]
+
+
+WireOutcome = WireTrajectory | WireFailure
+
+
+class WireRecord(msgspec.Struct):
+    """An `EpisodeRecord`: an episode as far as the run has received it."""
+
+    episode: int
+    pieces: list[WirePiece]
+    outcome: WireOutcome | None
+    failures: int
+    snapshot: tuple[int, str] | None
+
+
+class Setup(msgspec.Struct, tag=True):
+    """The first message to a rollout process."""
+
+    config: dict[str, Any]
+    """The configuration of the run, as in `config.json`."""
+    ends: tuple[int, ...]
+    """The tokens that end a reply, by the model's generation config."""
+    engines: int
+    max_running: int
+    """Number of replies that an engine samples at once for this process."""
+    vocab_size: int
+    routed: tuple[bool, ...]
+    first_episode: int
+    """The number of the process's first episode."""
+    stride: int
+    """The difference of the numbers of two successive episodes of the process."""
+
+
+class RunEpisodes(msgspec.Struct, tag=True):
+    """Run episodes of a group. The answer is `EpisodesEnded`."""
+
+    job: int
+    number: int
+    task: Task
+    seed: int
+    indices: tuple[int, int]
+    """The first index of the episodes in their group, and the index after the last."""
+    records: dict[int, WireRecord]
+    """What is known of episodes that were begun before, by index."""
+    turn_limit: TurnLimit | None
+    budget: EpisodeBudget
+
+
+class CancelEpisodes(msgspec.Struct, tag=True):
+    job: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The process can run episodes."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The run must end: the process cannot run episodes, or user code hangs in it."""
+
+    error: str
+
+
+class Began(msgspec.Struct, tag=True):
+    """An attempt at an episode begins, or continues after a restart (`again`)."""
+
+    job: int
+    index: int
+    episode: int
+    seed: int
+    again: bool
+
+
+class Wrote(msgspec.Struct, tag=True):
+    """A piece for the journal."""
+
+    episode: int
+    position: int
+    piece: WirePiece
+
+
+class Saved(msgspec.Struct, tag=True):
+    """A snapshot of an environment for the journal."""
+
+    episode: int
+    num_pieces: int
+    state: str
+
+
+class Ended(msgspec.Struct, tag=True):
+    """The outcome of an attempt."""
+
+    episode: int
+    outcome: WireOutcome
+
+
+class Restarted(msgspec.Struct, tag=True):
+    """An attempt could not be replayed. The episode starts from its beginning."""
+
+    episode: int
+    reason: str
+    failure: WireFailure
+
+
+class Blocked(msgspec.Struct, tag=True):
+    """User code blocked the event loop of the process."""
+
+    name: str
+    seconds: float
+
+
+class Logged(msgspec.Struct, tag=True):
+    """An event for the run's log."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+class Waited(msgspec.Struct, tag=True):
+    """Seconds that episodes waited since the last such message, and how many wait now.
+
+    It is sent every `TICK_S`, so it also shows that the process works.
+    """
+
+    seconds: dict[str, float]
+    running: dict[str, int]
+
+
+class EpisodesEnded(msgspec.Struct, tag=True):
+    """All episodes of a job have ended. `error` ends the run."""
+
+    job: int
+    error: str = ""
+
+
+TICK_S = 0.25
+Command = Setup | RunEpisodes | CancelEpisodes | StateChange
+Event = (
+    Ready
+    | Refused
+    | Began
+    | Wrote
+    | Saved
+    | Ended
+    | Restarted
+    | Blocked
+    | Logged
+    | Waited
+    | EpisodesEnded
+    | Finding
+)
+
+
+def wire_piece(piece: Piece) -> WirePiece:
+    """Return the wire form of a piece, without the routed experts of earlier pieces."""
+    tokens = array("I", piece.tokens).tobytes()
+    if isinstance(piece, ContextPiece):
+        return WirePiece(tokens, None, -1, True, int(piece.provenance))
+    experts = None
+    if (own := piece.routed_experts) is not None:
+        rows = np.ascontiguousarray(own.experts)
+        experts = WireExperts(own.start, rows.shape, rows.dtype.str, rows.tobytes())
+    logps = array("d", piece.behavior_logp).tobytes()
+    return WirePiece(tokens, logps, piece.version, piece.clean, int(piece.provenance), experts)
+
+
+def read_piece(piece: WirePiece) -> Piece:
+    """Return a piece from its wire form. Its experts are linked to no earlier ones."""
+    tokens = tuple(memoryview(piece.tokens).cast("I"))
+    provenance = Provenance(piece.provenance)
+    if piece.logps is None:
+        return ContextPiece(tokens, provenance)
+    experts = None
+    if (own := piece.experts) is not None:
+        rows = np.frombuffer(own.data, np.dtype(own.dtype)).reshape(own.shape)
+        experts = RoutedExperts(own.start, rows)
+    logps = tuple(memoryview(piece.logps).cast("d"))
+    return Sampled(tokens, logps, piece.version, piece.clean, provenance, experts)
+
+
+def linked(piece: Piece, before: Sequence[Piece]) -> Piece:
+    """Return a piece that was read, with the routed experts of earlier pieces."""
+    return link_experts(piece, before) if isinstance(piece, Sampled) else piece
+
+
+def wire_outcome(outcome: Trajectory | Failure) -> WireOutcome:
+    if isinstance(outcome, Failure):
+        return WireFailure.of(outcome)
+    return WireTrajectory(
+        _numbers(outcome.rewards), outcome.stop, outcome.turn_rewards, _numbers(outcome.facts)
+    )
+
+
+def read_outcome(
+    outcome: WireOutcome, *, pieces: Sequence[Piece], task: Task, seed: int, episode: int
+) -> Trajectory | Failure:
+    """Return the outcome of an episode with these pieces."""
+    if isinstance(outcome, WireFailure):
+        return outcome.read()
+    return Trajectory(
+        pieces=tuple(pieces),
+        rewards=outcome.rewards,
+        stop=outcome.stop,
+        task=task,
+        seed=seed,
+        episode=episode,
+        turn_rewards=outcome.turn_rewards,
+        facts=outcome.facts,
+    )
+
+
+def _numbers(values: Any) -> dict[str, Any]:
+    """Return numbers by name as Python's own types. They may be NumPy's."""
+    return {
+        str(name): value if type(value) in (int, float, bool) else float(value)
+        for name, value in values.items()
+    }
+
+
+def wire_record(record: EpisodeRecord) -> WireRecord:
+    outcome = wire_outcome(record.outcome) if record.outcome is not None else None
+    pieces = [wire_piece(piece) for piece in record.pieces]
+    return WireRecord(record.episode, pieces, outcome, record.failures, record.snapshot)
+
+
+def read_record(record: WireRecord, task: Task, seed: int) -> EpisodeRecord:
+    pieces: list[Piece] = []
+    for piece in record.pieces:
+        pieces.append(linked(read_piece(piece), pieces))
+    outcome = None
+    if record.outcome is not None:
+        outcome = read_outcome(
+            record.outcome, pieces=pieces, task=task, seed=seed, episode=record.episode
+        )
+    return EpisodeRecord(record.episode, tuple(pieces), outcome, record.failures, record.snapshot)
+
+
+def encode(messages: Sequence[Any]) -> bytes:
+    """Return messages as one frame."""
+    body = msgspec.msgpack.encode(messages)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the next frame's messages, still encoded.
+
+    Raises `asyncio.IncompleteReadError` or `ConnectionError` at the end of the stream.
+    """
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(size)
+
+
+DECODE_COMMANDS = msgspec.msgpack.Decoder(list[Command]).decode
+DECODE_EVENTS = msgspec.msgpack.Decoder(list[Event]).decode

@@ -1,0 +1,249 @@
+"""The critic of `advantage.estimator = gae`: it forecasts the rewards of the rest of an episode.
+
+    credit(batch)   forecast, and compute the advantages and the targets of the forecasts
+    loss(...)       the critic's loss of some sequences, in the pass of the policy's loss
+    step()          change the critic's weights
+
+A forecast is a linear function of the last hidden state before an action, divided by its norm. The
+forecasts of a batch come from the newest weights, those from which its optimizer steps start,
+whatever version sampled a token. They are computed once and do not depend on the rewards of the
+batch, so with lambda 1 they are a baseline that does not bias the gradient. Corrections of D and
+the objective on S act on the policy's loss as with any other advantage.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unstale.algorithms.advantages import whiten
+from unstale.algorithms.gae import action_starts, gae_advantage, value_loss
+from unstale.config import ConfigError, RunConfig
+from unstale.model.forward import last_states
+from unstale.model.head import wide
+from unstale.model.policy import Policy
+from unstale.records import Batch
+from unstale.trainer.passes import pass_tokens
+from unstale.trainer.weight_update import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """The forecasts of a batch and what they are trained towards. Tensors are `[T]` on the CPU."""
+
+    starts: Tensor
+    """True for the first token of each action, before which there is a forecast."""
+    value: Tensor
+    """The forecast before the optimizer steps of the batch. 0 elsewhere."""
+    target: Tensor
+
+    def select(self, index: Tensor) -> "Forecasts":
+        return Forecasts(self.starts[index], self.value[index], self.target[index])
+
+
+class Critic:
+    """A linear head on hidden states, its optimizer, and the layers below if they are its own."""
+
+    def __init__(self, policy: Policy, config: RunConfig) -> None:
+        """Create a critic that forecasts 0. Raises ConfigError for a model without a plain head."""
+        if not policy.has_plain_head:
+            raise ConfigError(
+                f"advantage.estimator = gae cannot read the hidden states of "
+                f"{type(policy.model).__name__}, whose output head is more than one linear map. "
+                "Use an estimator that compares groups, such as grpo"
+            )
+        self._options = config.critic
+        self._advantage = config.advantage
+        self._clip_norm = config.trainer.grad_clip
+        self._peers = policy.peers
+        self._own = _trained_copy(policy) if config.critic.model == "own" else None
+        self._weights = WeightUpdate(self._own, config) if self._own else None
+        self._model = self._own or policy
+        self._max_tokens = pass_tokens(policy, config, trains=False)
+        width = policy.model.config.get_text_config().hidden_size
+        kind: Any = {"dtype": wide(policy.dtype), "device": policy.device}
+        self._head = [nn.Parameter(torch.zeros(size, **kind)) for size in (width, 1)]
+        self._optimizer = torch.optim.Adam(self._head, lr=config.critic.lr)
+        self._steps = 0
+        self.metrics: dict[str, float] = {}
+        """The metrics of the last batch."""
+
+    @classmethod
+    def of(cls, policy: Policy, config: RunConfig) -> "Critic | None":
+        return cls(policy, config) if config.advantage.estimator == "gae" else None
+
+    def credit(self, batch: Batch) -> tuple[Batch, Forecasts, int]:
+        """Return the batch with advantages, its forecasts, and the tokens of forward passes."""
+        options = self._advantage
+        sequence = batch.sequence
+        starts = action_starts(batch.sampled, batch.turn, sequence=sequence, over=options.over)
+        scored = self._model.read_states(
+            batch, starts, self._forecast, max_tokens_per_microbatch=self._max_tokens
+        )
+        value = scored.logp
+        action = starts.cumsum(0) - 1
+        paid = batch.sampled.nonzero().squeeze(1)
+        rewards = torch.zeros(int(starts.sum()), dtype=torch.float64)
+        rewards.index_add_(0, action[paid], token_rewards(batch)[paid])
+        estimate = partial(
+            gae_advantage,
+            rewards,
+            value[starts],
+            sequence=sequence[starts],
+            discount=options.discount,
+        )
+        advantage = estimate(lam=options.lam)
+        target = estimate(lam=self._options.lam) + value[starts].double()
+        targets = torch.zeros_like(value)
+        targets[starts] = target.to(value.dtype)
+        self._describe(value[starts].double(), targets[starts].double())
+        of_tokens = advantage[action[paid]]
+        if options.whiten:
+            of_tokens = whiten(of_tokens)
+        spread = torch.zeros_like(batch.advantage)
+        spread[paid] = of_tokens.to(spread.dtype)
+        forecasts = Forecasts(starts, value, targets)
+        return replace(batch, advantage=spread), forecasts, scored.forward_tokens
+
+    @contextmanager
+    def reading(self) -> Iterator[list[Tensor]]:
+        """Return a context with a list of the hidden states of the policy's passes, for `loss`.
+
+        The list stays empty if the critic has layers of its own.
+        """
+        if self._own:
+            yield []
+            return
+        with last_states() as states:
+            yield states
+
+    def loss(
+        self, part: Batch, states: list[Tensor], minibatch: Forecasts, index: Tensor
+    ) -> Tensor:
+        """Return the critic's loss of some sequences of a minibatch, a scalar with a gradient.
+
+        It is the mean over the minibatch's actions. `states` has those before the sampled tokens of
+        `part`, and `index` the positions of the part's tokens in the minibatch.
+        """
+        here = minibatch.select(index)
+        where = part.sampled.clone()
+        where[list(part.offsets[:-1])] = False  # nothing comes before the first token
+        if self._own:
+            where = where & here.starts
+            hidden = self._own.states_before(self._own.prefix_tree(part), where)
+        else:
+            hidden = _scale_gradient(states[0], self._options.coef)
+        places = where.nonzero().squeeze(1)
+        chosen = here.starts[places].nonzero().squeeze(1)
+        places = places[chosen]
+        value = self._forecast(hidden[chosen.to(hidden.device)]).cpu()
+        loss = value_loss(value, here.value[places], here.target[places], clip=self._options.clip)
+        return loss.sum() / minibatch.starts.sum()
+
+    def collect_gradients(self, scale: float) -> None:
+        """Add the gradients of a backward pass, multiplied by `scale`, to those of the layers."""
+        if self._weights:
+            self._weights.masters.collect_gradients(scale)
+
+    def step(self, *, scale: float, is_skipped: bool) -> None:
+        """Take a step of the critic's optimizers. All ranks must call this.
+
+        The head's gradient is divided by `scale`. With `is_skipped` no weight changes. Raises
+        FloatingPointError if the gradient is not finite.
+        """
+        for weight in self._head:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            self._peers.sum(weight.grad).div_(scale)
+        norm = self._weights.clip(self._clip_norm) if self._weights else 0.0
+        norm += sum(float(each.grad.norm()) for each in self._head if each.grad is not None)
+        if not is_skipped and not math.isfinite(norm):
+            raise FloatingPointError("the gradient of the critic is not finite; no step was taken")
+        if not is_skipped:
+            self._steps += 1
+            self._optimizer.step()
+            if self._weights:
+                for group in self._weights.optimizer.param_groups:
+                    group["lr"] = self._options.own_lr
+                self._weights.apply(self._steps)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._weights:
+            self._weights.drop_gradients()
+
+    def state(self) -> Mapping[str, Any]:
+        return {
+            "head": [each.detach() for each in self._head],
+            "optimizer": self._optimizer.state_dict(),
+            "steps": self._steps,
+            "own": self._weights.state() if self._weights else None,
+        }
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for weight, saved in zip(self._head, state["head"], strict=True):
+            weight.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._steps = state["steps"]
+        if self._weights:
+            self._weights.restore(state["own"])
+
+    def _forecast(self, states: Tensor) -> Tensor:
+        """Return the forecasts `[R]` from hidden states `[R, H]`."""
+        weight, bias = self._head
+        hidden = states.to(weight.dtype)
+        return nn.functional.normalize(hidden, dim=-1) @ weight + bias
+
+    def _describe(self, value: Tensor, target: Tensor) -> None:
+        """Note the metrics of a batch's forecasts and targets, `[n]` each."""
+        error = (target - value).square().mean()
+        spread = target.var(correction=0)
+        unexplained = (target - value).var(correction=0) / spread
+        self.metrics = {
+            "critic/value_mean": value.mean().item(),
+            "critic/target_mean": target.mean().item(),
+            "critic/loss": error.item() / 2,
+            "critic/explained_variance": (1 - unexplained).item() if spread else math.nan,
+        }
+
+
+def token_rewards(batch: Batch) -> Tensor:
+    """Return the reward that follows each token, `[T]` in float64.
+
+    The reward of a turn follows its last token, and that of the episode the last sampled token of
+    each of its sequences. Raises ValueError if a sequence has another number of turns than rewards.
+    """
+    rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    for i, (start, end) in enumerate(batch.spans()):
+        places = start + batch.sampled[start:end].nonzero().squeeze(1)
+        if not len(places):
+            continue
+        of_turns = batch.turn_rewards[i] if batch.turn_rewards else ()
+        _, counts = batch.turn[places].unique_consecutive(return_counts=True)
+        if of_turns:
+            if len(of_turns) != len(counts):
+                raise ValueError(
+                    f"episode {batch.episodes[i]}: {len(of_turns)} turn_rewards, "
+                    f"{len(counts)} turns"
+                )
+            rewards[places[counts.cumsum(0) - 1]] += torch.tensor(of_turns, dtype=torch.float64)
+        rewards[places[-1]] += batch.reward[i]
+    return rewards
+
+
+def _scale_gradient(states: Tensor, factor: float) -> Tensor:
+    """Return the same states, whose gradient is multiplied by `factor`."""
+    held = states.detach()
+    return held + factor * (states - held) if factor else held
+
+
+def _trained_copy(policy: Policy) -> Policy:
+    """Return a copy of the policy whose weights can be trained."""
+    copied = policy.twin()
+    trained = {name for name, each in policy.model.named_parameters() if each.requires_grad}
+    for name, parameter in copied.model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return copied
