@@ -3,6 +3,7 @@
 import pytest
 
 from tests.lint.test_lint import configured
+from unstale.cli.resume import config_changes
 from unstale.config import ConfigError
 from unstale.config.options import override
 from unstale.lint import check
@@ -15,6 +16,7 @@ REFUSED = {
     "--cluster.trainers 2 --critic.model own": "critic.model own on trainer ranks",
     "--techniques replay": "replay with a critic",
     "--techniques episode_filter": "episode_filter with a critic",
+    "--techniques truncated": "truncated with a critic",
     "--schedule.resampled_groups 1": "schedule.resampled_groups with a critic",
     "--critic.warmup_steps 500": "critic.warmup_steps 500 in a run of",
 }
@@ -50,3 +52,11 @@ def test_options_of_a_critic_need_one() -> None:
         configured(f"{GAE} --critic.model own --critic.coef 0.5")
     with pytest.raises(ConfigError, match=r"advantage.lam is an option of gae"):
         configured("--advantage.lam 0.9")
+
+
+def test_a_resumed_run_keeps_its_critic() -> None:
+    runs = [configured(words) for words in ("", GAE, f"{GAE} --critic.model own")]
+    for before, now, name in ((0, 1, "advantage.estimator"), (1, 2, "critic.model")):
+        for pair in ((before, now), (now, before)):
+            with pytest.raises(ConfigError, match=f"{name} cannot change .*: the checkpoint"):
+                config_changes(*(runs[number] for number in pair))

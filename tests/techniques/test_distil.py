@@ -39,6 +39,10 @@ def run(**options: Any) -> RunConfig:
         ({"teacher": URL, "divergence": "forward"}, {}, "needs a teacher in the trainer"),
         ({"teacher": URL}, {"engine.temperature": 0.7}, "needs engine.temperature = 1, got 0.7"),
         ({"teacher": "start"}, {"engine.top_p": 0.9}, "over the kept set of each token"),
+        ({"teacher": "start"}, {"advantage.estimator": "gae"}, "advantage.estimator = gae"),
+        ({"teacher": "start"}, {"schedule.resampled_groups": 2}, "needs schedule.resampled_groups"),
+        ({"teacher": "start"}, {"techniques": "distil truncated"}, "distil and truncated"),
+        ({"teacher": "start"}, {"techniques": "distil replay"}, "distil and replay"),
         ({"teacher": URL}, {"deterministic": True}, "needs deterministic = false"),
         (
             {"teacher": "self", "context": "x"},
@@ -56,7 +60,7 @@ def run(**options: Any) -> RunConfig:
             "needs cluster.trainers = 0, got 2",
         ),
         (
-            {"teacher": "models/a", "context": "x"},
+            {"teacher": "models/a", "context": "x", "advantage_coef": 1.0},
             {"techniques": "distil replay", "replay.max_age": 9},
             "distil with distil.context, and replay",
         ),

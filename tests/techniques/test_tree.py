@@ -208,6 +208,7 @@ def test_the_biases_are_those_of_the_table() -> None:
         ({"schedule.group_size": 2}, "must be a multiple of 2 and at least 4, got 2"),
         ({"techniques": "tree tree_advantage allocate"}, "cannot be used with allocate"),
         ({"techniques": "tree tree_advantage minpro"}, "cannot be used with minpro"),
+        ({"techniques": "tree tree_advantage truncated"}, "cannot be used with truncated"),
         ({"techniques": "tree tree_advantage novelty"}, "cannot be used with novelty"),
         ({"tree.turn": 11}, "must be at most rollout.max_turns = 10, got 11"),
         ({"correction.unit": "sequence"}, "needs correction.unit = token, got sequence"),

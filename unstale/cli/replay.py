@@ -38,9 +38,10 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     except NOT_FINITE as error:
         console.print(f"the step failed again: {literal(error)}", highlight=False)
         return True
-    console.print(
-        "the step did not fail again: every number of this batch is finite here", highlight=False
-    )
+    text = "the step did not fail again: every number of this batch is finite here"
+    if config.advantage.estimator == "gae" or "distil" in config.techniques.split():
+        text += ". The critic's loss and the weights of a teacher are not saved, so not repeated"
+    console.print(text, highlight=False)
     return False
 
 

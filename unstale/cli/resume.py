@@ -77,6 +77,9 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
     for entry in chosen(now.techniques):
         fixed |= {f"{entry.name}.{option}": why for option, why in entry.fixed.items()}
+    if "gae" in (before.advantage.estimator, now.advantage.estimator):
+        for name in ("advantage.estimator", "critic.model"):
+            fixed[name] = "the checkpoint holds the state of that critic, or of none"
     if now.deterministic:
         for name in ("cluster.trainers", "cluster.context"):
             fixed[name] = "sums over another number of ranks round differently"

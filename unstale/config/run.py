@@ -375,9 +375,9 @@ class RunConfig(Section):
                 bool(self.engine.truncated_by),
                 "rollout processes do not send the set of tokens that the engine kept",
             ),
-            "schedule.pin_versions = true": (
-                self.schedule.pin_versions,
-                "rollout processes know only the newest version",
+            "engine.adapters = unmerged": (
+                self.engine.adapters == "unmerged",
+                "rollout processes do not name the adapter of a request",
             ),
         }
         for option, (is_set, reason) in refused.items():

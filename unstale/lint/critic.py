@@ -69,6 +69,20 @@ def early_techniques(config: RunConfig) -> Finding | None:
     )
 
 
+def filters_of_a_batch(config: RunConfig) -> Finding | None:
+    if not _has_critic(config):
+        return None
+    names = [each.name for each in chosen(config.techniques) if each.slot == "filter"]
+    if not names or "episode_filter" in names:
+        return None
+    return Finding(
+        f"{' and '.join(names)} with a critic",
+        "if no episode of a batch is left, its episodes get the advantage 0, and a critic would "
+        "give them others",
+        (without(config, *names), _GROUPS),
+    )
+
+
 def groups_left_out(config: RunConfig) -> Finding | None:
     if not _has_critic(config) or not config.schedule.resampled_groups:
         return None
@@ -96,6 +110,7 @@ REFUSALS: Sequence[Rule] = (
     divided_pass,
     second_model_on_ranks,
     early_techniques,
+    filters_of_a_batch,
     groups_left_out,
     endless_warmup,
 )

@@ -68,7 +68,11 @@ NO_LIMIT = (
 def no_comparison(config: RunConfig) -> Finding | None:
     """Refuse an advantage estimator that gives 0 to every episode in groups of this size."""
     schedule = config.schedule
-    replaced = any(each.slot == "estimator" for each in chosen(config.techniques))
+    replaced = any(each.slot == "estimator" for each in chosen(config.techniques)) or any(
+        not getattr(config.technique_options[each.name], "advantage_coef", 0)
+        for each in chosen(config.techniques)
+        if each.slot == "distiller"  # without the coefficient, no advantage of rewards is used
+    )
     if schedule.group_size > 1 or replaced or compares(config) is not False:
         return None
     name = config.advantage.estimator

@@ -169,6 +169,22 @@ def _check(options: DistilConfig, config: RunConfig) -> None:
             "are over the kept set of each token, the teacher's over its whole vocabulary. Sample "
             "from the whole distribution, or remove distil from --techniques"
         )
+    if config.advantage.estimator == "gae":
+        raise ConfigError(
+            "the technique distil cannot be used with advantage.estimator = gae: the critic would "
+            "read the hidden states of the teacher's passes, too. Use grpo, or remove distil"
+        )
+    if config.schedule.resampled_groups:
+        raise ConfigError(
+            "the technique distil needs schedule.resampled_groups = 0, got "
+            f"{config.schedule.resampled_groups}: a teacher says something of groups with equal "
+            "rewards, too"
+        )
+    if filters := [each.name for each in chosen(config.techniques) if each.slot == "filter"]:
+        raise ConfigError(
+            f"techniques has distil and {filters[0]}: if no episode of a batch is left, its "
+            "episodes get the advantage 0, to which the teacher would add. Remove one of them"
+        )
     if any(map(is_served, options.sources)):
         _check_served(options, config)
     if SELF in options.sources:
@@ -176,6 +192,11 @@ def _check(options: DistilConfig, config: RunConfig) -> None:
     if options.is_full:
         _check_full(options, config)
     sources = [each.name for each in chosen(config.techniques) if each.slot == "source"]
+    if sources and not options.advantage_coef:
+        raise ConfigError(
+            f"techniques has distil and {sources[0]}, which stores only groups with an advantage: "
+            f"set distil.advantage_coef, or remove {sources[0]}"
+        )
     if options.has_lessons and sources:
         what = "distil.context" if options.context else "several distil.teacher"
         raise ConfigError(

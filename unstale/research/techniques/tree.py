@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
+    "distiller": "which gives every episode the same weight",
+    "filter": "which may leave out an episode, and with it the tokens that its forks share",
     "limiter": "which counts the replies of an episode from its beginning",
     "ratio": "which is computed over whole sequences",
     "recredit": "whose comparisons count a shared reply several times",
