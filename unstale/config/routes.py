@@ -48,6 +48,8 @@ class Needs:
     """
     averages: int = 0
     """Number of moving averages of the weights that the method holds, each a float32 copy."""
+    whole_versions: bool = False
+    """True if these copies are whole versions, of which each publication replaces one."""
     closing: bool = False
     """True if, before an optimizer step changes the weights, generation must be paused and the
     route's method `before_update` called.

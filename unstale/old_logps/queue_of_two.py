@@ -28,7 +28,7 @@ class QueueOfTwo(OldLogps):
     exact for the tokens that the kept version sampled, so for all tokens if every token has lag 1.
     """
 
-    needs = Needs(resident_models=1, averages=2, forwards="one")
+    needs = Needs(resident_models=1, averages=2, whole_versions=True, forwards="one")
 
     def __init__(self, scorer: Scorer, *, placement: Literal["twin", "own"] = "twin") -> None:
         self.needs = self.needs.placed(placement)

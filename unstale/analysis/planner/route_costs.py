@@ -78,6 +78,8 @@ class RouteCost:
         If averages are loaded into the trained model, these copies cross the bus to main memory.
         The time of that is not predicted.
         """
+        if self.needs.whole_versions:  # one is written, and one is copied into the scoring model
+            return 2 * model.parameters * (WORD + _FLOAT32)
         moved = WORD + 2 * _FLOAT32 + _FLOAT32 + WORD
         return model.parameters * self.needs.averages * moved
 
