@@ -70,6 +70,7 @@ PROXIES = {
     ),
     "ewma_prox": ("ewma", "numerics, and staleness as far as", "learning since the average"),
     "ppo_ewma_async": ("ewma", "numerics, and staleness as far as", "learning since the average"),
+    "queue_of_two": ("pi_last", "numerics at lag 1", "learning since the version before"),
 }
 
 
