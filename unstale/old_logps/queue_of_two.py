@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.config import RunConfig
-    from unstale.old_logps.scoring.scorer import Scorer, WeightAverage
+    from unstale.old_logps.scoring.scorer import Scorer
     from unstale.records import Batch
 
 
@@ -34,28 +34,24 @@ class QueueOfTwo(OldLogps):
         self.needs = self.needs.placed(placement)
         self._scorer = scorer
         self._copies = [scorer.make_average(placement=placement) for _ in range(2)]
+        """Copies of the weights, the older version first."""
         self._versions: list[int] = []
-        """The versions published last, at most two, the older one first."""
-        self._publications = 0
-        """The number of publications. The next one goes into the copy with this number modulo 2."""
+        """The versions in the copies: those published last, at most two."""
 
     def on_published(self, live: Collection[int]) -> None:
         if self._versions[-1:] == [self._scorer.version]:
             return
-        self._copies[self._publications % 2].update(None)
-        self._publications += 1
-        self._versions = [*self._versions, self._scorer.version][-2:]
+        if len(self._versions) == 2:
+            self._versions.pop(0)
+            self._copies.reverse()
+        self._copies[len(self._versions)].update(None)
+        self._versions.append(self._scorer.version)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if not self._versions:
             raise LookupError("queue_of_two has no weights: no version was published")
-        scored = self._older.score(batch, batch.sampled)
+        scored = self._copies[0].score(batch, batch.sampled)
         return scored.logp, has_clean_behavior(batch) & (batch.version == self._versions[0])
-
-    @property
-    def _older(self) -> WeightAverage:
-        """The copy with the older one of the kept versions."""
-        return self._copies[(self._publications - len(self._versions)) % 2]
 
     def costs(self) -> Mapping[str, float]:
         return {
@@ -67,14 +63,12 @@ class QueueOfTwo(OldLogps):
         return {
             "copies": [copy.state() for copy in self._copies],
             "versions": list(self._versions),
-            "publications": self._publications,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for copy, kept in zip(self._copies, state["copies"], strict=True):
             copy.restore(kept)
         self._versions = list(state["versions"])
-        self._publications = state["publications"]
 
 
 @dataclass(frozen=True, kw_only=True)
