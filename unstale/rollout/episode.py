@@ -89,7 +89,12 @@ OnRestart = Callable[[int, Failure], None]
 """A function `(episode, failure)`. It is called if a recorded attempt could not be replayed after a
 resume, so that the episode starts again from its beginning.
 """
-
+Start = tuple[Fork | None, Sequence[Piece]]
+"""The place at which an episode was forked, and the pieces (runs of tokens) before it. None and no
+pieces for an episode with its own beginning.
+"""
+NO_FORK: Start = (None, ())
+"""The start of an episode with its own beginning."""
 
 OnBlocked = Callable[[str, float], None]
 """A function `(name, seconds)`. It is called when the user code `name` blocked the event loop, and
@@ -274,7 +279,7 @@ class Rollout:
         records: Mapping[int, EpisodeRecord],
         open_writer: OpenWriter,
         *,
-        starts: "Mapping[int, Start]" = MappingProxyType({}),
+        starts: Mapping[int, Start] = MappingProxyType({}),
     ) -> list[Trajectory | Failure]:
         """Run the episodes of a group with these indices concurrently. Return their outcomes.
 
@@ -298,7 +303,7 @@ class Rollout:
         index: int,
         record: EpisodeRecord | None,
         open_writer: OpenWriter,
-        start: "Start",
+        start: Start,
     ) -> Trajectory | Failure:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
         outcome = await self._sibling(request, index, record, open_writer, start)
@@ -316,7 +321,7 @@ class Rollout:
         index: int,
         record: EpisodeRecord | None,
         open_writer: OpenWriter,
-        start: "Start",
+        start: Start,
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode of a group with this index.
 
@@ -377,7 +382,7 @@ class Rollout:
         noise_seed: int,
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
-        start: "Start" = (None, ()),
+        start: Start = NO_FORK,
         limit: TurnLimit | None = None,
         budget: EpisodeBudget = NO_BUDGET,
         slot: EpisodeSlot | None = None,
@@ -797,16 +802,6 @@ def _require_few_hung(failure: Failure) -> None:
             f"cannot be ended; the last one in {failure.stage} of {failure.task.key}: "
             f"{failure.error}. With task.isolate = process their processes are ended"
         )
-
-
-Start = tuple[Fork | None, Sequence[Piece]]
-"""The place at which an episode was forked, and the pieces (runs of tokens) before it. None and no
-pieces for an episode with its own beginning.
-"""
-
-
-NO_FORK: Start = (None, ())
-"""The start of an episode with its own beginning."""
 
 
 def _starts(
