@@ -6,7 +6,6 @@ version, and an episode that goes on with its version computes no context again.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.model.test_lora import told
 from tests.support.fake_vllm import FakeVllm
-from unstale.engines import Engine, EngineDied, SamplingParams
+from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.worker import build_runner
@@ -214,16 +214,6 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     fewer = {each: adapters[each] for each in adapters if not each.startswith(layer)}
     with pytest.raises(ValueError, match="adapters of other layers"):
         batcher.load(fewer, 1)
-
-
-def told(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        try:
-            await story()
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
 
 
 def test_a_pool_publishes_adapters_and_brings_versions_back_after_a_death(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.test_techniques import PLANS
 from unstale.algorithms.distillation import mixed_divergence
 from unstale.builders import build_old_logps
 from unstale.config import (
@@ -33,11 +34,6 @@ from unstale.testing import checkpoint_round_trip, episode, nudge, tiny_policy
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 
-PLANS: tuple[tuple[list, float], ...] = (
-    ([4, (6, 0), 3, (2, 1)], 1.0),
-    ([5, (3, 1)], -0.5),
-    ([2, (9, 0)], 0.0),
-)
 HINT = (3, 1, 4)
 
 
