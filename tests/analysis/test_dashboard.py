@@ -86,10 +86,13 @@ class Client:
 @contextmanager
 def served(root: Path) -> Iterator[Client]:
     dashboard = Dashboard(root)
+    client = Client(dashboard)
     thread = threading.Thread(target=dashboard.serve)
     thread.start()
     try:
-        yield Client(dashboard)
+        # A server makes its loggers until it answers, and pytest iterates over them.
+        client.request("/")
+        yield client
     finally:
         dashboard.stop()
         thread.join()
