@@ -349,6 +349,8 @@ class _PreparedLinear(nn.Linear):
 class PackedRunner:
     """A runner of a transformers model: one forward pass for all sequences, a paged KV cache."""
 
+    keeps_beginnings = True
+
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
         folder: Path,

@@ -101,9 +101,13 @@ class Probe:
                     found.append((slot, int(at[-1]), row))
 
         run([], [Chunk(0, 0, cut), Chunk(1, 0, end - 1)])
-        runner.copy_prefix(0, 2, min(self._shared, cut))
-        continued = Chunk(0, cut, end), Chunk(2, min(self._shared, cut), end)
-        run([(1, end - 1), (3, self._last)], continued)
+        if runner.keeps_beginnings:
+            runner.copy_prefix(0, 2, min(self._shared, cut))
+            continued = Chunk(0, cut, end), Chunk(2, min(self._shared, cut), end)
+            run([(1, end - 1), (3, self._last)], continued)
+        else:  # a part of a prompt may follow a part, or a token that was sampled
+            run([(0, cut), (1, end - 1)], [Chunk(2, 0, cut)])
+            run([], [Chunk(0, cut + 1, end), Chunk(2, cut, end)])
         run([(0, end), (1, end), (2, end)], [])
         if not all(bool(row.isfinite().all()) for row in self._plain):
             return "a plain forward pass gives logits that are not finite"
