@@ -6,6 +6,7 @@ without padding. So a log-probability depends on its own sequence only, to the l
 that several sequences share is computed once for each.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -153,7 +154,13 @@ def check_length_apart(
 
     (usual,) = logits_alone(model, [sequence])
     (changed,) = logits_alone(model, [sequence], position_ids=late)
-    if not torch.equal(usual[:-1], changed[:-1]):
+    if num_experts(model.config.to_dict()):
+        # The last token may choose other experts, which changes how the products of others round.
+        limit = math.sqrt(torch.finfo(usual.dtype).eps)
+        unaffected = largest_error([changed[:-1]], [usual[:-1]], median=True) <= limit
+    else:
+        unaffected = torch.equal(usual[:-1], changed[:-1])
+    if not unaffected:
         raise ConfigError(
             f"policy: {type(model).__name__} cannot be used with {length} tokens "
             "(engine.max_context): its position embedding depends on the longest position of a "
