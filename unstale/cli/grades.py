@@ -77,8 +77,9 @@ class EvalResult:
 
     @property
     def is_known(self) -> bool:
-        """True if at least one episode finished. Otherwise the success of the policy is not
-        known.
+        """True if at least one episode finished.
+
+        Otherwise the success of the policy is not known.
         """
         return self.failed < self.tasks * self.attempts
 

@@ -466,8 +466,9 @@ class RunSession:
         machine: Components | None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Prepare a session. `machine` has the components of a new run. None means a resumed
-        run.
+        """Prepare a session.
+
+        `machine` has the components of a new run. None means a resumed run.
         """
         self.config = config
         self.machine = machine

@@ -46,8 +46,9 @@ class HostOptions:
     """The version of this package in the process that trains."""
 
     def make_pool(self, recovery: Recovery) -> EnginePool:
-        """Return a pool of the host's engines. Raises ValueError if this machine cannot run
-        them.
+        """Return a pool of the host's engines.
+
+        Raises ValueError if this machine cannot run them.
         """
         machine = socket.gethostname()
         if self.release != unstale.__version__:

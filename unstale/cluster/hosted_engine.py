@@ -47,8 +47,9 @@ Handle = Any
 
 
 def place(options: HostOptions) -> Handle:
-    """Request a Ray actor on a machine with a free `RESOURCE`. The actor may have to wait for
-    one.
+    """Request a Ray actor on a machine with a free `RESOURCE`.
+
+    The actor may have to wait for one.
     """
     actor = import_ray().remote(EngineHost)
     placed = actor.options(

@@ -306,8 +306,9 @@ class Ranks:
     def _call(
         self, begin: Callable[[Any, Any], Any], name: str, arguments: Sequence[Any]
     ) -> list[Any]:
-        """Begin a call on every rank, after the calls of `later`. Return the answers of all
-        ranks.
+        """Begin a call on every rank, after the calls of `later`.
+
+        Return the answers of all ranks.
         """
         with self._lock:
             actors = self._require_actors(name)
@@ -322,8 +323,9 @@ class Ranks:
             return answers
 
     def _require_actors(self, name: str) -> Sequence[Any]:
-        """Return the actors. Raises `RanksDied` if they have been ended, perhaps by another
-        thread.
+        """Return the actors.
+
+        Raises `RanksDied` if they have been ended, perhaps by another thread.
         """
         if not (actors := self._actors):
             raise RanksDied(f"the {self._name} ranks are ended ({name})")

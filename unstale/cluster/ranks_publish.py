@@ -42,8 +42,9 @@ class RankedPublisher(DirectPublisher):
         self._posts = posts
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update. Only the trainer's thread may call this, because it calls the
-        ranks.
+        """Prepare the update.
+
+        Only the trainer's thread may call this, because it calls the ranks.
         """
         weights = self._trainer.policy.weights()
         step = self._trainer.post("publish", tuple(live), self._loaded)

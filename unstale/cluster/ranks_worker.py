@@ -217,8 +217,9 @@ class Rank:
         return self._snapshot.progress, self._snapshot.version
 
     def restore(self) -> tuple[int, VersionGaps]:
-        """Restore the checkpoint that was read. Return the policy's version and its version
-        gaps.
+        """Restore the checkpoint that was read.
+
+        Return the policy's version and its version gaps.
         """
         assert self._snapshot is not None
         self.checkpoints.restore(self._snapshot)

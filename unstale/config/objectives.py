@@ -27,8 +27,9 @@ MAX_EXPONENT = 700.0
 
 
 def exp(value: float) -> float:
-    """Return the ratio with the given logarithm in nats. Infinity if it is too large for a
-    float.
+    """Return the ratio with the given logarithm in nats.
+
+    Infinity if it is too large for a float.
     """
     return math.exp(value) if value < MAX_EXPONENT else math.inf
 

@@ -225,8 +225,9 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
 
 
 def _innermost(name: str, value: Any) -> list[str]:
-    """Return the full names of unknown options in a table. Options of other trainers may be
-    nested.
+    """Return the full names of unknown options in a table.
+
+    Options of other trainers may be nested.
     """
     if name in RENAMED or not isinstance(value, dict) or not value:
         return [name]

@@ -194,8 +194,9 @@ class EngineConfig(Section):
 
     @property
     def num_started(self) -> int:
-        """Number of engines that the run itself starts on one host. Servers in `urls` do not
-        count.
+        """Number of engines that the run itself starts on one host.
+
+        Servers in `urls` do not count.
         """
         return self.processes * self.servers  # one of both is 1
 

@@ -168,8 +168,9 @@ def restore(
 
 
 def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState:
-    """Write the first checkpoint of a new run. Return the state of a run that has done nothing
-    yet.
+    """Write the first checkpoint of a new run.
+
+    Return the state of a run that has done nothing yet.
     """
     _save(run, checkpoints, Progress(), policy)
     return ResumeState()

@@ -220,8 +220,9 @@ class RunLog:
         return self._clock() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of a step. `time_s`, the run's time, is added unless `metrics` has
-        it.
+        """Write the metrics of a step.
+
+        `time_s`, the run's time, is added unless `metrics` has it.
         """
         self._append(METRICS, {"step": step, "time_s": round(self.seconds, 3), **metrics})
 

@@ -101,8 +101,9 @@ class EngineHub:
         """
 
     def attach(self, send: Callable[[StateChange], None], on_late: Callable[[str], None]) -> int:
-        """Add a rollout process, to which `send` sends messages. Return the key that identifies
-        it.
+        """Add a rollout process, to which `send` sends messages.
+
+        Return the key that identifies it.
         """
         key = next(self._keys)
         self._members[key] = (send, on_late)
@@ -378,8 +379,9 @@ class FollowedEngine:
             self._report(EngineFailed(self._number, self._epoch, str(died)))
 
     async def start(self) -> None:
-        """Wait until the run's process has started the server again. The first call does not
-        wait.
+        """Wait until the run's process has started the server again.
+
+        The first call does not wait.
         """
         if self._was_up:
             await self._up.wait()

@@ -697,8 +697,9 @@ class RemoteEngine(ABC):
         return self._session
 
     async def _while_alive(self, session: "_Session", awaitable: Awaitable[_T]) -> _T:
-        """Await a result of the server. Raises `EngineDied` if the server or a request to it
-        fails.
+        """Await a result of the server.
+
+        Raises `EngineDied` if the server or a request to it fails.
         """
         try:
             return await session.while_alive(awaitable)

@@ -50,8 +50,9 @@ class EngineSession:
             self.quiet.set()
 
     async def while_alive(self, awaitable: Awaitable[_T]) -> _T:
-        """Await `awaitable` and return its result. Raises `EngineDied` if the session ends
-        first.
+        """Await `awaitable` and return its result.
+
+        Raises `EngineDied` if the session ends first.
         """
         task = asyncio.ensure_future(awaitable)
         try:

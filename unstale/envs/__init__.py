@@ -364,8 +364,9 @@ class HasTexts(Protocol):
 
 
 def task_text(taskset: Taskset, task: Task) -> str:
-    """Return the words of a task, without running it. Empty if the task set has no method
-    `text`.
+    """Return the words of a task, without running it.
+
+    Empty if the task set has no method `text`.
     """
     return taskset.text(task) if implements(taskset, HasTexts) else ""
 

@@ -445,8 +445,9 @@ class _Recent:
         """The tokens of encoded messages, by key. The least recently used are first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the cached tokens of a key. If there are none, call `make` and cache its
-        result.
+        """Return the cached tokens of a key.
+
+        If there are none, call `make` and cache its result.
         """
         with self._lock:
             if key in self._tokens:

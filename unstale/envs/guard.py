@@ -91,8 +91,9 @@ class Overdue(EnvError):
 
 
 class NoThread(RuntimeError):
-    """Error: the system could not start the thread of a watchdog. The user's code is not the
-    cause.
+    """Error: the system could not start the thread of a watchdog.
+
+    The user's code is not the cause.
     """
 
 
@@ -450,8 +451,9 @@ async def call(
 
 
 async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the user's code as `call` does. Its errors are raised as `DescribedError` with
-    `name`.
+    """Call the user's code as `call` does.
+
+    Its errors are raised as `DescribedError` with `name`.
     """
     try:
         return await call(function, *arguments)

@@ -139,8 +139,9 @@ def gpu_kernels() -> "GpuKernels | None":
 
 
 def kernels_for(x: Tensor) -> "Kernels | GpuKernels":
-    """Return the compiled functions for the device of a tensor. `fits` must be True for the
-    tensor.
+    """Return the compiled functions for the device of a tensor.
+
+    `fits` must be True for the tensor.
     """
     found = gpu_kernels() if x.is_cuda else kernels()
     assert found

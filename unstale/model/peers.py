@@ -78,8 +78,9 @@ class RankGroup:
 
     @property
     def is_first_replica(self) -> bool:
-        """True if this rank has a part of the first copy of the model. The first copy is
-        published.
+        """True if this rank has a part of the first copy of the model.
+
+        The first copy is published.
         """
         return self.rank < self.count // self.replicas
 
@@ -94,8 +95,9 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the results of its passes. One rank of each context group
-        does.
+        """True if this rank reports the results of its passes.
+
+        One rank of each context group does.
         """
         return self.context is None or self.context.rank == 0
 

@@ -283,8 +283,9 @@ def uses_flash_attention_3() -> bool:
 
 
 def layout_of(run: PrefixTree, device: torch.device) -> TreeLayout | FlashLayout:
-    """Return the layout of a prefix tree for a device. It is created once and used by all
-    layers.
+    """Return the layout of a prefix tree for a device.
+
+    It is created once and used by all layers.
     """
     key = str(device)
     if key not in run.layouts:

@@ -25,7 +25,8 @@ class WholeWeights:
             yield name, self.read(name)
 
     def skip(self) -> None:
-        """Read all weights without using them. Other ranks, which use them, need this rank's
-        parts.
+        """Read all weights without using them.
+
+        Other ranks, which use them, need this rank's parts.
         """
         deque(self, maxlen=0)

@@ -183,8 +183,9 @@ class TrainingHealth:
         return True if enough else None
 
     def update(self, row: Row) -> list[Finding]:
-        """Add the metrics of a step. Return the checks that this step made fail for the first
-        time.
+        """Add the metrics of a step.
+
+        Return the checks that this step made fail for the first time.
         """
         step = int(number(row.get("step")) or 0)
         if step < 1:

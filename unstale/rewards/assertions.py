@@ -128,8 +128,9 @@ def _parsed(test: str) -> Assertion | CheckFunction:
 
 
 def _statements(test: str) -> list[ast.stmt]:
-    """Return the statements of a test. If the test is only an expression, it becomes an
-    assertion.
+    """Return the statements of a test.
+
+    If the test is only an expression, it becomes an assertion.
     """
     text = _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", test.strip())
     try:

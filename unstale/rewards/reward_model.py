@@ -123,8 +123,9 @@ class RewardModel:
         return str(loaded.get("error", ""))
 
     def _next_batch(self) -> list[tuple[Messages, Future[float]]] | None:
-        """Wait for a conversation. Return all that are waiting, as a batch, or None after
-        `close`.
+        """Wait for a conversation.
+
+        Return all that are waiting, as a batch, or None after `close`.
         """
         batch = []
         item = self._waiting.get()
@@ -142,8 +143,9 @@ class RewardModel:
         return None
 
     def _ask(self, conversations: Sequence[Messages]) -> list[Any]:
-        """Send conversations to the process and return its answers. Empty if the process has
-        ended.
+        """Send conversations to the process and return its answers.
+
+        Empty if the process has ended.
         """
         assert self._process and self._process.stdin and self._process.stdout
         try:

@@ -56,8 +56,9 @@ class FailureLimit:
         return number
 
     def end(self, group: int) -> None:
-        """Record that the group with this number no longer runs. Called for cancelled groups,
-        too.
+        """Record that the group with this number no longer runs.
+
+        Called for cancelled groups, too.
         """
         self._running.discard(group)
 

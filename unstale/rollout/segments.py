@@ -32,8 +32,9 @@ UNLIMITED = 1 << 62
 
 
 class EpisodeSlots:
-    """A semaphore that limits the number of running episodes. The oldest waiting episode runs
-    next.
+    """A semaphore that limits the number of running episodes.
+
+    The oldest waiting episode runs next.
     """
 
     def __init__(self, number: int) -> None:

@@ -34,8 +34,9 @@ from unstale.trainer.weight_update import WeightUpdate
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """The critic's forecasts for a batch, and their training targets. Tensors are `[T]` on the
-    CPU.
+    """The critic's forecasts for a batch, and their training targets.
+
+    Tensors are `[T]` on the CPU.
     """
 
     starts: Tensor

@@ -33,8 +33,9 @@ class GradientNoiseScale:
         return [[i for i in members if numbers[group[i]] % 2 == half] for half in (0, 1)]
 
     def keep_first(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the gradients of the weights. Call it after the backward passes of the first
-        half.
+        """Copy the gradients of the weights.
+
+        Call it after the backward passes of the first half.
         """
         self._first = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
 

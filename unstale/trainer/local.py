@@ -115,8 +115,9 @@ class LocalTrainer:
 
     @property
     def failed_batch(self) -> FailedBatch | None:
-        """The data of the current step, to be saved if a number is not finite. None before a
-        step.
+        """The data of the current step, to be saved if a number is not finite.
+
+        None before a step.
         """
         return self.scoring.failed_batch
 

@@ -131,8 +131,9 @@ class StepMetrics:
     def add_forward(
         self, batch: Batch, logp: Tensor, old_logp: Tensor, *, lag: Tensor, surrogate: Surrogate
     ) -> None:
-        """Record values of the sampled tokens in one forward pass of the loss. Tensors are
-        `[T]`.
+        """Record values of the sampled tokens in one forward pass of the loss.
+
+        Tensors are `[T]`.
         """
         self._add(
             batch,
@@ -416,8 +417,9 @@ def _mean(values: Tensor) -> float:
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean of values `[n]`. Each value represents as many tokens as its
-    weight.
+    """Return the weighted mean of values `[n]`.
+
+    Each value represents as many tokens as its weight.
     """
     if not len(values) or (weights == weights[0]).all():
         return _mean(values)

@@ -50,8 +50,9 @@ class WeightUpdate:
             self._put_away(self._weights)
 
     def clip(self, limit: float) -> float:
-        """Scale the gradients down if their norm exceeds `limit`. Return the norm before
-        scaling.
+        """Scale the gradients down if their norm exceeds `limit`.
+
+        Return the norm before scaling.
         """
         groups = [[self._weights[name] for name in names] for names in self._groups]
         if len(groups) == 1:

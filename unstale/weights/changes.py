@@ -121,8 +121,9 @@ def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
 
 
 def _planes_from_device(changed: Tensor) -> list[Bytes]:
-    """Return the byte planes of words `[n]`, lowest bytes first. The words' device computes
-    them.
+    """Return the byte planes of words `[n]`, lowest bytes first.
+
+    The words' device computes them.
     """
     return [(changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())]
 

@@ -16,8 +16,9 @@ _MEASURED_WORDS = 20_193_600
 
 
 class DeltaMeasurement(NamedTuple):
-    """Measurements of deltas at one learning rate. Each value is the middle of the measured
-    range.
+    """Measurements of deltas at one learning rate.
+
+    Each value is the middle of the measured range.
     """
 
     rate: float

@@ -176,8 +176,9 @@ class VersionStore:
         self.encode_s += time.perf_counter() - began
 
     def move_to(self, version: int) -> None:
-        """Turn the full copy into the weights of `version`. Raises LookupError if it is not
-        stored.
+        """Turn the full copy into the weights of `version`.
+
+        Raises LookupError if it is not stored.
         """
         self.wait()
         self._move_to(version)

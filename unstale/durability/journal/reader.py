@@ -108,8 +108,9 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint in the journal. `checkpoint` is its number, and `name` the name of its
-    folder.
+    """A checkpoint in the journal.
+
+    `checkpoint` is its number, and `name` the name of its folder.
     """
 
     checkpoint: int

@@ -162,8 +162,9 @@ class _Frames:
         return changed is not None
 
     def read(self, block: bytes, page_bytes: int) -> None:
-        """Add the complete frames in a block of bytes. An incomplete frame at the end is
-        ignored.
+        """Add the complete frames in a block of bytes.
+
+        An incomplete frame at the end is ignored.
         """
         width = page_bytes // 4 + _FRAME_WORDS
         count = len(block) // (4 * width)

@@ -450,8 +450,9 @@ class _Child(Child, asyncio.Protocol):
         )
 
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send one message to the child process. If the child has ended, `on_lost` is called
-        later.
+        """Send one message to the child process.
+
+        If the child has ended, `on_lost` is called later.
         """
         parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:

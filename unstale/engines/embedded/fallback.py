@@ -164,8 +164,9 @@ class TransformersRunner:
                 parameter.copy_(value)
 
     def keep(self, slot: int, count: int) -> None:
-        """Do nothing. This cache always holds the memory of all slots, so no memory can be
-        freed.
+        """Do nothing.
+
+        This cache always holds the memory of all slots, so no memory can be freed.
         """
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:

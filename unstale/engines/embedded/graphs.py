@@ -43,8 +43,9 @@ class Graphs:
         return len(self._captured)
 
     def clear(self) -> None:
-        """Drop all graphs. Needed when the weights or the KV cache have moved to another
-        address.
+        """Drop all graphs.
+
+        Needed when the weights or the KV cache have moved to another address.
         """
         self._captured.clear()
         self._pool = None

@@ -335,8 +335,9 @@ class _EngineWorker:
         return RoundedWeights(update, options["quantise"], DTYPES[options["dtype"]])
 
     def _reply(self, finished: list[FinishedReply]) -> None:
-        """Send each finished reply in a message. Its routed experts, if any, are written to a
-        file.
+        """Send each finished reply in a message.
+
+        Its routed experts, if any, are written to a file.
         """
         for reply in finished:
             routed_experts = None

@@ -9,8 +9,9 @@ PATIENCE = 3
 
 
 class Customer:
-    """A simulated customer with one or two requests. The words depend only on the task's
-    scenario.
+    """A simulated customer with one or two requests.
+
+    The words depend only on the task's scenario.
     """
 
     def __init__(self, scenario: Scenario) -> None:

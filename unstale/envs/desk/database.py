@@ -89,8 +89,9 @@ class Desk:
         return self[Note].get(number, Note(number))
 
     def copy(self) -> "Desk":
-        """Return a copy whose list of writes is empty. It shares the records, which are
-        immutable.
+        """Return a copy whose list of writes is empty.
+
+        It shares the records, which are immutable.
         """
         return Desk(self.terse, {kind: dict(table) for kind, table in self.tables.items()})
 

@@ -91,8 +91,9 @@ class Toolbox:
         self.tools = {tool.name: tool for tool in (find_user, *own, refuse, hand_over)}
 
     def call(self, desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
-        """Make a tool call and return the answer. Raises `DeskError` if the call is not
-        possible.
+        """Make a tool call and return the answer.
+
+        Raises `DeskError` if the call is not possible.
         """
         if name not in self.tools:
             raise unknown_tool(name, self.tools)

@@ -97,8 +97,9 @@ def simulated_user(world: Any, task: Any, model: str, arguments: Mapping[str, An
 
 
 def check_limits(orchestrator: Any) -> None:
-    """End a conversation with too many messages or failed calls. A pending call may finish
-    first.
+    """End a conversation with too many messages or failed calls.
+
+    A pending call may finish first.
     """
     if not OLD:
         orchestrator._check_termination()

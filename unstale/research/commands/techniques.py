@@ -58,8 +58,9 @@ def _full_table() -> Table:
 
 
 def _explain(name: str, *, as_json: bool) -> int:
-    """Print a technique's description. Raises `ConfigError` if there is no technique of this
-    name.
+    """Print a technique's description.
+
+    Raises `ConfigError` if there is no technique of this name.
     """
     if not name.isidentifier():
         raise ConfigError(f"expected the name of one technique, got {name!r}")

@@ -42,8 +42,9 @@ class Novelty:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
-        """Add the bonus to the advantages. Raises ValueError if the batch lacks groups or
-        rewards.
+        """Add the bonus to the advantages.
+
+        Raises ValueError if the batch lacks groups or rewards.
         """
         import torch
 

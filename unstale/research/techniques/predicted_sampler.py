@@ -112,8 +112,9 @@ class TextSampler(ABC):
 
     @abstractmethod
     def forecast(self, tasks: Sequence[str]) -> Array:
-        """Return the forecast success rate of each task, `[n]`. It is 1/2 before the first
-        group.
+        """Return the forecast success rate of each task, `[n]`.
+
+        It is 1/2 before the first group.
         """
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

@@ -113,8 +113,9 @@ class _Fit:
 
 
 def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation, `[F]` each, of features `[n, F]`. NaN counts as
-    missing.
+    """Return mean and standard deviation, `[F]` each, of features `[n, F]`.
+
+    NaN counts as missing.
     """
     mean = values.nanmean(0)
     spread = (values - mean).square().nanmean(0).sqrt()
