@@ -1,4 +1,4 @@
-"""Evaluate a trained policy on held-out tasks."""
+"""Evaluation of a trained policy on held-out tasks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -41,7 +41,7 @@ def evaluate(
     console: Console | None = None,
     **wrong: Any,
 ) -> EvalResult:
-    """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
+    """Measure the success of a policy on held-out tasks, with `attempts` episodes on each task.
 
     Without `attempts`, it is `eval.samples`. The engine samples at `eval.temperature`.
 
@@ -92,8 +92,8 @@ async def running_generator(
 ) -> AsyncIterator[Generator]:
     """Return a context in which the engine runs with the policy's weights.
 
-    If the engine crashes, it is restarted, at most `engine.restarts` times. `on_event` receives
-    these events.
+    Its value is a generator that uses the engine. If the engine crashes, it is restarted, at most
+    `engine.restarts` times. `on_event` is called with these events.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)
@@ -110,7 +110,7 @@ async def running_generator(
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result.
 
-    A `ConfigError` of the coroutine is raised unchanged, any other error as `RunFailed`.
+    A `ConfigError` of the coroutine is raised unchanged. Any other error is raised as `RunFailed`.
     """
 
     async def main() -> T:

@@ -21,7 +21,9 @@ from unstale.rollout.seeds import derive_seed
 from unstale.rollout.transcript import Transcript
 
 MAX_SESSIONS = 1000
-"""Number of named episodes kept in memory. Above it, the episode unused longest is dropped."""
+"""Number of named episodes that are kept in memory. With more, the least recently used one is
+dropped.
+"""
 
 
 class SessionPool:

@@ -42,9 +42,9 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
 NUM_CHECKED_TASKS = 256
-"""Number of training tasks whose tools are compared."""
+"""Number of training tasks whose tools are compared with each other."""
 RECORD = "sft.json"
-"""Name of the file in the model folder with the options and the metrics of every step."""
+"""Name of the file in the model folder that has the options and the metrics of every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,10 @@ class SftOptions:
             )
 
     def objective(self, seed: int) -> CrossEntropy:
-        """Return the objective that `loss` names. `seed` is for its random numbers."""
+        """Return the objective that the option `loss` names.
+
+        `seed` is for the objective's random numbers.
+        """
         if self.loss == "otr":
             return Otr(beta=self.beta, samples=self.samples, seed=seed)
         return CrossEntropy()
@@ -74,7 +77,7 @@ class SftOptions:
 
 @dataclass(frozen=True, slots=True)
 class SftStep:
-    """The metrics of one optimizer step."""
+    """The metrics of one optimizer step of supervised training."""
 
     step: int
     nll: float
@@ -175,14 +178,14 @@ def learn(
 
 
 def _have_different_tools(taskset: Any, seed: int) -> bool:
-    """Return True if two of the first training tasks have different tools."""
+    """Return True if the first training tasks do not all have the same tools."""
     with preparing(taskset, "train() or tools_of()"):
         tasks = islice(taskset.train(seed), NUM_CHECKED_TASKS)
         return len({json.dumps(taskset.tools_of(task), sort_keys=True) for task in tasks}) > 1
 
 
 def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
-    """Return a trainer whose objective gets log pi in place of log S.
+    """Return a trainer whose objective receives log pi in place of the log-ratio log S.
 
     With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
     """
@@ -202,7 +205,10 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
 
 
 def _batches(references: Sequence[Reference], size: int, seed: int) -> Iterator[list[Reference]]:
-    """Yield batches without end, in random order. No reference is repeated before all were used."""
+    """Yield batches of references endlessly, in random order.
+
+    None is repeated before all were used.
+    """
     order: list[Reference] = []
     for round_number in count():
         order += Random(f"sft/{seed}/{round_number}").sample(references, len(references))

@@ -1,4 +1,4 @@
-"""The commands of the command line: their arguments, and the functions that they call.
+"""The commands of the command line: their arguments, and the functions that do their work.
 
 A function returns the exit code of its command. Modules that import torch are imported when a
 command runs, so that `--help` is quick.
@@ -45,13 +45,13 @@ Act = Callable[[argparse.Namespace], int]
 
 
 Add = Callable[[Any], None]
-"""A function that adds a command to argparse's subparsers."""
+"""A function that adds a command to the subparsers of argparse."""
 VERBS: dict[str, Add] = {}
-"""The commands of this file by name."""
+"""The commands that this file declares, by name."""
 ADDED = Plugins("unstale.verbs", Callable)
 ANNEX = {name.replace("_", "-"): place for name, place in modules(ADDED.group).items()}
-"""The modules of commands in `unstale.analysis` and `unstale.research`, by command. Each has a
-function `add`.
+"""The modules that declare commands in `unstale.analysis` and `unstale.research`, by command. Each
+has a function `add`.
 """
 
 
@@ -62,7 +62,7 @@ def verb_names() -> list[str]:
 
 
 def unknown_verb(name: str) -> ConfigError:
-    """Return an error about a command that does not exist."""
+    """Return the error for the name of a command that does not exist."""
     if name == "align":
         return ConfigError("align is now probe-distillation")
     hint = nearest(name, verb_names()) + missing_annexes()
@@ -97,9 +97,10 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
-    """Return a decorator of the function that does a command's work. `about` is its help.
+    """Return a decorator for the function that does a command's work.
 
-    The decorator returns a function that adds the command to the command line.
+    `about` is the command's help. The decorated function becomes one that adds the command to the
+    command line.
     """
 
     def declare(act: Act) -> Add:
@@ -117,7 +118,10 @@ def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]
 
 
 def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
-    """Return a decorator that makes a function of this file a command. `about` is its help."""
+    """Return a decorator that makes a function of this file a command.
+
+    `about` is the command's help.
+    """
 
     def register(act: Act) -> Act:
         VERBS[name] = command(name, about, *arguments)(act)
@@ -146,7 +150,7 @@ CONFIG = argument(
     help="a file with the options below, one table per section; the command line wins. "
     "It may also be given in place of the recipe",
 )
-"""The argument `--config`. A command that has it also takes every option of a run."""
+"""The argument `--config`. A command that has it also accepts every option of a run."""
 CONFIG_OF_RUN = argument(
     "--config",
     type=Path,
@@ -154,15 +158,15 @@ CONFIG_OF_RUN = argument(
     help="a file with options that replace those of the run, one table per section; the command "
     "line wins",
 )
-"""The argument `--config` of a command on a run folder, which takes no recipe."""
+"""The argument `--config` of a command on a run folder. Such a command accepts no recipe."""
 
 
 COUNT = bounded(int, 1, 10_000)
-"""The type of an argument that is a number of runs or attempts."""
+"""The type of an argument that is a number of runs or attempts, 1 to 10000."""
 
 
 def console_of(chosen: argparse.Namespace) -> Console:
-    """Return the console for progress and tables: stderr with `--json`, otherwise stdout."""
+    """Return the console for progress and tables. It is stderr with `--json`, otherwise stdout."""
     return Console(stderr=chosen.json, soft_wrap=True)
 
 
@@ -262,7 +266,10 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def open_journal(run: Path) -> "Iterator[JournalReader]":
-    """Open the journal of a run folder. If it cannot be read, end the command with exit code 1."""
+    """Return a context with an open journal of a run folder.
+
+    If the journal cannot be read, the command ends with exit code 1.
+    """
     from unstale.durability.journal import Journal, JournalError
 
     try:
@@ -344,7 +351,7 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def _write_errors(path: Path) -> "Iterator[None]":
-    """Raise `ConfigError` if the file of `--out` cannot be written."""
+    """Return a context that raises `ConfigError` if the file of `--out` cannot be written."""
     try:
         yield
     except OSError as error:

@@ -141,14 +141,15 @@ class CorrectionConfig(Section):
 
     @property
     def is_weight(self) -> bool:
-        """True if D weights the loss of tokens."""
+        """True if the correction's mode weights the loss of tokens by the discrepancy D."""
         return self.mode not in ("none", "mask", "k3_mask")
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """The range of D outside of which a unit is dropped. None if units are not dropped.
+        """The range of D outside of which the correction drops a unit of tokens.
 
-        With a limit in nats, it is about that of a token with probability 1/2.
+        None if it drops none. If the mode has a limit in nats, this is approximately the range for
+        a token of probability 1/2.
         """
         if self.mode in ("kpop", "k3_mask"):
             width = math.sqrt(2 * self.kl_limit)

@@ -40,7 +40,7 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
     """Return the largest staleness, in versions, that a token can have when its batch is formed.
 
     The staleness of a token is the number of versions published since it was sampled. One version
-    is published per batch. docs/staleness.md has the derivation.
+    is published for each batch. docs/staleness.md has the derivation.
 
     >>> staleness_bound(2, 16, lookahead_window=1)
     2
@@ -53,14 +53,17 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
 
 
 def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """Return bfloat16 on a GPU or a CPU with bfloat16 units, otherwise float32: the faster one."""
+    """Return the faster dtype: bfloat16 on a GPU or a CPU with bfloat16 units, else float32."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     has_products = "avx512_bf16" in flags or "amx_bf16" in flags
     return "bfloat16" if has_gpu() or has_products else "float32"
 
 
 def has_gpu() -> bool:
-    """Return True if there is an NVIDIA GPU and a torch that can use it. Nothing is imported."""
+    """Return True if there is an NVIDIA GPU and an installed torch that can use it.
+
+    Nothing is imported.
+    """
     has_driver = Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()  # Linux or WSL
     if not has_driver or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
@@ -191,7 +194,10 @@ class EngineConfig(Section):
 
     @property
     def num_started(self) -> int:
-        """Number of engines that the run starts on one host, without those of `urls`."""
+        """Number of engines that the run itself starts on one host.
+
+        Servers in `urls` do not count.
+        """
         return self.processes * self.servers  # one of both is 1
 
     def applies(self, option: str) -> bool:
@@ -248,7 +254,10 @@ class EngineConfig(Section):
 
     @property
     def truncated_by(self) -> str:
-        """The options that truncate the distribution, with their values. Empty if none does."""
+        """The sampling options that cut off a part of the distribution, with their values.
+
+        Empty if none does.
+        """
         limits = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
         return ", ".join(
             f"engine.{name} = {getattr(self, name):g}" for name, is_set in limits.items() if is_set

@@ -1,4 +1,4 @@
-"""Task sets of several environments in one, such as all desks or all domains of a benchmark."""
+"""A task set that joins several others, such as all desks or all domains of a benchmark."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
@@ -10,7 +10,7 @@ from unstale.records import Task
 
 
 class MixedTasks:
-    """The tasks of several task sets in turn. A task has the name and the tools of its set."""
+    """The tasks of several task sets in turn. A task keeps the name and the tools of its set."""
 
     def __init__(self, name: str, parts: Sequence[Taskset]) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class MixedTasks:
         return list(self._parts.values())
 
     def part_of(self, task: Task) -> Taskset:
-        """Return the task set that a task is from."""
+        """Return the task set to which a task belongs."""
         return self._parts[task.env]
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
@@ -41,7 +41,7 @@ class MixedTasks:
                 yield task
 
     def held_out(self, count: int) -> list[Task]:
-        """Return up to `count` held-out tasks. A part that has no more is left out."""
+        """Return up to `count` held-out tasks. A set that has no more is skipped."""
         rows = zip_longest(*(part.held_out(count) for part in self._parts.values()))
         return list(islice((task for task in chain.from_iterable(rows) if task), count))
 
@@ -52,9 +52,7 @@ class MixedTasks:
         return task_text(self.part_of(task), task)
 
     def giveaways(self) -> str:
-        """Return the sentences that `giveaways` of the parts returns, joined. Empty if there are
-        none.
-        """
+        """Return the joined results of the sets' methods `giveaways`. Empty if there are none."""
         parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
         return "; ".join(filter(None, (part.giveaways() for part in parts)))
 

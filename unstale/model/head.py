@@ -32,17 +32,19 @@ faster.
 """
 
 HEAD_ROWS = 96
-"""Number of tokens whose full logits are in memory at once in a `_RowwiseHead`."""
+"""Number of tokens whose full logits are in memory at once in `_RowwiseHead`."""
 
 LEAST = -1e30
-"""The number that replaces a log-probability of minus infinity, whose product with the probability
-0 would be NaN.
+"""A finite number that replaces a log-probability of minus infinity, whose product with the
+probability 0 would be NaN.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LogpQuery:
-    """The log-probabilities and entropies that a forward pass computes from R hidden states."""
+    """A request to compute log-probabilities and entropies from R hidden states of a forward
+    pass.
+    """
 
     targets: Tensor
     """`[R]`: the token after each hidden state. Its log-probability is computed."""
@@ -52,9 +54,13 @@ class LogpQuery:
     sample: Tensor | None = None
     """`[R]` bool: rows whose entropy is computed without a gradient, for a metric."""
     kept_sets: KeptSets | None = None
-    """The sets over which the R distributions are taken. None: the whole vocabulary."""
+    """The set of tokens over which each of the R distributions is normalised. None: the whole
+    vocabulary.
+    """
     compare: "Callable[[nn.Module, Tensor, LogpQuery], tuple[Tensor, ...]] | None" = None
-    """A function that answers the query in place of `token_logps`. It may add values `[R]`."""
+    """A function that computes the answer in place of `token_logps`. It may add further values
+    `[R]`.
+    """
 
     def at(self, rows: Tensor) -> "LogpQuery":
         """Return the same query for some of the rows, given by their positions `[r]`."""
@@ -92,7 +98,7 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
 def _query_kept(
     head: nn.Module, rows: Tensor, query: LogpQuery, kept: KeptSets
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities and entropies `[R]` of distributions over kept sets."""
+    """Return log-probabilities and entropies `[R]` of distributions over kept sets only."""
     if kept.any_whole:
         sizes = kept.to_tensors()[0]
         parts = [(sizes == 0).nonzero().squeeze(1), sizes.nonzero().squeeze(1)]
@@ -159,7 +165,7 @@ def _rows_at_once(rows: Tensor, vocabulary: int) -> int:
 def _all_logits(
     head: nn.Module, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of a few tokens, from their full logits."""
+    """Return log-probability and entropy of a few target tokens, from their full logits."""
     logps = F.log_softmax(head(rows).to(wide(rows.dtype)) / temperature, dim=-1)
     entropy = -(logps.exp() * logps).sum(-1) if with_entropy else logps.new_zeros(len(rows))
     return logps.gather(1, targets[:, None]).squeeze(1), entropy
@@ -255,7 +261,10 @@ class RowwiseLinear(nn.Linear):
 
 
 class _RowwiseHead(_Head):
-    """Log-probability and entropy by `rowwise.c`, as in the engine. The gradient is `_Head`'s."""
+    """Log-probability and entropy of tokens by `rowwise.c`, as in the engine.
+
+    The gradient is that of `_Head`.
+    """
 
     @staticmethod
     def forward(
@@ -280,7 +289,10 @@ class _RowwiseHead(_Head):
 
 
 class _Sums(NamedTuple):
-    """The running sums of an online softmax over parts of the vocabulary, `[R]` each."""
+    """The running sums of an online softmax over parts of the vocabulary, `[R]` each.
+
+    `highest` is the largest logit so far.
+    """
 
     logp: Tensor
     """The logit of the target token. 0 until the token's part of the vocabulary was added."""
@@ -306,7 +318,7 @@ class _Tile(NamedTuple):
 
 
 def _add_logits(tile: _Tile, sums: _Sums) -> None:
-    """Add a tile to the sums of its rows."""
+    """Add a tile of logits to the running sums of its rows."""
     logits = tile.logits
     sums.logp.add_(logits.gather(1, tile.place).squeeze(1).where(tile.inside, 0.0))
     peak = torch.maximum(sums.highest, logits.amax(-1))
@@ -326,9 +338,9 @@ def _add_logits(tile: _Tile, sums: _Sums) -> None:
 def _logit_slopes(
     tile: _Tile, total: Tensor, grad: Tensor, entropies: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return the gradient of a tile's logits, times the temperature.
+    """Return the gradient of the loss to a tile's logits, multiplied by the temperature.
 
-    `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient of the
+    `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient to the
     log-probability. `entropies` are the entropy `[R]` and its gradient, or None without entropy.
     """
     logits = tile.logits.sub_(total[:, None])
@@ -350,10 +362,10 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
     *,
     products: Products = FAST,
 ) -> Iterator[_Tile]:
-    """Yield the logits in tiles, divided by the temperature, in float32 or float64.
+    """Yield the logits in tiles (parts of rows and vocabulary), in float32 or float64.
 
-    If `temperature` is None, logits are not divided and have the dtype of the rows: GPU kernels do
-    the rest.
+    They are divided by the temperature. If `temperature` is None, they are not divided and have the
+    dtype of the rows: GPU kernels do the rest.
     """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)

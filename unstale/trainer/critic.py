@@ -34,12 +34,17 @@ from unstale.trainer.weight_update import WeightUpdate
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """The forecasts of a batch and what they are trained towards. Tensors are `[T]` on the CPU."""
+    """The critic's forecasts for a batch, and their training targets.
+
+    Tensors are `[T]` on the CPU.
+    """
 
     starts: Tensor
-    """True for the first token of each action, before which there is a forecast."""
+    """True for the first token of each action. A forecast is made before it."""
     value: Tensor
-    """The forecast before the optimizer steps of the batch. 0 elsewhere."""
+    """The forecast at each action's first token, made before the batch's optimizer steps. 0
+    elsewhere.
+    """
     target: Tensor
 
     def select(self, index: Tensor) -> "Forecasts":
@@ -47,7 +52,10 @@ class Forecasts:
 
 
 class Critic:
-    """A linear head on hidden states, its optimizer, and the layers below if they are its own."""
+    """A value function: a linear head on hidden states, with its optimizer.
+
+    It may have its own layers below.
+    """
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         """Create a critic that forecasts 0. Raises ConfigError for a model without a plain head."""
@@ -71,14 +79,18 @@ class Critic:
         self._optimizer = torch.optim.Adam(self._head, lr=config.critic.lr)
         self._steps = 0
         self.metrics: dict[str, float] = {}
-        """The metrics of the last batch."""
+        """The critic's metrics for the last batch."""
 
     @classmethod
     def of(cls, policy: Policy, config: RunConfig) -> "Critic | None":
         return cls(policy, config) if config.advantage.estimator == "gae" else None
 
     def credit(self, batch: Batch) -> tuple[Batch, Forecasts, int]:
-        """Return the batch with advantages, its forecasts, and the tokens of forward passes."""
+        """Compute forecasts and advantages of a batch.
+
+        Return the batch with these advantages, its forecasts, and the number of tokens in forward
+        passes.
+        """
         options = self._advantage
         sequence = batch.sequence
         starts = action_starts(batch.sampled, batch.turn, sequence=sequence, over=options.over)
@@ -112,7 +124,8 @@ class Critic:
 
     @contextmanager
     def reading(self) -> Iterator[list[Tensor]]:
-        """Return a context with a list of the hidden states of the policy's passes, for `loss`.
+        """Return a context that collects hidden states of the policy's passes in a list, for
+        `loss`.
 
         The list stays empty if the critic has layers of its own.
         """
@@ -125,10 +138,11 @@ class Critic:
     def loss(
         self, part: Batch, states: list[Tensor], minibatch: Forecasts, index: Tensor
     ) -> Tensor:
-        """Return the critic's loss of some sequences of a minibatch, a scalar with a gradient.
+        """Return the critic's loss on some sequences of a minibatch, a scalar with a gradient.
 
-        It is the mean over the minibatch's actions. `states` has those before the sampled tokens of
-        `part`, and `index` the positions of the part's tokens in the minibatch.
+        It is the mean over the minibatch's actions. `part` has the sequences. `states` are the
+        hidden states before their sampled tokens, and `index` is the position in the minibatch of
+        each token of `part`.
         """
         here = minibatch.select(index)
         where = part.sampled.clone()
@@ -146,7 +160,9 @@ class Critic:
         return loss.sum() / minibatch.starts.sum()
 
     def collect_gradients(self, scale: float) -> None:
-        """Add the gradients of a backward pass, multiplied by `scale`, to those of the layers."""
+        """Add a backward pass's gradients, multiplied by `scale`, to those of the critic's
+        layers.
+        """
         if self._weights:
             self._weights.masters.collect_gradients(scale)
 
@@ -154,7 +170,7 @@ class Critic:
         """Take a step of the critic's optimizers. All ranks must call this.
 
         The head's gradient is divided by `scale`. With `is_skipped` no weight changes. Raises
-        FloatingPointError if the gradient is not finite.
+        FloatingPointError if a gradient is not finite.
         """
         for weight in self._head:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -198,7 +214,7 @@ class Critic:
         return nn.functional.normalize(hidden, dim=-1) @ weight + bias
 
     def _describe(self, value: Tensor, target: Tensor) -> None:
-        """Note the metrics of a batch's forecasts and targets, `[n]` each."""
+        """Set the metrics of a batch from its forecasts and their targets, `[n]` each."""
         error = (target - value).square().mean()
         spread = target.var(correction=0)
         unexplained = (target - value).var(correction=0) / spread
@@ -235,13 +251,13 @@ def token_rewards(batch: Batch) -> Tensor:
 
 
 def _scale_gradient(states: Tensor, factor: float) -> Tensor:
-    """Return the same states, whose gradient is multiplied by `factor`."""
+    """Return hidden states with equal values, whose gradient is multiplied by `factor`."""
     held = states.detach()
     return held + factor * (states - held) if factor else held
 
 
 def _trained_copy(policy: Policy) -> Policy:
-    """Return a copy of the policy whose weights can be trained."""
+    """Return a copy of the policy with its own trainable weights."""
     copied = policy.twin()
     trained = {name for name, each in policy.model.named_parameters() if each.requires_grad}
     for name, parameter in copied.model.named_parameters():

@@ -1,4 +1,4 @@
-"""The correction and the objective of a run, as functions of log-probabilities.
+"""The configured correction and objective, as functions of log-probabilities.
 
 The trainer calls these functions in every step. The dashboard calls them on recorded tokens with
 other options, so this module needs no model.
@@ -31,10 +31,10 @@ class LossSpec:
     techniques: Techniques = NO_TECHNIQUES
 
     def correct(self, old_logp: Tensor, batch: Batch) -> CorrectionWeights:
-        """Return the correction of each token: first the token veto, then the mode.
+        """Return the correction's weight of each token: first the token veto, then the mode.
 
         The veto drops sequences with an impossible token. The mode drops or weights tokens by the
-        discrepancy, which may be aggregated over a unit of several tokens.
+        discrepancy D, which may be aggregated over a unit of several tokens.
         """
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
@@ -55,7 +55,7 @@ class LossSpec:
         return apply_mode(over_unit(log_d), correction, **divergences, **options)
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
-        """Return True for the sampled tokens that the token veto drops, `[T]`."""
+        """Return a mask `[T]`: True for the sampled tokens that the token veto drops."""
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         return batch.sampled & ~self._veto(log_d, batch).keep
 
@@ -67,9 +67,9 @@ class LossSpec:
         return corrections.veto(log_d, correction, sequence=batch.sequence, below=below)
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
-        """Return the loss of each token from its staleness ratio, before weights are applied.
+        """Return the loss of each token, computed from its staleness ratio S.
 
-        The ratio may be aggregated over a unit of several tokens.
+        Weights are not applied. The ratio may be aggregated over a unit of several tokens.
         """
         config = self.objective
         if self.techniques.ratio:
@@ -104,7 +104,7 @@ class LossSpec:
         return config.surrogate(log_s, batch.advantage, **inputs)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the weights `factor` of the tokens' losses, reduced where pi / mu is above
+        """Return the weights `factor` of tokens' losses, lowered where pi / mu exceeds
         `ratio_cap`.
         """
         high = self.objective.ratio_cap
@@ -115,7 +115,10 @@ class LossSpec:
         )
 
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
-        """Return the inverse of the loss's divisor for each token, within one optimizer step."""
+        """Return, for each token, one divided by the loss's divisor in one optimizer step, `[T]`.
+
+        `keep` `[T]` is False for tokens that the correction dropped.
+        """
         return objectives.token_norm(
             batch.sampled,
             keep,
@@ -125,9 +128,9 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return what some sequences add to the loss's divisor.
+        """Return the amount that a batch's sequences contribute to the loss's divisor.
 
-        `norm` times this number does not depend on the other sequences of the batch.
+        `norm` times this number does not depend on other sequences.
         """
         return objectives.loss_divisor(
             batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
@@ -135,7 +138,7 @@ class LossSpec:
 
     @property
     def trains_zero_advantage(self) -> bool:
-        """True if the objective can give a token with advantage 0 a gradient."""
+        """True if a token with advantage 0 can have a gradient under the configured objective."""
         config = self.objective
         return (
             config.trains_zero_advantage

@@ -21,7 +21,7 @@ from unstale.model.quantisation import round_activations
 
 
 class _Slots:
-    """The slots and positions of the current forward pass, shared by the caches of all layers.
+    """The slots and positions of the current forward pass, which the caches of all layers read.
 
     A slot is the part of a cache that holds one sequence.
     """
@@ -34,9 +34,9 @@ class _Slots:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """The keys and values of one layer, each `[slots, heads, max_context, width]`.
+    """The cached keys and values of one layer, each `[slots, heads, max_context, width]`.
 
-    The first forward pass shows the sizes and allocates them.
+    Memory is allocated in the first forward pass, which shows the sizes.
     """
 
     keys: Tensor
@@ -59,7 +59,7 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys and values `[rows, heads, n, width]` of `n` new tokens of each sequence.
+        """Store the keys and values `[rows, heads, n, width]` of n new tokens of each sequence.
 
         Return the keys and values of the whole sequences, `[rows, heads, length, width]`.
         """
@@ -130,10 +130,11 @@ class TransformersRunner:
         self._recorder = ExpertRecorder(self._model) if record_experts else None
 
     def _probed(self, max_context: int, why_slow: str, exact: Probe | None = None) -> Probe:
-        """Test the model and return the probe. Raises ValueError if the model fails.
+        """Compare this runner's logits with those of a plain forward pass.
 
-        It fails if this runner's logits differ from those of a plain forward pass. `exact` is the
-        probe of the same model in float32, or None if this model is in float32.
+        Return the plain pass (`Probe`). Raises ValueError, with the text `why_slow`, if they
+        differ. `exact` is the probe of the same model in float32, or None if this model is in
+        float32.
         """
         self._reset(SLOTS, max_context)
         try:
@@ -163,7 +164,10 @@ class TransformersRunner:
                 parameter.copy_(value)
 
     def keep(self, slot: int, count: int) -> None:
-        """Do nothing. This cache keeps the memory of all slots, so none can be freed."""
+        """Do nothing.
+
+        This cache always holds the memory of all slots, so no memory can be freed.
+        """
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:
@@ -189,9 +193,9 @@ class TransformersRunner:
         return torch.cat(logits)
 
     def _run(self, rows: Tensor, positions: Tensor, tokens: Tensor, length: int) -> Tensor:
-        """Return float32 logits `[rows, V]` after the last of `tokens` `[rows, n]`.
+        """Return float32 logits `[rows, V]` after the last of each row's `tokens` `[rows, n]`.
 
-        `rows` are their slots. `length` is the length of the longest sequence.
+        `rows` are the cache slots of the sequences. `length` is the length of the longest sequence.
         """
         slots = self._slots
         slots.rows = rows

@@ -38,7 +38,7 @@ def _techniques(chosen: argparse.Namespace) -> int:
 
 
 def _short_table(width: int) -> Table:
-    """Return one line for each technique of the package: its name and what it does."""
+    """Return a table, `width` characters wide, of each technique's name and what it does."""
     texts = {name: " ".join(each.formula.split()) for name, each in techniques().items()}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
     table.add_column(no_wrap=True, style="bold")
@@ -58,7 +58,10 @@ def _full_table() -> Table:
 
 
 def _explain(name: str, *, as_json: bool) -> int:
-    """Print what a technique does. Raises `ConfigError` if there is none of this name."""
+    """Print a technique's description.
+
+    Raises `ConfigError` if there is no technique of this name.
+    """
     if not name.isidentifier():
         raise ConfigError(f"expected the name of one technique, got {name!r}")
     (entry,) = find(name)

@@ -15,14 +15,14 @@ State = Literal["works", "transfer", "not yet"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published technique, which is a row of the table that `unstale techniques` prints."""
+    """A published technique: a row of the table that `unstale techniques` prints."""
 
     number: int
     paper: str
     about: str
     state: State
     reason: str
-    """The options that turn the technique on, or what is missing."""
+    """The options that turn the technique on, or what this package lacks for it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -415,4 +415,4 @@ ROWS: Sequence[Row] = (
         "works",
     ),
 )
-"""All rows, by number."""
+"""All rows of the table, in the order of their numbers."""

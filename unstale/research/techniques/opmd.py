@@ -33,7 +33,7 @@ class OpmdConfig(Section):
 
 
 class Opmd:
-    """An objective that does not use the ratio."""
+    """An objective whose loss uses no ratio of policies."""
 
     def __init__(self, options: OpmdConfig) -> None:
         self._options = options
