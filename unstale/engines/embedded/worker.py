@@ -328,7 +328,7 @@ class _EngineWorker:
             routed_experts = None
             if reply.experts is not None:
                 routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
-            kept = b"" if reply.kept_sets is None else reply.kept_sets.pack(reply.tokens)
+            kept = b"" if reply.kept_sets is None else reply.kept_sets.tobytes()
             header = {
                 "op": "reply",
                 "reply": reply.id,
