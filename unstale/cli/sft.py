@@ -158,6 +158,7 @@ def learn(
     Print the progress. Return the metrics of each step.
     """
     objective = options.objective(config.seed)
+    policy.bias_logits(())  # nothing was sampled
     trainer = _trainer(config, policy, objective)
     figures = []
     for step, batch in enumerate(
