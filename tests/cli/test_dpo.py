@@ -48,7 +48,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, policy: Path) -> Path:
-    """A run folder with the groups. Episodes have a second turn, of one token."""
+    """A run folder with the groups. Episodes have a second turn, of one token, and a long end."""
     folder = tmp_path_factory.mktemp("run")
     shutil.copy(policy / "tokenizer.json", folder)
     with Journal(folder / JOURNAL) as journal:

@@ -27,7 +27,7 @@ from unstale.durability.journal import JOURNAL, JournalReader
 from unstale.durability.run_folder import TOKENIZER, dumps
 from unstale.model.forward import Scored
 from unstale.model.policy import Policy
-from unstale.records import Batch, ScoredTrajectory, Trajectory, collate, is_success
+from unstale.records import Batch, Sampled, ScoredTrajectory, Trajectory, collate, is_success
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.passes import pass_tokens
@@ -232,13 +232,13 @@ def _pairs(run: Path, policy: Policy, max_tokens: int) -> Iterator[Pair]:
     groups: dict[int, list[Trajectory]] = {}
     with JournalReader(run / JOURNAL) as journal:
         for stored in journal.trajectories():
-            trajectory = stored.trajectory
+            trajectory = _until_last_reply(stored.trajectory)
             if len(trajectory) > max_tokens:
                 raise ConfigError(
                     f"{run}: episode {trajectory.episode} has {len(trajectory)} tokens, more than "
                     f"engine.max_context = {max_tokens}; raise it"
                 )
-            if any(trajectory.versions):
+            if trajectory.pieces:
                 groups.setdefault(stored.group, []).append(trajectory)
     for group in groups.values():
         won = [each for each in group if is_success(each.rewards, each.facts)]
@@ -248,6 +248,12 @@ def _pairs(run: Path, policy: Policy, max_tokens: int) -> Iterator[Pair]:
             if same:
                 lost.remove(same[0])
                 yield Pair(success, same[0])
+
+
+def _until_last_reply(trajectory: Trajectory) -> Trajectory:
+    """Return an episode without what the environment said last. Nothing sampled comes after it."""
+    sampled = [place for place, each in enumerate(trajectory.pieces) if isinstance(each, Sampled)]
+    return replace(trajectory, pieces=trajectory.pieces[: sampled[-1] + 1 if sampled else 0])
 
 
 def _order(count: int, seed: int) -> Iterator[int]:
