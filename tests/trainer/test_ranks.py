@@ -31,6 +31,7 @@ from unstale.config import (
     AuditConfig,
     ClusterConfig,
     ConfigError,
+    EngineConfig,
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
@@ -93,6 +94,7 @@ VARIANTS: Mapping[str, RunConfig] = {
         SMALL,
         trainer=replace(BASE.trainer, minibatches_per_batch=2, gradient_checkpointing=True),
         objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
+        engine=EngineConfig(logit_bias="3=-2 5=1.5"),
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
     "techniques": replace(SMALL, techniques="minpro m2po token_entropy_advantage preserve_clip"),
@@ -206,6 +208,7 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig, *, truncated: bool 
     )
     if replay:
         policy.replay_experts()
+    policy.bias_logits(config.engine.biases)
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
     make_batch = partial(batch_of, replay=replay, truncated=truncated)

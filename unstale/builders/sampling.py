@@ -270,6 +270,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             number=number,
             max_running=max_running,
             max_context=options.max_context,
+            logit_bias=options.biases,
             keep_cache=options.keep_cache,
             load_tokens=options.load_tokens,
             deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),

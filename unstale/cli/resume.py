@@ -33,6 +33,7 @@ FIXED = {
     "engine.max_context": "the open episodes were begun with that limit",
     "engine.max_completion_tokens": "the open replies were begun with that limit",
     "engine.temperature": "the open replies were sampled at it",
+    "engine.logit_bias": "the open replies were sampled with it",
     "rollout.max_turns": "the open episodes were begun with that limit",
     "old_logps.route": "the checkpoint holds the state of that route",
     "trainer.optimizer": "the checkpoint holds the state of that optimizer",

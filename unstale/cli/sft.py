@@ -102,28 +102,7 @@ def sft(
     folder = Path(folder)
     config = config.with_policy(config.model)  # the recipe's own supervised start is not made
     require_empty_folder(folder)
-    if config.cluster.trainers:
-        raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
-    for name, coefficient in (
-        ("kl_coef", config.objective.kl_coef),
-        ("entropy_coef", config.objective.entropy_coef),
-    ):
-        if coefficient:
-            raise ConfigError(
-                f"sft needs objective.{name} = 0, got {coefficient:g}: its loss is that of --loss"
-            )
-    for name in ("minibatches_per_batch", "epochs_per_batch"):
-        if (number := getattr(config.trainer, name)) > 1:
-            raise ConfigError(
-                f"sft needs trainer.{name} = 1, got {number}: each batch is one of its optimizer "
-                "steps. Set --batch and --max_steps instead"
-            )
-    if config.trainer.stream:
-        raise ConfigError(
-            "sft needs trainer.stream = false, got true: its batches are complete from the start"
-        )
-    if config.techniques:
-        raise ConfigError(f"sft has no techniques, got {config.techniques!r}: set --techniques ''")
+    require_plain(config, "sft")
     console = console or Console(soft_wrap=True)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -148,6 +127,35 @@ def sft(
     return figures
 
 
+def require_plain(config: RunConfig, command: str) -> None:
+    """Raise `ConfigError` for options of a run that a trainer without engines does not have."""
+    if config.cluster.trainers:
+        raise ConfigError(f"{command} needs cluster.trainers = 0, got {config.cluster.trainers}")
+    for name, coefficient in (
+        ("kl_coef", config.objective.kl_coef),
+        ("entropy_coef", config.objective.entropy_coef),
+    ):
+        if coefficient:
+            raise ConfigError(
+                f"{command} needs objective.{name} = 0, got {coefficient:g}: its loss is another"
+            )
+    for name in ("minibatches_per_batch", "epochs_per_batch"):
+        if (number := getattr(config.trainer, name)) > 1:
+            raise ConfigError(
+                f"{command} needs trainer.{name} = 1, got {number}: each batch is one of its "
+                "optimizer steps. Set --batch and --max_steps instead"
+            )
+    if config.trainer.stream:
+        raise ConfigError(
+            f"{command} needs trainer.stream = false, got true: its batches are complete from the "
+            "start"
+        )
+    if config.techniques:
+        raise ConfigError(
+            f"{command} has no techniques, got {config.techniques!r}: set --techniques ''"
+        )
+
+
 def learn(
     config: RunConfig,
     policy: Policy,
@@ -161,7 +169,8 @@ def learn(
     Print the progress. Return the metrics of each step.
     """
     objective = options.objective(config.seed)
-    trainer = _trainer(config, policy, objective)
+    policy.bias_logits(())  # nothing was sampled
+    trainer = plain_trainer(config, policy, objective)
     figures = []
     for step, batch in enumerate(
         islice(_batches(references, options.batch, config.seed), config.max_steps), start=1
@@ -184,8 +193,8 @@ def _have_different_tools(taskset: Any, seed: int) -> bool:
         return len({json.dumps(taskset.tools_of(task), sort_keys=True) for task in tasks}) > 1
 
 
-def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
-    """Return a trainer whose objective receives log pi in place of the log-ratio log S.
+def plain_trainer(config: RunConfig, policy: Policy, objective: Any) -> LocalTrainer:
+    """Return a trainer whose objective gets log pi in place of log S.
 
     With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
     """
@@ -196,7 +205,9 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
         old_logps=OldLogpsConfig(route="rollout"),
         correction=CorrectionConfig(mode="none"),
         objective=ObjectiveConfig(
-            loss_type="none", loss_aggregation=config.objective.loss_aggregation
+            loss_type="none",
+            loss_aggregation=config.objective.loss_aggregation,
+            constant=config.objective.constant,
         ),
         audit=AuditConfig(),
     )

@@ -463,6 +463,36 @@ def _sft(chosen: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    "dpo",
+    "train a recipe's policy on pairs of episodes from journals",
+    RECIPE,
+    argument("runs", type=Path, nargs="+", help="folders of runs"),
+    CONFIG,
+    argument("--folder", type=Path, required=True, metavar="OUT", help="a new folder of the model"),
+    argument(
+        "--beta",
+        type=bounded(float, 1e-6, 1e6),
+        default=0.1,
+        help="strength of the pull to the policy before the first step; default: 0.1",
+    ),
+    argument("--batch", type=COUNT, default=16, help="pairs in a step; default: 16"),
+)
+def _dpo(chosen: argparse.Namespace) -> int:
+    from unstale.cli.trained import fetch_policy
+
+    config = fetch_policy(configure(chosen), file_values(chosen))
+    require_runs(*chosen.runs)
+    with quick_imports():
+        from unstale.cli.dpo import DpoOptions, dpo
+
+    options = DpoOptions(beta=chosen.beta, batch=chosen.batch)
+    console = Console(soft_wrap=True)
+    dpo(config, chosen.runs, chosen.folder, options, console=console)
+    console.print(f"the policy is in {chosen.folder}", highlight=False, markup=False)
+    return 0
+
+
 @verb("recipes", "list the recipes")
 def _recipes(chosen: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2))

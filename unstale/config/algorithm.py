@@ -59,8 +59,10 @@ class CriticConfig(Section):
     """The layers below the critic's head: those of the policy (`trunk`), or a copy of the model
     that only the critic trains (`own`).
     """
-    lr: Positive = 1e-2
-    """Learning rate of the critic's head, with Adam."""
+    memory: Share = 0.95
+    """Factor on the weight of earlier batches in the least squares of the critic's head, at each
+    optimizer step.
+    """
     own_lr: Positive = 1e-5
     """Only for `model = own`: learning rate of the copy's layers."""
     coef: NonNegative = 0.1

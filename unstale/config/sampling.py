@@ -27,6 +27,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
 Adapters = Literal["merged", "unmerged"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
+LARGEST_BIAS = 100.0
+"""Largest number that `engine.logit_bias` adds to a logit, as in the API of OpenAI."""
+BANNED = -10_000.0
+"""The number that bans a token: exp of it is 0 in every precision, and its product with 0 is 0."""
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
     "vllm": ("fp8",),
@@ -161,6 +165,10 @@ class EngineConfig(Section):
     """Sample from tokens with at least this share of the highest probability. Sets are recorded as
     with `top_p`. Applies before the other two.
     """
+    logit_bias: str = ""
+    """Numbers that are added to the logits of tokens, as ID=NUMBER, separated by spaces. `-inf`
+    bans a token. See docs/kept-sets.md.
+    """
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
     keep_cache: bool = False
@@ -251,6 +259,36 @@ class EngineConfig(Section):
                 "eval.temperature = 0"
             )
         self._check_truncation()
+        if self.biases and (self.backend != "embedded" or self.bitwise):
+            other = "engine.bitwise" if self.bitwise else f"engine.backend = {self.backend}"
+            raise ConfigError(
+                f"engine.logit_bias cannot be used with {other}: only the embedded engine's own "
+                "sampling adds it to the logits as the trainer does"
+            )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The tokens of `logit_bias`, and the numbers that are added to their logits.
+
+        >>> EngineConfig(logit_bias="5=-inf 7=1.5").biases
+        ((5, -10000.0), (7, 1.5))
+        """
+        found: dict[int, float] = {}
+        for entry in self.logit_bias.split():
+            token, _, text = entry.partition("=")
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not token.isdecimal() or not (abs(value) <= LARGEST_BIAS or value == -math.inf):
+                raise ConfigError(
+                    f"engine.logit_bias has {entry!r}: write the id of a token, = and a number "
+                    f"from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or -inf for a banned token"
+                )
+            if int(token) in found:
+                raise ConfigError(f"engine.logit_bias names token {token} twice")
+            found[int(token)] = max(value, BANNED)
+        return tuple(sorted(found.items()))
 
     @property
     def truncated_by(self) -> str:

@@ -68,6 +68,10 @@ class EngineOptions:
     contexts. With a few more than there are concurrent episodes, the context of an episode is still
     cached at its next turn.
     """
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and the numbers that are added to their logits before the temperature (embedded
+    engine only).
+    """
     max_context: int = 2048
     """Largest number of tokens in a sequence. A reply that reaches it ends with the reason
     "length".

@@ -131,6 +131,7 @@ class Policy:
         self.passes = ForwardOptions()
         self.independent_rows = False
         """True if the model was loaded with the option `independent_rows` of `load`."""
+        self._logit_bias: Tensor | None = None
         self._expert_layers: ExpertLayers | None = None
         self._body: Callable[..., Any] = self._whole
 
@@ -580,6 +581,31 @@ class Policy:
         except SafetensorError as error:
             raise OSError(f"the model cannot be written to {folder}: {error}") from error
 
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]:
+        """The tokens whose logits are changed in every log-probability, and what is added."""
+        if self._logit_bias is None:
+            return ()
+        ids = self._logit_bias.nonzero().squeeze(1)
+        pairs = zip(ids.tolist(), self._logit_bias[ids].tolist(), strict=True)
+        return tuple(pairs)
+
+    def bias_logits(self, bias: Sequence[tuple[int, float]]) -> None:
+        """Add a number to the logits of some tokens, in every log-probability from now on.
+
+        `bias` has tokens and numbers, and replaces the bias before. Saved models are without it.
+        Raises ValueError for a token that is not in the vocabulary.
+        """
+        head = self.model.config.get_text_config().vocab_size
+        if wrong := [token for token, _ in bias if token >= head]:
+            raise ValueError(f"token {wrong[0]} is not one of the model's 0 to {head - 1}")
+        self._logit_bias = None
+        if bias:
+            added = torch.zeros(head, dtype=wide(self.dtype), device=self.device)
+            for token, value in bias:
+                added[token] = value
+            self._logit_bias = added
+
     def logps(
         self, batch: Batch | Packed | PrefixTree, *, temperature: float, where: Tensor | None = None
     ) -> Tensor:
@@ -687,7 +713,8 @@ class Policy:
         with self._weights_in_model():
             rows = run_model(self._body, run, last, self._plain_head)
             logits = self.model.get_output_embeddings()(rows) if self._plain_head else rows
-        scaled = logits[0].to(wide(self.dtype)) / temperature
+        whole = logits[0].to(wide(self.dtype))
+        scaled = (whole if self._logit_bias is None else whole + self._logit_bias) / temperature
         return scaled.log_softmax(-1).cpu()
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
@@ -697,6 +724,7 @@ class Policy:
         are the indices in the prefix tree of the tokens before the query's targets.
         """
         rows = rows.to(self.device)
+        query = replace(query, logit_bias=self._logit_bias)
         if self._is_sharded:
             run = replace(run, context=self.peers.context)
             answer = sharding.run_pass(self.model, run, rows, query)
@@ -736,7 +764,8 @@ class Policy:
                 hidden = run_model(self._body, run, rows, self._plain_head)
             kept_sets = run.kept_sets.at(index) if run.kept_sets else None
             targets = run.tokens[run.place[index]].to(self.device)
-            query = LogpQuery(targets, temperature, kept_sets=kept_sets)
+            bias = self._logit_bias
+            query = LogpQuery(targets, temperature, kept_sets=kept_sets, logit_bias=bias)
             total = query_head(head, hidden, query)[0].sum()
         found = torch.autograd.grad(total, trained, allow_unused=True)
         norms = [each.norm(dtype=wide(each.dtype)) for each in found if each is not None]
@@ -882,6 +911,7 @@ class Policy:
                 targets = run.tokens[run.place[chosen]].to(self.device)
                 kept_sets = run.kept_sets.at(chosen) if run.kept_sets else None
                 query = LogpQuery(targets, temperature, with_entropy=True, kept_sets=kept_sets)
+                query = replace(query, logit_bias=self._logit_bias)
                 entropy[index[chosen]] = query_head(head, final, query)[1].cpu()
         counts = torch.zeros(sums.shape[:2], dtype=sums.dtype)
         counts.index_add_(0, sequence, marks.to(sums.dtype))

@@ -272,9 +272,8 @@ def _pieces_message(pieces: Pieces) -> bytes:
             about = [str(experts.dtype), *experts.shape]
             body.append(experts.tobytes())
         if kept_sets is not None:
-            packed = kept_sets.pack(tokens[key.start :])
-            size = len(packed)
-            body.append(packed)
+            body.append(kept_sets.tobytes())
+            size = kept_sets.nbytes
         rows.append((key, tokens, about, size))
     return b"".join(frame({"op": "pieces", "pieces": rows}, body))
 

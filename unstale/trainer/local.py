@@ -317,7 +317,7 @@ class LocalTrainer:
             (scale * loss if counts else 0 * loss).backward()
             self._masters.collect_gradients(scale)
             if self.critic:
-                self.critic.collect_gradients(scale)
+                self.critic.collect(scale, counts=counts)
             counted.microbatches += 1
             counted.sequence_tokens += len(microbatch.tokens)
 
@@ -338,7 +338,6 @@ class LocalTrainer:
             self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
         norm = self._weights.clip(self.config.grad_clip)
-        scale = self._loss_scale.value
         overflows = self._loss_scale.absorbs(math.isfinite(norm))
         if not overflows and not math.isfinite(norm):
             raise FloatingPointError(
@@ -348,7 +347,7 @@ class LocalTrainer:
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
         plan = StepPlan(skip=True) if overflows else self._plan(norm, noise)
         if self.critic:
-            self.critic.step(scale=scale, is_skipped=overflows)
+            self.critic.step(is_skipped=overflows)
         lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -364,7 +364,7 @@ class EmbeddedEngine:
         behavior_logp = np.frombuffer(body, LOGP, count, tokens.nbytes)
         kept = None
         if header["kept"]:
-            kept = KeptSets.unpack(bytes(body[tokens.nbytes + behavior_logp.nbytes :]), tokens)
+            kept = KeptSets.frombuffer(body[tokens.nbytes + behavior_logp.nbytes :], count)
         piece = Sampled(
             tuple(tokens.tolist()),
             tuple(behavior_logp.tolist()),

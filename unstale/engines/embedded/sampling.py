@@ -62,12 +62,14 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """A sampler of tokens from logits.
+    """A sampler that draws tokens as `draw` does, with the random numbers of `uniforms`.
 
-    Its random numbers depend only on seed and position (`uniforms`).
+    `logit_bias` has tokens, and the numbers that are added to their logits first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logit_bias: Sequence[tuple[int, float]] = ()) -> None:
+        self._biased = torch.tensor([token for token, _ in logit_bias], dtype=torch.int64)
+        self._bias = torch.tensor([value for _, value in logit_bias])
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._kept = np.empty((0, 0), np.int32)
         """`[rows, vocabulary]`: memory for the ids of kept tokens. Most of it is never touched."""
@@ -101,6 +103,9 @@ class Sampler:
         one entry for each row, or is empty: then there are no kept sets. Raises FloatingPointError
         for logits that are not finite.
         """
+        if len(self._biased):
+            added = self._bias.to(logits.device).expand(len(logits), -1)
+            logits = logits.float().index_add(1, self._biased.to(logits.device), added)
         truncates = any(truncations)
         if self._library is None or logits.device.type != "cpu":
             noise = torch.from_numpy(uniforms(seeds, positions))

@@ -8,7 +8,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -132,9 +132,9 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     return TransformersRunner(folder, why_slow=why_slow, **options)
 
 
-def build_sampler(*, is_bitwise: bool) -> Sampler:
+def build_sampler(logit_bias: Sequence[tuple[int, float]], *, is_bitwise: bool) -> Sampler:
     if not is_bitwise:
-        return Sampler()
+        return Sampler(logit_bias)
     from unstale.engines.embedded.bitwise import BitwiseSampler  # it imports transformers
 
     return BitwiseSampler()
@@ -206,7 +206,7 @@ class _EngineWorker:
             **limits,
             keep_cache=options["keep_cache"],
             num_experts=experts,
-            sampler=build_sampler(is_bitwise=options["bitwise"]),
+            sampler=build_sampler(options["logit_bias"], is_bitwise=options["bitwise"]),
         )
         self._full_weights: dict[str, Tensor] = {}
         """The weights of the current version as they were received. Kept only if later updates may
@@ -343,7 +343,7 @@ class _EngineWorker:
             routed_experts = None
             if reply.experts is not None:
                 routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
-            kept = b"" if reply.kept_sets is None else reply.kept_sets.pack(reply.tokens)
+            kept = b"" if reply.kept_sets is None else reply.kept_sets.tobytes()
             header = {
                 "op": "reply",
                 "reply": reply.id,

@@ -78,6 +78,7 @@ class LocalScorer:
         if exported["replays_experts"]:
             policy.replay_experts()
         policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
+        policy.bias_logits(exported["logit_bias"])
         return cls(policy, exported["temperature"], exported["max_tokens"])
 
     @property
@@ -189,6 +190,7 @@ class LocalScorer:
             "independent_rows": policy.independent_rows,
             "chat_template": policy.tokenizer.chat_template,
             "replays_experts": policy.replays_experts,
+            "logit_bias": policy.logit_bias,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }

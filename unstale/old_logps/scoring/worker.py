@@ -107,6 +107,7 @@ def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, Pi
             start += experts.nbytes
             routed_experts = RoutedExperts(0, experts.copy())
         if size is not None:
-            kept_sets = KeptSets.unpack(bytes(body[start : start + size]), tokens[key.start :])
+            count = len(tokens) - key.start
+            kept_sets = KeptSets.frombuffer(body[start : start + size], count)
             start += size
         yield key, PieceText(tokens, routed_experts, kept_sets)
