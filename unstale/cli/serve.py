@@ -1,4 +1,4 @@
-"""The command `serve`: serve a policy to agents that the user starts, over an OpenAI-like API."""
+"""The command `serve`: serve a policy to agents that the user starts, over HTTP."""
 
 import asyncio
 from collections import OrderedDict

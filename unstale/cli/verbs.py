@@ -511,7 +511,7 @@ def _same(chosen: argparse.Namespace) -> int:
 
 @verb(
     "serve",
-    "serve a policy behind an OpenAI-compatible endpoint",
+    "serve a policy to agents, in OpenAI's and Anthropic's formats",
     TRAINED,
     OWN_RECIPE,
     CONFIG,

@@ -1,8 +1,9 @@
 """Limits on a server's connections: their number, and the time until a request is complete.
 
-A secret token admits a request: the endpoint's is in the `Authorization` header, the dashboard's in
-a cookie. Connections that have not sent it are limited in number and time. So they cannot use up
-the file descriptors that a run needs for its journal, engines and checkpoints, or lock out a user.
+A secret token admits a request: the endpoint's is in the header `Authorization` or `x-api-key`,
+the dashboard's in a cookie. Connections that have not sent it are limited in number and time. So
+they cannot use up the file descriptors that a run needs for its journal, engines and checkpoints,
+or lock out a user.
 """
 
 import asyncio
@@ -66,21 +67,21 @@ class LimitedServer(uvicorn.Server):
             each.listen(BACKLOG)
 
 
-def bears(authorization: str, token: str) -> bool:
-    """Return True if the value of an `Authorization` header is the secret token as bearer token."""
-    kind, _, given = authorization.partition(" ")
-    is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
-    return is_ours and kind.lower() == "bearer"
-
-
 def bearer(token: str) -> Admits:
-    """Return a function that admits requests whose `Authorization` header has the secret token."""
+    """Return a function that admits requests with the secret token.
 
-    def admits(scope: Mapping[str, Any]) -> bool:
-        given = (value for name, value in scope["headers"] if name == b"authorization")
-        return bears(next(given, b"").decode("latin-1"), token)
+    It is the bearer token of the `Authorization` header, or the value of `x-api-key`, which clients
+    of Anthropic's API send.
+    """
+    expected = token.encode()
 
-    return admits
+    def is_token(name: bytes, value: bytes) -> bool:
+        if name == b"authorization":
+            kind, _, value = value.partition(b" ")
+            return hmac.compare_digest(value.strip(), expected) and kind.lower() == b"bearer"
+        return name == b"x-api-key" and hmac.compare_digest(value.strip(), expected)
+
+    return lambda scope: any(is_token(name, value) for name, value in scope["headers"])
 
 
 class Protocol(H11Protocol):

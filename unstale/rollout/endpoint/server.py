@@ -1,9 +1,10 @@
 """The endpoint's HTTP server (starlette on uvicorn). It accepts local clients that have the secret
 token.
 
-`/e/<episode>/v1/` has `chat/completions`, `responses`, `completions`, `models`, and `record`, which
-returns all tokens so far with version, log-probability and origin. `/v1/` has the same paths for
-the episode that the header X-Episode names. `/healthz` needs no token.
+`/e/<episode>/v1/` has `chat/completions`, `responses`, `messages`, `messages/count_tokens`,
+`completions`, `models`, and `record`, which returns all tokens so far with version, log-probability
+and origin. `/v1/` has the same paths for the episode that the header X-Episode names. `/healthz`
+needs no token.
 """
 
 import asyncio
@@ -28,10 +29,11 @@ from unstale.rollout.endpoint.answers import (
     ChatFormat,
     json_response,
 )
-from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer, bearer, bears
+from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer, bearer
+from unstale.rollout.endpoint.messages import MessageFormat, error_body, read_messages
 from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
-from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, RESPONSE, Refused
+from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGE, RESPONSE, Refused
 from unstale.rollout.endpoint.session import AgentSession
 
 HOST = "127.0.0.1"
@@ -41,6 +43,8 @@ REQUEST_TIMEOUT_S = 30.0
 PATHS = {
     "/chat/completions": CHAT,
     "/responses": RESPONSE,
+    "/messages": MESSAGE,
+    "/messages/count_tokens": MESSAGE,
     "/completions": COMPLETION,
     "/models": None,
     "/record": None,
@@ -58,7 +62,7 @@ none.
 
 
 class RecordingEndpoint:
-    """An OpenAI-compatible server that records every token. It runs inside `async with`.
+    """A server that answers agents and records every token. It runs inside `async with`.
 
     `opened` adds the session of an episode. For an episode that was not added, `find` is called
     with the episode's name and returns its session.
@@ -76,6 +80,7 @@ class RecordingEndpoint:
         if self.config.lenient:
             import jsonschema  # noqa: F401 - checks replies; its absence is reported before the run
         self.token = token or secrets.token_urlsafe(24)
+        self._admits = bearer(self.token)
         self._port = port
         self._find = find or refuse_unknown
         self._sessions: dict[str, AgentSession] = {}
@@ -102,7 +107,7 @@ class RecordingEndpoint:
         # Connections inherit this option. Without it an answer may wait 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
-        self._server = _Server(self._app(), bearer(self.token), timeout_keep_alive=75)
+        self._server = _Server(self._app(), self._admits, timeout_keep_alive=75)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         return self
 
@@ -126,6 +131,8 @@ class RecordingEndpoint:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/chat/completions": partial(self._answer, wire.read_chat, ChatFormat),
             "/responses": partial(self._answer, read_response, ResponseFormat),
+            "/messages": partial(self._answer, read_messages, MessageFormat),
+            "/messages/count_tokens": self._count_tokens,
             "/completions": partial(self._answer, wire.read_completion, AnswerFormat),
             "/models": self._models,
             "/record": self._record,
@@ -134,6 +141,12 @@ class RecordingEndpoint:
             Route(f"{prefix}/v1{path}", handler, methods=["GET" if PATHS[path] is None else "POST"])
             for path, handler in handlers.items()
             for prefix in ("", "/e/{episode}")
+        ]
+        # Anthropic's clients add /v1 to their base URL. So an agent's base URL suits them, too.
+        routes += [
+            Route(f"/e/{{episode}}/v1/v1{path}", handler, methods=["POST"])
+            for path, handler in handlers.items()
+            if path.startswith("/messages")
         ]
         routes += [Route("/healthz", _healthz)]
         errors = {Refused: _refused, HTTPException: _http_error}
@@ -163,20 +176,31 @@ class RecordingEndpoint:
         make_format: type[AnswerFormat],
         request: Request,
     ) -> Response:
+        session, body, completion = await self._read(read, request)
+        answer_format = make_format(str(body.get("model") or MODEL), session.chat)
+        return AnswerResponse(session, completion, answer_format)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        session, _, completion = await self._read(read_messages, request)
+        return json_response({"input_tokens": await session.count_tokens(completion)})
+
+    async def _read(
+        self, read: Callable[..., wire.CompletionRequest], request: Request
+    ) -> tuple[AgentSession, dict[str, Any], wire.CompletionRequest]:
         session, data = await self._receive(request)
 
         def parse() -> tuple[dict[str, Any], wire.CompletionRequest]:
             body = wire.load(data)
             return body, read(body, temperature=session.temperature, config=self.config)
 
-        body, completion = await off_loop(parse, "the request")
-        answer_format = make_format(str(body.get("model") or MODEL), session.chat)
-        return AnswerResponse(session, completion, answer_format)
+        return session, *await off_loop(parse, "the request")
 
     def _require_token(self, request: Request) -> None:
-        if not bears(request.headers.get("authorization", ""), self.token):
+        if not self._admits(request.scope):
             raise Refused(
-                "the bearer token is missing or wrong", status=401, code="invalid_api_key"
+                "the token is missing or wrong: send it as Authorization: Bearer, or as x-api-key",
+                status=401,
+                code="invalid_api_key",
             )
 
     async def _receive(self, request: Request) -> tuple[AgentSession, bytes]:
@@ -225,7 +249,8 @@ async def _healthz(request: Request) -> Response:
 
 
 async def _refused(request: Request, error: Refused) -> Response:
-    return json_response(error.body(), error.status)
+    is_anthropic = request.scope["path"].endswith(("/messages", "/messages/count_tokens"))
+    return json_response(error_body(error) if is_anthropic else error.body(), error.status)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -235,4 +260,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         status=error.status_code,
         code=code,
     )
-    return json_response(refused.body(), refused.status, error.headers)
+    answer = await _refused(request, refused)
+    answer.headers.update(error.headers or {})
+    return answer
