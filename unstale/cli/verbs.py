@@ -520,7 +520,7 @@ def _same(chosen: argparse.Namespace) -> int:
         type=bounded(int, 0, 65535),
         default=0,
         metavar="N",
-        help="port on loopback; 0 takes a free one",
+        help="port on endpoint.host; 0 takes a free one",
     ),
     argument(
         "--token",

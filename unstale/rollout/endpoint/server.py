@@ -1,15 +1,15 @@
-"""The endpoint's HTTP server (starlette on uvicorn). It accepts local clients that have the secret
-token.
+"""The endpoint's HTTP server (starlette on uvicorn). It accepts clients that have the secret token.
 
 `/e/<episode>/v1/` has `chat/completions`, `responses`, `messages`, `messages/count_tokens`,
 `completions`, `models`, and `record`, which returns all tokens so far with version, log-probability
-and origin. `/v1/` has the same paths for the episode that the header X-Episode names. `/healthz`
-needs no token.
+and origin. `/v1/` has the same paths for the episode that the header X-Episode names. On loopback,
+`/healthz` needs no token.
 """
 
 import asyncio
 import secrets
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from unstale.config import EndpointConfig
+from unstale.config import ConfigError, EndpointConfig
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import (
     AnswerFormat,
@@ -29,14 +29,19 @@ from unstale.rollout.endpoint.answers import (
     ChatFormat,
     json_response,
 )
-from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer, bearer
+from unstale.rollout.endpoint.connections import (
+    BACKLOG,
+    LimitedServer,
+    bearer,
+    only_admitted,
+    require_strong,
+)
 from unstale.rollout.endpoint.messages import MessageFormat, error_body, read_messages
 from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
 from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGE, RESPONSE, Refused
 from unstale.rollout.endpoint.session import AgentSession
 
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2 << 20
 REQUEST_TIMEOUT_S = 30.0
 """Seconds in which the body of a request must arrive."""
@@ -80,7 +85,10 @@ class RecordingEndpoint:
         if self.config.lenient:
             import jsonschema  # noqa: F401 - checks replies; its absence is reported before the run
         self.token = token or secrets.token_urlsafe(24)
+        if not self.config.is_local:
+            require_strong(self.token)
         self._admits = bearer(self.token)
+        self._context = _load_certificate(self.config)
         self._port = port
         self._find = find or refuse_unknown
         self._sessions: dict[str, AgentSession] = {}
@@ -91,7 +99,9 @@ class RecordingEndpoint:
     def url(self) -> str:
         if self._server is None:
             raise RuntimeError("the endpoint is not open: use it inside `async with endpoint:`")
-        return f"http://{HOST}:{self._port}"
+        scheme = "https" if self._context else "http"
+        host = self.config.public_host or self.config.host
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     @property
     def num_connections(self) -> int:
@@ -102,12 +112,24 @@ class RecordingEndpoint:
         return len(self._sessions)
 
     async def __aenter__(self) -> Self:
-        """Start the server. Raises OSError if the port is in use."""
-        listening = socket.create_server((HOST, self._port), backlog=BACKLOG)
+        """Start the server. Raises `ConfigError` if it cannot listen on the address and port."""
+        host = self.config.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listening = socket.create_server(
+                (self.config.host, self._port), family=family, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the endpoint cannot listen on {host}, port {self._port}: {error}"
+            ) from error
         # Connections inherit this option. Without it an answer may wait 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
-        self._server = _Server(self._app(), self._admits, timeout_keep_alive=75)
+        app: Any = self._app()
+        if not self.config.is_local:
+            app = only_admitted(app, self._admits)
+        self._server = _Server(app, self._admits, self._context, timeout_keep_alive=75)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         return self
 
@@ -242,6 +264,29 @@ def refuse_unknown(key: str) -> AgentSession:
         status=404,
         code="no_episode",
     )
+
+
+def _load_certificate(config: EndpointConfig) -> ssl.SSLContext | None:
+    """Return the context of TLS. None without a certificate.
+
+    Raises `ConfigError` if a file cannot be read, or the key does not belong to the certificate.
+    """
+    if not config.certificate:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    def ask_nobody() -> str:
+        raise ConfigError("the private key of endpoint.certificate has a password: remove it")
+
+    try:
+        context.load_cert_chain(config.certificate, config.certificate_key or None, ask_nobody)
+    except OSError as error:
+        files = " and ".join(filter(None, (config.certificate, config.certificate_key)))
+        raise ConfigError(
+            f"endpoint.certificate: cannot load a certificate and its private key from {files}: "
+            f"{error}"
+        ) from error
+    return context
 
 
 async def _healthz(request: Request) -> Response:
