@@ -548,7 +548,7 @@ def _same(chosen: argparse.Namespace) -> int:
 
 @verb(
     "serve",
-    "serve a policy behind an OpenAI-compatible endpoint",
+    "serve a policy to agents, in OpenAI's and Anthropic's formats",
     TRAINED,
     OWN_RECIPE,
     CONFIG,
@@ -557,7 +557,7 @@ def _same(chosen: argparse.Namespace) -> int:
         type=bounded(int, 0, 65535),
         default=0,
         metavar="N",
-        help="port on loopback; 0 takes a free one",
+        help="port on endpoint.host; 0 takes a free one",
     ),
     argument(
         "--token",

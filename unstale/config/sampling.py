@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -356,9 +357,28 @@ class RolloutConfig(Section):
 class EndpointConfig(Section):
     """The HTTP endpoint that external agents call. Other agents do not use these options."""
 
-    refused_unread: ClassVar = ("format_retries",)
-    read_with: ClassVar = {"format_retries": ("lenient", "= true")}
+    refused_unread: ClassVar = ("format_retries", "certificate_key")
+    read_with: ClassVar = {
+        "format_retries": ("lenient", "= true"),
+        "certificate_key": ("certificate", "set"),
+    }
 
+    host: str = "127.0.0.1"
+    """IP address on which the endpoint listens. With another than a loopback address, agents in
+    containers and on other machines can call it.
+    """
+    public_host: str = ""
+    """Name or address under which agents reach `host`. Empty means `host` itself.
+    """
+    certificate: str = ""
+    """PEM file with a certificate (and its chain) for TLS. Empty means no TLS.
+    """
+    certificate_key: str = ""
+    """PEM file with the private key of `certificate`. Empty means that it is in the same file."""
+    allow_plaintext: bool = False
+    """Allow a `host` that is not a loopback address without TLS. Everybody on the network between
+    can then read the token and the calls.
+    """
     lenient: bool = False
     """Ignore sampling parameters that the endpoint does not support, and count such calls, instead
     of refusing them.
@@ -368,8 +388,34 @@ class EndpointConfig(Section):
     sampled again.
     """
 
+    @property
+    def is_local(self) -> bool:
+        """True if only programs of this machine, in its network namespace, reach the endpoint."""
+        return ip_address(self.host).is_loopback
+
     def applies(self, option: str) -> bool:
-        return option == "lenient" or self.lenient
+        needed = {"format_retries": self.lenient, "certificate_key": bool(self.certificate)}
+        return needed.get(option, True)
+
+    def check_combination(self) -> None:
+        try:
+            address = ip_address(self.host)
+        except ValueError:
+            raise ConfigError(
+                "endpoint.host must be an IP address of this machine, such as 127.0.0.1 or "
+                f"0.0.0.0, got {self.host!r}"
+            ) from None
+        if address.is_unspecified and not self.public_host:
+            raise ConfigError(
+                f"endpoint.host = {self.host} is every address of this machine: set "
+                "endpoint.public_host to the one under which agents reach it"
+            )
+        if not self.is_local and not self.certificate and not self.allow_plaintext:
+            raise ConfigError(
+                f"endpoint.host = {self.host} can be reached from outside: set "
+                "endpoint.certificate for TLS, or endpoint.allow_plaintext = true if everybody on "
+                "the network between may read the token"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,8 +76,8 @@ def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_her
             )
     if config.isolate == "ray" and isinstance(taskset, ExternalAgent):
         raise ConfigError(
-            "task.isolate = ray cannot run an ExternalAgent: the endpoint that it calls listens on "
-            "this machine alone. Use task.isolate = process"
+            "task.isolate = ray cannot run an ExternalAgent, which runs on the machine of the "
+            "endpoint that it calls. Use task.isolate = process"
         )
     return IsolatedTasks(taskset, Workers(config, start))
 
