@@ -20,7 +20,7 @@ from unstale.envs import ListedTasks, task_identity
 from unstale.envs.mixed import MixedTasks
 from unstale.lint import check
 from unstale.recipes import RECIPES
-from unstale.research.techniques.catalogue import ROWS, WISHES, Row
+from unstale.research.techniques.catalogue import COMMANDS, ROWS, WISHES, Row
 from unstale.research.techniques.ess_lr import EssLr, EssLrConfig
 from unstale.techniques.hooks import Techniques
 
@@ -228,7 +228,7 @@ def test_a_row_says_what_is_missing_unless_it_works(row: Row) -> None:
 
 def test_techniques_are_listed_by_what_a_user_wants(capsys: pytest.CaptureFixture[str]) -> None:
     listed = [name for names in WISHES.values() for name in names]
-    assert sorted(listed) == sorted(techniques())
+    assert sorted(listed) == sorted([*techniques(), *COMMANDS])
     printed = _printed(capsys)
     assert [line for line in printed.splitlines() if line in WISHES] == list(WISHES)
     assert all(re.search(rf"^{name} ", printed, re.MULTILINE) for name in listed)

@@ -5,7 +5,15 @@ from itertools import chain, islice, zip_longest
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.envs import Env, HasGiveaways, Taskset, implements, task_identity, task_text
+from unstale.envs import (
+    Env,
+    HasGiveaways,
+    Taskset,
+    implements,
+    task_answer,
+    task_identity,
+    task_text,
+)
 from unstale.records import Task
 
 
@@ -50,6 +58,9 @@ class MixedTasks:
 
     def text(self, task: Task) -> str:
         return task_text(self.part_of(task), task)
+
+    def answer_of(self, task: Task, reply: str) -> str:
+        return task_answer(self.part_of(task), task, reply)
 
     def giveaways(self) -> str:
         """Return the sentences that `giveaways` of the parts returns, joined. Empty if there are

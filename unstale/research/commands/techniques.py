@@ -14,7 +14,7 @@ from unstale.config import ConfigError
 from unstale.config.techniques import chosen as find
 from unstale.config.techniques import techniques
 from unstale.durability.console import Console
-from unstale.research.techniques.catalogue import ROWS, WISHES, Row
+from unstale.research.techniques.catalogue import COMMANDS, ROWS, WISHES, Row
 
 _STYLES = {"works": "bold green", "partly": "green", "diagnostic": "green", "idea only": "dim"}
 
@@ -50,13 +50,13 @@ def _wishes() -> dict[str, Sequence[str]]:
 
 
 def _short_table(names: Sequence[str], width: int) -> Table:
-    """Return one line for each technique: its name and what it does."""
+    """Return one line for each technique or command: its name and what it does."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
     table.add_column(no_wrap=True, style="bold", width=max(map(len, techniques())))
     table.add_column(ratio=1)
     for name in names:
-        text = " ".join(techniques()[name].formula.split())
-        table.add_row(name, Text(text.partition(". ")[0]))
+        text = COMMANDS[name] if name in COMMANDS else techniques()[name].formula
+        table.add_row(name, Text(" ".join(text.split()).partition(". ")[0]))
     return table
 
 

@@ -174,11 +174,11 @@ ROWS: Sequence[Row] = (
         "a probe of hidden states as the baseline",
         "--techniques baseline --baseline.centre probe",
     ),
-    _idea(
+    _works(
         19,
         "RTV + PDR",
-        "votes over summaries of attempts",
-        "A procedure around several attempts is missing.",
+        "votes over summaries of attempts, and an answer from the best",
+        "unstale attempt --attempts 8 --votes 8 --summaries --distil 4 (docs/commands.md)",
     ),
     _works(
         20,
@@ -341,11 +341,12 @@ ROWS: Sequence[Row] = (
         "Labels by majority vote are missing, and forks are at the least likely tokens instead of "
         "those of the largest entropy.",
     ),
-    _idea(
+    _partly(
         44,
         "SAGE (plans)",
         "a plan from the first attempt",
-        "A second attempt with a plan from the first is missing.",
+        "unstale attempt --plan (docs/commands.md)",
+        "Training with plans is missing.",
     ),
     _diagnostic(
         45,
@@ -498,7 +499,12 @@ WISHES: Mapping[str, Sequence[str]] = {
         "predicted_sampler",
         "replay",
     ),
+    "test time: a better answer from several attempts": ("unstale attempt",),
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
 }
-"""What a user may want, and the techniques of the package for it. Each has one place."""
+"""What a user may want, and the techniques and commands for it. Each has one place."""
+COMMANDS: Mapping[str, str] = {
+    "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
+}
+"""What the commands in `WISHES` do."""
