@@ -38,6 +38,7 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.records import Failure, PendingPiece
 from unstale.rollout import Evaluation
+from unstale.rollout.answers import AnswerReader
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.hooks import RunHooks
@@ -169,6 +170,7 @@ def build(
             selection=selection,
             estimate=build_advantage(config.advantage),
             identify=selection.identify,
+            answer=AnswerReader(taskset, parts.generator.chat),
             lag=parts.trainer.lag,
             resize=journal.resize,
             hidden_states=parts.hidden_states,

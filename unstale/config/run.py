@@ -222,6 +222,7 @@ class RunConfig(Section):
         self._check_pinned()
         self._check_cluster()
         self._check_groups()
+        self._check_test_time()
         self._check_processes()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)
@@ -344,6 +345,21 @@ class RunConfig(Section):
             raise ConfigError(
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"
+            )
+
+    def _check_test_time(self) -> None:
+        """Raise `ConfigError` if labels of held-out tasks affect a run that trains on them."""
+        if not self.selection.test_time:
+            return
+        if not any(entry.without_labels for entry in chosen(self.techniques)):
+            raise ConfigError(
+                "selection.test_time must be false without the technique majority: a run that "
+                "trains on held-out tasks must not see their labels. Set --techniques majority"
+            )
+        if self.eval.keep_best != "none":
+            raise ConfigError(
+                f"eval.keep_best must be none with selection.test_time, got {self.eval.keep_best}: "
+                "the labels of the tasks that the run trains on would choose the policy"
             )
 
     def _check_processes(self) -> None:

@@ -21,12 +21,13 @@ from unstale.cli.evaluate import HeldOut
 from unstale.cli.grades import EvalResult
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.console import Console
-from unstale.envs import Env, Message, Taskset, Turn, Votable, implements, task_answer, task_text
+from unstale.envs import Env, Message, Taskset, Turn, Votable, implements, task_text
 from unstale.envs.guard import call
-from unstale.records import ContextPiece, Task, Trajectory, walk
+from unstale.records import ContextPiece, Task, Trajectory
 from unstale.research.attempt_result import PLANNED, AttemptResult
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
 from unstale.rollout import evaluation
+from unstale.rollout.answers import AnswerReader, last_reply
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import MAX_CONCURRENT, Attempt, FinishedEpisodes
 from unstale.rollout.seeds import derive_seed
@@ -293,6 +294,7 @@ class _Procedure:
     async def _choose(self) -> dict[str, Choice]:
         """Return the choice among the finished attempts at each task. No element without one."""
         done = 0
+        self._progress("choices", done=0, total=len(self._tasks))
 
         async def one(task: Task) -> Choice | None:
             nonlocal done
@@ -314,9 +316,8 @@ class _Procedure:
         if not numbers:
             return None
         if not options.votes:
-            replies = [self._last_reply(episodes[number]) for number in numbers]
-            answers = [task_answer(self._held_out.taskset, task, reply) for reply in replies]
-            choice = by_majority(answers, random)
+            read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
+            choice = by_majority([read(episodes[number]) for number in numbers], random)
             return Choice(tuple(numbers[place] for place in choice.ranking))
         texts = {number: await self._text(task, number) for number in numbers}
 
@@ -401,10 +402,7 @@ class _Procedure:
 
     def _last_reply(self, episode: Trajectory) -> str:
         """Return the text of an episode's last reply, or its tool calls if it has no text."""
-        turns = [(turn, piece.tokens) for _, piece, turn in walk(episode.pieces) if turn >= 0]
-        last = max((turn for turn, _ in turns), default=-1)
-        tokens = [token for turn, piece in turns if turn == last for token in piece]
-        reply = self._rollout.generator.chat.parse(tokens)
+        reply = last_reply(episode, self._rollout.generator.chat)
         calls = [f"{each.name} {json.dumps(dict(each.arguments))}" for each in reply.tool_calls]
         return reply.content or "\n".join(calls)
 

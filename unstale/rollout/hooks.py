@@ -37,6 +37,8 @@ class RunHooks:
     """The configured advantage estimator."""
     identify: Callable[[Task], str]
     """A function that returns a task's identity, which all repetitions of the task share."""
+    answer: Callable[[Trajectory], str]
+    """A function that returns the answer of an episode, empty if the task set reads none."""
     lag: Callable[[Tensor], Tensor]
     """A function that maps the weight versions of tokens to the tokens' ages, in batches."""
     resize: Callable[[int, int], None]
@@ -84,6 +86,7 @@ class RunHooks:
             version=version,
             estimate=self.estimate,
             identify=self.identify,
+            answer=self.answer,
             whole=whole,
         )
 

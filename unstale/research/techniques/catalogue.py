@@ -87,7 +87,8 @@ ROWS: Sequence[Row] = (
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        "--techniques confidence_clip is the clip and the advantage",
+        "--techniques confidence_clip is the clip and the advantage, majority the label "
+        "without solutions",
         "Branches and their pruning by confidence, while an episode runs, are missing.",
     ),
     _works(
@@ -336,10 +337,9 @@ ROWS: Sequence[Row] = (
         43,
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
-        "--techniques 'tree tree_advantage entropy_advantage_reweighting' --tree.branch unlikely "
-        "are the trees and the advantage",
-        "Labels by majority vote are missing, and forks are at the least likely tokens instead of "
-        "those of the largest entropy.",
+        "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
+        "--tree.branch unlikely --majority.least 0, with --selection.test_time",
+        "Forks are at the least likely tokens, not at those with the largest entropy.",
     ),
     _partly(
         44,
@@ -500,6 +500,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "replay",
     ),
     "test time: a better answer from several attempts": ("unstale attempt",),
+    "no labels": ("majority",),
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
 }
