@@ -21,6 +21,7 @@ from unstale.config.cluster import ClusterConfig
 from unstale.config.given import OR_SINK, NameObject, name_trackers
 from unstale.config.hub import model_folder
 from unstale.config.objectives import ObjectiveConfig
+from unstale.config.placed import check_placed
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EndpointConfig,
@@ -223,6 +224,7 @@ class RunConfig(Section):
         self._check_cluster()
         self._check_groups()
         self._check_test_time()
+        check_placed(self)
         self._check_processes()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)

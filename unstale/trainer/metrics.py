@@ -59,6 +59,10 @@ class StepMetrics:
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
         self.replays = replays
+        self.places = False
+        """True if the run gives placed text a loss."""
+        self.placed_tokens = 0
+        """Tokens of placed text, with a loss or without."""
         self.expected_tokens = tokens_with_gradient
         """The number of tokens with a gradient that the whole batch will have, if only a part of it
         is known yet.
@@ -159,6 +163,14 @@ class StepMetrics:
         self._taken = len(self._values["log_s"])
         return kl_estimates(log_s)[1], kl_estimates(log_s[lag == 1])[1]
 
+    def add_placed(self, weight: Tensor, gamma: Tensor, *, cap: float) -> None:
+        """Record the weight and Gamma of each placed token with a loss. Gamma is truncated at
+        `cap`.
+        """
+        self._values["placed_weight"].append(weight.double())
+        self._values["placed_gamma"].append(gamma.double())
+        self._values["placed_truncated"].append((gamma > (cap or math.inf)).double())
+
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
@@ -170,6 +182,7 @@ class StepMetrics:
     def count(self, batch: Batch) -> None:
         """Count the tokens of some sequences of the batch."""
         self.action_tokens += int(batch.sampled.sum())
+        self.placed_tokens += int(batch.placed.given.sum()) if batch.placed else 0
         self.fresh_tokens += len((batch.select_fresh()[0] if batch.stored else batch).tokens)
 
     def count_gradient(self, trained: Batch) -> None:
@@ -319,6 +332,17 @@ class StepMetrics:
                 else {}
             ),
             **(self._of_replayed() if self.replays else {}),
+            **(self._of_placed() if self.places else {}),
+        }
+
+    def _of_placed(self) -> dict[str, float]:
+        """Return the metrics of placed text by name."""
+        weight, given = self._column("placed_weight"), self.placed_tokens
+        return {
+            "placed/token_share": given / max(1, given + self.action_tokens),
+            "placed/trained_share": (weight > 0).sum().item() / given if given else math.nan,
+            "placed/gamma_mean": _mean(self._column("placed_gamma")),
+            "placed/truncated_share": _mean(self._column("placed_truncated")),
         }
 
     def _of_replayed(self) -> dict[str, float]:

@@ -41,7 +41,7 @@ class LossSpec:
         correction = self._veto(log_d, batch)
         over_unit = partial(
             corrections.aggregate,
-            unit=_unit_ids(config.unit, batch),
+            unit=_unit_ids(config.unit, batch, batch.sampled),
             sampled=batch.sampled,
             how=config.aggregate,
         )
@@ -78,8 +78,8 @@ class LossSpec:
             log_s = corrections.log_staleness(
                 logp,
                 old_logp,
-                unit=_unit_ids(config.ratio_unit, batch),
-                sampled=batch.sampled,
+                unit=_unit_ids(config.ratio_unit, batch, batch.trained),
+                sampled=batch.trained,
                 how=config.ratio_aggregate,
             )
         found = self._surrogate(log_s, old_logp, batch)
@@ -99,7 +99,7 @@ class LossSpec:
         config = self.objective
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
-        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.sampled}
+        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.trained}
         inputs = {name: known[name] for name in config.inputs}
         return config.surrogate(log_s, batch.advantage, **inputs)
 
@@ -117,7 +117,7 @@ class LossSpec:
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
         """Return the inverse of the loss's divisor for each token, within one optimizer step."""
         return objectives.token_norm(
-            batch.sampled,
+            batch.trained,
             keep,
             sequence=batch.sequence,
             how=self.objective.loss_aggregation,
@@ -130,7 +130,7 @@ class LossSpec:
         `norm` times this number does not depend on the other sequences of the batch.
         """
         return objectives.loss_divisor(
-            batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
+            batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
         )
 
     @property
@@ -146,7 +146,7 @@ class LossSpec:
         )
 
 
-def _unit_ids(unit: Unit, batch: Batch) -> Tensor:
+def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor:
     return corrections.unit_ids(
-        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=where
     )

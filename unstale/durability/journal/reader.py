@@ -29,6 +29,7 @@ from unstale.durability.journal.tables import (
     seal,
     tables,
     to_piece,
+    to_placed,
 )
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.durability.journal.wal import find_damage
@@ -596,7 +597,7 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        pieces = self._with_kept_sets(episode, pieces)
+        pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -616,6 +617,20 @@ class JournalReader:
                     raise ValueError(f"piece {row[1]} was not sampled")
                 sets = KeptSets.unpack(row[2], piece.tokens)
                 found[row[1]] = replace(piece, kept_sets=sets)
+        return tuple(found)
+
+    def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if "placed" not in self._tables:
+            return pieces
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the placed text of episode {episode}"):
+            for row in rows:
+                if seal("placed", *row[:-1]) != row[-1]:
+                    raise ValueError("it changed after it was written")
+                found[row[1]] = to_placed(found[row[1]], *row[2:-2])
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
