@@ -278,9 +278,19 @@ class Fork:
     """The number of the other episode in the run."""
     at: int
     """Number of tokens that both episodes have in common, with prompts and answers."""
+    forced: tuple[int, ...] = ()
+    """Tokens after these with which the reply of the forked episode begins, such as a hint."""
+
+    def reading(self, pieces: "Sequence[Piece]") -> "Fork":
+        """Return the fork with the forced tokens that `pieces`, of the forked episode, have."""
+        for start, piece, _ in walk(pieces):
+            if start == self.at and piece.provenance == Provenance.FORCED:
+                return replace(self, forced=piece.tokens)
+        return self
 
     def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return the parent's first `at` tokens, with those of its replies as SHARED context.
+        """Return the parent's first `at` tokens, with those of its replies as SHARED context, and
+        the forced tokens.
 
         `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
         tokens.
@@ -298,6 +308,8 @@ class Fork:
                 f"episode {self.parent} has {self.at - left} tokens: it cannot be forked after "
                 f"{self.at}"
             )
+        if self.forced:
+            taken.append(Placed(self.forced, Provenance.FORCED))
         return tuple(taken)
 
 

@@ -70,6 +70,8 @@ TECHNIQUES = {
     "flawed_success_penalty/mean",
     "long_reply_penalty/mean",
     "long_reply_penalty/share",
+    "hints/episode_share",
+    "hints/token_share_mean",
     "majority/share_mean",
     "majority/used_share",
     "majority/one_answer_share",

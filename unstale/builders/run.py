@@ -48,6 +48,7 @@ from unstale.rollout.processes.shards import ProcessRollout
 from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
+from unstale.rollout.solutions import give_solutions
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
@@ -141,6 +142,7 @@ def build(
         parts.techniques,
         skipped=rollout.quarantined,
     )
+    give_solutions(parts.techniques, config, taskset, generator.chat)
     queue = build_queue(config.schedule, start, policy)
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()

@@ -385,7 +385,7 @@ class RunConfig(Section):
                 "segments" in self.techniques.split(),
                 "its slots are shared by all episodes of the run",
             ),
-            "the technique tree": (
+            "a technique that forks episodes": (
                 any(each.slot == "strategy" for each in chosen(self.techniques)),
                 "a fork needs the finished episode, which is in the run's process",
             ),

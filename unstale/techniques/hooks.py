@@ -324,12 +324,25 @@ class Strategy(Protocol):
         """
         ...
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
-        """Return the places at which further episodes are forked from finished ones.
+    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+        """Return the places at which further episodes are forked from finished ones, None for an
+        episode with its own beginning.
 
         `results` are those of the episodes that began the group, in order. All have ended. The
         result must depend only on the arguments.
         """
+        ...
+
+
+@runtime_checkable
+class SolutionReader(Protocol):
+    """A technique that uses solutions of tasks."""
+
+    solution_field: str
+    """The field of the task's data with the solution. Empty for the task set's demonstration."""
+
+    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
+        """Receive a function that returns the tokens of a reply that solves a task."""
         ...
 
 

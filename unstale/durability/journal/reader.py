@@ -572,16 +572,16 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
-                fork=self._fork(episode),
+                fork=self._fork(episode, pieces),
             )
             return StoredEpisode(trajectory, number, step)
 
-    def _fork(self, episode: int) -> Fork | None:
-        """Return where an episode was forked from another one. None if it was not forked."""
+    def _fork(self, episode: int, pieces: Sequence[Piece]) -> Fork | None:
+        """Return where an episode with these pieces was forked. None if it was not forked."""
         if "forks" not in self._tables:
             return None
         for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(*row)
+            return Fork(*row).reading(pieces)
         return None
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
@@ -665,7 +665,8 @@ class JournalReader:
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
             ended = Failure(task, "replay", *reason)
-            return EpisodeRecord(episode, (), ended, failures, fork=self._fork(episode))
+            fork = self._fork(episode, self.pieces(episode))
+            return EpisodeRecord(episode, (), ended, failures, fork=fork)
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -673,14 +674,15 @@ class JournalReader:
         for branch, is_finished in self._branches(episode):
             end = self.episode(branch).trajectory if is_finished else None
             branches.append(EpisodeRecord(branch, self.pieces(branch), end))
+        pieces = self.pieces(episode)
         return EpisodeRecord(
             episode=episode,
-            pieces=self.pieces(episode),
+            pieces=pieces,
             outcome=self._outcome(episode, task),
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
-            fork=self._fork(episode),
+            fork=self._fork(episode, pieces),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:

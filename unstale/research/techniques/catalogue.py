@@ -294,11 +294,13 @@ ROWS: Sequence[Row] = (
         "skills of one task help the next",
         "Chains of tasks in one episode, and a reward for skills, are missing.",
     ),
-    _idea(
+    _partly(
         37,
         "ADHint",
         "hints by difficulty",
-        "Hints at the start of replies, and training on them, are missing.",
+        "--techniques hints --objective.placed anchor",
+        "Weights of hint tokens by their entropy, and of advantages by the difference of "
+        "difficulty, are missing.",
     ),
     _works(
         38,
@@ -472,6 +474,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "distil",
         "entropy_advantage_reweighting",
         "episode_filter",
+        "hints",
         "least_variance_baseline",
         "novelty",
         "reward_channels",
