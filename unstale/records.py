@@ -278,9 +278,18 @@ class Fork:
     """The number of the other episode in the run."""
     at: int
     """Number of tokens that both episodes have in common, with prompts and answers."""
+    text: tuple[ContextPiece | Placed, ...] = ()
+    """Placed text that follows these tokens, with the environment's answers to it. The episode's
+    environment must answer so again. Placed text is its last piece.
+    """
+
+    def __post_init__(self) -> None:
+        if self.text and not isinstance(self.text[-1], Placed):
+            raise ValueError("the text of a fork must end with a Placed piece")
 
     def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return the parent's first `at` tokens, with those of its replies as SHARED context.
+        """Return what the forked episode begins with: the parent's first `at` tokens, with those of
+        its replies as SHARED context, then `text`.
 
         `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
         tokens.
@@ -298,7 +307,7 @@ class Fork:
                 f"episode {self.parent} has {self.at - left} tokens: it cannot be forked after "
                 f"{self.at}"
             )
-        return tuple(taken)
+        return (*taken, *self.text)
 
 
 @dataclass(frozen=True, slots=True)

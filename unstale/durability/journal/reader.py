@@ -37,6 +37,7 @@ from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
+    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
@@ -44,12 +45,14 @@ from unstale.records import (
     Group,
     GroupRequest,
     Piece,
+    Placed,
     Sampled,
     Stop,
     Task,
     Trajectory,
     TurnLimit,
     link_experts,
+    walk,
 )
 from unstale.routed_experts import RoutedExperts
 from unstale.token_values import TokenValues
@@ -580,9 +583,19 @@ class JournalReader:
         """Return where an episode was forked from another one. None if it was not forked."""
         if "forks" not in self._tables:
             return None
-        for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(*row)
+        for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
+            return Fork(parent, at, self._text_of_fork(episode, at))
         return None
+
+    def _text_of_fork(self, episode: int, at: int) -> tuple[ContextPiece | Placed, ...]:
+        """Return the placed text with which an episode begins after its first `at` tokens."""
+        text: list[ContextPiece | Placed] = []
+        last = 0
+        for start, piece, _ in walk(self.pieces(episode)):
+            if start >= at and not isinstance(piece, Sampled):
+                text.append(piece)
+                last = len(text) if isinstance(piece, Placed) else last
+        return tuple(text[:last])
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
