@@ -278,19 +278,18 @@ class Fork:
     """The number of the other episode in the run."""
     at: int
     """Number of tokens that both episodes have in common, with prompts and answers."""
-    forced: tuple[int, ...] = ()
-    """Tokens after these with which the reply of the forked episode begins, such as a hint."""
+    text: tuple[ContextPiece | Placed, ...] = ()
+    """Placed text that follows these tokens, with the environment's answers to it. The episode's
+    environment must answer so again. Placed text is its last piece.
+    """
 
-    def reading(self, pieces: "Sequence[Piece]") -> "Fork":
-        """Return the fork with the forced tokens that `pieces`, of the forked episode, have."""
-        for start, piece, _ in walk(pieces):
-            if start == self.at and piece.provenance == Provenance.FORCED:
-                return replace(self, forced=piece.tokens)
-        return self
+    def __post_init__(self) -> None:
+        if self.text and not isinstance(self.text[-1], Placed):
+            raise ValueError("the text of a fork must end with a Placed piece")
 
     def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return the parent's first `at` tokens, with those of its replies as SHARED context, and
-        the forced tokens.
+        """Return what the forked episode begins with: the parent's first `at` tokens, with those of
+        its replies as SHARED context, then `text`.
 
         `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
         tokens.
@@ -308,9 +307,7 @@ class Fork:
                 f"episode {self.parent} has {self.at - left} tokens: it cannot be forked after "
                 f"{self.at}"
             )
-        if self.forced:
-            taken.append(Placed(self.forced, Provenance.FORCED))
-        return tuple(taken)
+        return (*taken, *self.text)
 
 
 @dataclass(frozen=True, slots=True)

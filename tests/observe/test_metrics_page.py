@@ -33,6 +33,11 @@ OTHER_OPTIONS = {
     "critic/value_mean",
     "critic/target_mean",
     "distil/divergence",
+    "placed/token_share",
+    "placed/trained_share",
+    "placed/gamma_mean",
+    "placed/log_gamma_mean",
+    "placed/truncated_share",
 }
 OTHER_DTYPES = {
     "trainer/max_tokens_per_microbatch",

@@ -52,6 +52,11 @@ def made(solution: Sequence[int] = RIGHT, **options: Any) -> Hints:
     return hints
 
 
+def hinted(parent: int, length: int) -> Fork:
+    """Return a fork before the reply of an episode, with a hint."""
+    return Fork(parent, 1, (Placed(RIGHT[:length], Provenance.FORCED),))
+
+
 def context() -> CreditContext:
     return CreditContext(0.0, 0, lambda task: task.key)
 
@@ -68,16 +73,17 @@ def test_a_hint_is_the_longer_the_more_often_the_task_fails(
 ) -> None:
     hints = made()
     assert hints.roots(EPISODES) == 4
-    expected = Fork(results[0].episode, 1, RIGHT[:length]) if length else None
+    expected = hinted(results[0].episode, length) if length else None
     assert hints.forks(results) == [expected] * 4
     assert hints.forks(results) == hints.forks(results), "a resumed run forks in the same way"
 
 
 def test_noise_shortens_hints_and_shortest_gives_some_always() -> None:
-    lengths = [len(fork.forced) if fork else 0 for fork in made(noise=1, number=40).forks([WRONG])]
+    forks = made(noise=1, number=40).forks([WRONG])
+    lengths = [len(fork.text[0].tokens) if fork else 0 for fork in forks]
     assert min(lengths) <= 1 and max(lengths) >= 6 and len(set(lengths)) > 5
     (fork,) = made(shortest=0.5, number=1).forks([OPEN])
-    assert fork == Fork(8, 1, RIGHT[:4])
+    assert fork == hinted(8, 4)
 
 
 def test_failed_episodes_have_no_hint_to_measure() -> None:
@@ -86,16 +92,14 @@ def test_failed_episodes_have_no_hint_to_measure() -> None:
 
 
 def test_a_hint_is_forced_text_before_the_reply() -> None:
-    fork = Fork(7, 1, (0, 0))
+    (fork,) = made(number=1, longest=0.25).forks([WRONG])
+    assert fork is not None
     assert fork.prefix_of(WRONG.pieces) == (PROMPT, Placed((0, 0), Provenance.FORCED))
-    pieces = (*fork.prefix_of(WRONG.pieces), reply((1, 1)))
-    assert Fork(7, 1).reading(pieces) == fork, "a journal has the forced tokens as a piece"
-    assert Fork(7, 1).reading(WRONG.pieces) == Fork(7, 1)
 
 
 def test_a_hint_has_an_advantage_only_if_its_episode_has_one_above_0() -> None:
-    fork = Fork(7, 1, (0, 0))
-    hint = Placed((0, 0), Provenance.FORCED)
+    fork = hinted(7, 2)
+    (hint,) = fork.text
     helped = ended(9, hint, reply((0,) * 6), fork=fork)
     failed = ended(10, hint, reply((1,) * 6), fork=fork)
     group = Group(TASK, (WRONG, helped, failed))

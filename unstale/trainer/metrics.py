@@ -163,13 +163,13 @@ class StepMetrics:
         self._taken = len(self._values["log_s"])
         return kl_estimates(log_s)[1], kl_estimates(log_s[lag == 1])[1]
 
-    def add_placed(self, weight: Tensor, gamma: Tensor, *, cap: float) -> None:
-        """Record the weight and Gamma of each placed token with a loss. Gamma is truncated at
-        `cap`.
+    def add_placed(self, kept: Tensor, log_gamma: Tensor, truncated: Tensor) -> None:
+        """Record the placed text that has a loss, `[T]` bool, and for each sequence that has some
+        its log Gamma, and whether Gamma was truncated, `[n]`.
         """
-        self._values["placed_weight"].append(weight.double())
-        self._values["placed_gamma"].append(gamma.double())
-        self._values["placed_truncated"].append((gamma > (cap or math.inf)).double())
+        self._values["placed_kept"].append(kept.sum().reshape(1))
+        self._values["placed_log_gamma"].append(log_gamma.double())
+        self._values["placed_truncated"].append(truncated.double())
 
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
@@ -337,11 +337,13 @@ class StepMetrics:
 
     def _of_placed(self) -> dict[str, float]:
         """Return the metrics of placed text by name."""
-        weight, given = self._column("placed_weight"), self.placed_tokens
+        given, log_gamma = self.placed_tokens, self._column("placed_log_gamma").double()
+        kept = self._column("placed_kept").sum().item()
         return {
             "placed/token_share": given / max(1, given + self.action_tokens),
-            "placed/trained_share": (weight > 0).sum().item() / given if given else math.nan,
-            "placed/gamma_mean": _mean(self._column("placed_gamma")),
+            "placed/trained_share": kept / given if given else math.nan,
+            "placed/gamma_mean": _mean(bounded_exp(log_gamma)),
+            "placed/log_gamma_mean": _mean(log_gamma),
             "placed/truncated_share": _mean(self._column("placed_truncated")),
         }
 

@@ -3,7 +3,12 @@
     pi(y|c) / mu(y|c')  =  D * Gamma * S,    Gamma = pi_v(y|c) / pi_v(y|c')
 
 c is the recorded context, c' the one in which version v sampled the text, and mu its engine there.
-`guided` gives the text the weight D min(Gamma, cap), and the old log-probability log pi_v(y|c).
+D and S are those of each token, as for sampled text. Gamma is the product over all REWRITTEN text
+of a sequence, because the text's tokens differ far more than numerics or staleness: with a Gamma of
+each token, the gradient would be another one. It weights the sequence's sampled tokens, too, whose
+advantage depends on the text.
+
+`guided` gives the text the old log-probability log pi_v(y|c) and the weight D min(Gamma, cap).
 `anchor` gives it the weight 1, and log pi(y|c) under the weights before the first optimizer step on
 the batch.
 """
@@ -14,20 +19,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unstale.algorithms.corrections import bounded_exp
 from unstale.old_logps import OldLogps
 from unstale.records import Batch, PlacedTokens, Provenance, token_positions
 from unstale.trainer.rules import LossSpec
 
 
 class PlacedScores(NamedTuple):
-    """Values of the placed text of a batch, each `[T]`. They are meant where it has a loss."""
+    """Values of a batch with placed text."""
 
     old_logp: Tensor
-    weight: Tensor
-    """The weight of the text's loss, 0 where the correction of D dropped it."""
-    gamma: Tensor
-    """Gamma, not truncated."""
+    """Old log-probability of the text, `[T]`."""
+    factor: Tensor
+    """Weight of the text from the correction of its D, `[T]`. 0 where it was dropped."""
+    log_gamma: Tensor
+    """Log Gamma of each sequence, `[N]`. 0 without REWRITTEN text."""
 
 
 def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec) -> PlacedScores:
@@ -43,12 +48,13 @@ def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec)
     old_logp = torch.zeros(len(batch.tokens), dtype=logp.dtype).index_put((index,), logp)
     source, places, origin = _in_source(as_sampled, placed)
     source_logp = route.logps(source, empty)[0]
-    factor = rules.correct(source_logp, source).factor[places]
-    gamma, weight = torch.ones_like(old_logp), torch.zeros_like(old_logp)
-    gamma[origin] = bounded_exp(old_logp[origin] - source_logp[places])
-    cap = rules.objective.placed_cap or torch.inf
-    weight[origin] = factor.to(weight.dtype) * gamma[origin].clamp(max=cap)
-    return PlacedScores(old_logp, weight, gamma)
+    correction = rules.correct(source_logp, source)
+    factor = torch.zeros_like(old_logp)
+    factor[origin] = correction.factor[places].to(factor.dtype)
+    log_ratio = (old_logp[origin] - source_logp[places]).double()
+    log_gamma = torch.zeros(batch.num_sequences, dtype=torch.float64)
+    log_gamma.index_add_(0, batch.sequence[origin], log_ratio)
+    return PlacedScores(old_logp, factor, log_gamma)
 
 
 def _as_sampled(batch: Batch, placed: PlacedTokens) -> Batch:

@@ -185,27 +185,25 @@ class Scoring:
         placed = batch.placed
         if placed is None or not placed.trained.any():
             return old
+        cap = self._rules.objective.placed_cap or torch.inf
         if self._rules.objective.placed == "guided":
             scores = guided(batch, placed, self._old, self._rules)
         else:
             scored = self._score(self._policy, batch, placed.trained)
             metrics.score_tokens += scored.forward_tokens
-            ones = torch.ones_like(scored.logp)
-            scores = PlacedScores(scored.logp, ones, ones)
-        vetoed = batch.sequence[self._rules.vetoed(old.old_logp, batch)]
-        weight = scores.weight.where(~torch.isin(batch.sequence, vetoed), 0.0)
+            log_gamma = torch.zeros(batch.num_sequences)
+            scores = PlacedScores(scored.logp, torch.ones_like(scored.logp), log_gamma)
+        gamma = corrections.bounded_exp(scores.log_gamma)
         values = scores.old_logp.where(placed.trained, old.old_logp)
         require_finite(batch, old_logp=values)
-        metrics.add_placed(
-            weight[placed.trained],
-            scores.gamma[placed.trained],
-            cap=self._rules.objective.placed_cap,
-        )
-        correction = replace(
-            old.correction,
-            weight=weight.where(placed.trained, old.correction.weight),
-            keep=old.correction.keep | (placed.trained & (weight > 0)),
-        )
+        vetoed = batch.sequence[self._rules.vetoed(old.old_logp, batch)]
+        kept = placed.trained & (scores.factor > 0) & ~torch.isin(batch.sequence, vetoed)
+        weight = scores.factor.where(placed.trained, old.correction.weight)
+        rows = batch.sequences_with(placed.trained)
+        metrics.add_placed(kept, scores.log_gamma[rows], gamma[rows] > cap)
+        gamma[rows] = gamma[rows].clamp(max=cap)
+        weight = weight * gamma[batch.sequence].to(weight.dtype)
+        correction = replace(old.correction, weight=weight, keep=old.correction.keep | kept)
         return replace(old, old_logp=values, correction=correction)
 
     def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:

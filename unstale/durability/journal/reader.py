@@ -37,6 +37,7 @@ from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
+    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
@@ -44,12 +45,14 @@ from unstale.records import (
     Group,
     GroupRequest,
     Piece,
+    Placed,
     Sampled,
     Stop,
     Task,
     Trajectory,
     TurnLimit,
     link_experts,
+    walk,
 )
 from unstale.routed_experts import RoutedExperts
 from unstale.token_values import TokenValues
@@ -572,17 +575,27 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
-                fork=self._fork(episode, pieces),
+                fork=self._fork(episode),
             )
             return StoredEpisode(trajectory, number, step)
 
-    def _fork(self, episode: int, pieces: Sequence[Piece]) -> Fork | None:
-        """Return where an episode with these pieces was forked. None if it was not forked."""
+    def _fork(self, episode: int) -> Fork | None:
+        """Return where an episode was forked from another one. None if it was not forked."""
         if "forks" not in self._tables:
             return None
-        for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(*row).reading(pieces)
+        for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
+            return Fork(parent, at, self._text_of_fork(episode, at))
         return None
+
+    def _text_of_fork(self, episode: int, at: int) -> tuple[ContextPiece | Placed, ...]:
+        """Return the placed text with which an episode begins after its first `at` tokens."""
+        text: list[ContextPiece | Placed] = []
+        last = 0
+        for start, piece, _ in walk(self.pieces(episode)):
+            if start >= at and not isinstance(piece, Sampled):
+                text.append(piece)
+                last = len(text) if isinstance(piece, Placed) else last
+        return tuple(text[:last])
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
@@ -665,8 +678,7 @@ class JournalReader:
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
             ended = Failure(task, "replay", *reason)
-            fork = self._fork(episode, self.pieces(episode))
-            return EpisodeRecord(episode, (), ended, failures, fork=fork)
+            return EpisodeRecord(episode, (), ended, failures, fork=self._fork(episode))
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -674,15 +686,14 @@ class JournalReader:
         for branch, is_finished in self._branches(episode):
             end = self.episode(branch).trajectory if is_finished else None
             branches.append(EpisodeRecord(branch, self.pieces(branch), end))
-        pieces = self.pieces(episode)
         return EpisodeRecord(
             episode=episode,
-            pieces=pieces,
+            pieces=self.pieces(episode),
             outcome=self._outcome(episode, task),
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
-            fork=self._fork(episode, pieces),
+            fork=self._fork(episode),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:

@@ -26,6 +26,7 @@ from unstale.records import (
     Fork,
     Group,
     Placed,
+    Provenance,
     ScoredTrajectory,
     Task,
     Trajectory,
@@ -98,8 +99,8 @@ class Hints:
         forks: list[Fork | None] = []
         for _ in range(self._options.number):
             length = int(self._share(finished, random) * len(solution))
-            fork = Fork(trunk.episode, start, solution[:length])
-            forks.append(fork if fork.forced else None)
+            hint = Placed(solution[:length], Provenance.FORCED)
+            forks.append(Fork(trunk.episode, start, (hint,)) if length else None)
         return forks
 
     def _share(self, plain: Sequence[Trajectory], random: Random) -> float:
