@@ -15,6 +15,7 @@ from typing import IO, Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import options
 from unstale.durability.run_folder import plain
+from unstale.records import Trajectory
 from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 
 SHARED = (
@@ -56,14 +57,19 @@ class SavedEpisodes(FinishedEpisodes):
         self.rewards |= earlier.rewards
         self._file = file
 
-    def add(self, attempt: Attempt, success: bool, reward: float) -> None:
-        """Record a finished episode. It is on disk when the method returns.
+    def add(self, attempt: Attempt, episode: Trajectory) -> None:
+        """Record a finished episode. It is on the disk when the method returns.
 
         `attempt` is the task and the number of the attempt at this task.
         """
-        super().add(attempt, success, reward)
+        super().add(attempt, episode)
         task, number = attempt
-        row = {"task": task, "attempt": number, "success": success, "reward": reward}
+        row = {
+            "task": task,
+            "attempt": number,
+            "success": episode.success,
+            "reward": episode.reward,
+        }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -22,6 +22,7 @@ CorrectionMode = Annotated[str, OneOf(partial(choices, "corrections", "mode"))]
 Unit = Literal["token", "turn", "segment", "sequence"]
 Aggregate = Literal["mean", "sum", "max"]
 LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
+PlacedMode = Literal["mask", "guided", "anchor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from unstale.config.algorithm import Aggregate, LossAggregation, Unit
+from unstale.config.algorithm import Aggregate, LossAggregation, PlacedMode, Unit
 from unstale.config.checks import NonNegative, OneOf, Range, base_of, option_types
 from unstale.config.variants import VariantSection
 
@@ -127,8 +127,11 @@ class ObjectiveConfig(VariantSection):
     """
 
     selector: ClassVar[str] = "loss_type"
-    refused_unread: ClassVar = ("constant",)
-    read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
+    refused_unread: ClassVar = ("constant", "placed_cap")
+    read_with: ClassVar = {
+        "constant": ("loss_aggregation", "= constant"),
+        "placed_cap": ("placed", "= guided"),
+    }
     package: ClassVar[str] = "unstale.objectives"
     registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
     group: ClassVar[str] = "unstale.objectives"
@@ -163,6 +166,15 @@ class ObjectiveConfig(VariantSection):
     """Coefficient of the KL divergence from the policy at the start of the run; 0 computes none."""
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus in the loss; 0 computes none."""
+
+    placed: PlacedMode = "mask"
+    """Use of text in a reply that the policy did not sample there, such as a hint: `mask` gives it
+    no loss, `guided` weights it by its importance ratio, `anchor` imitates it (docs/placed.md).
+    """
+    placed_cap: NonNegative = 2.0
+    """Only for `placed = guided`: upper limit of Gamma, the ratio of the text's probabilities in
+    the recorded context and in the one in which it was sampled; 0 sets no limit.
+    """
 
     docs: ClassVar[ObjectiveDocs]
     ratio: ClassVar[tuple[Unit, Aggregate] | None] = None
@@ -284,6 +296,8 @@ class ObjectiveConfig(VariantSection):
     def applies(self, option: str) -> bool:
         if option == "constant":
             return self.loss_aggregation == "constant"
+        if option == "placed_cap":
+            return self.placed == "guided"
         return super().applies(option)
 
     @classmethod

@@ -21,6 +21,7 @@ from unstale.config.cluster import ClusterConfig
 from unstale.config.given import OR_SINK, NameObject, name_trackers
 from unstale.config.hub import model_folder
 from unstale.config.objectives import ObjectiveConfig
+from unstale.config.placed import check_placed
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EndpointConfig,
@@ -226,6 +227,8 @@ class RunConfig(Section):
         self._check_pinned()
         self._check_cluster()
         self._check_groups()
+        self._check_test_time()
+        check_placed(self)
         self._check_processes()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)
@@ -350,6 +353,21 @@ class RunConfig(Section):
                 f"at least one must decode; got {self.engine.prefill_engines}"
             )
 
+    def _check_test_time(self) -> None:
+        """Raise `ConfigError` if labels of held-out tasks affect a run that trains on them."""
+        if not self.selection.test_time:
+            return
+        if not any(entry.without_labels for entry in chosen(self.techniques)):
+            raise ConfigError(
+                "selection.test_time must be false without the technique majority: a run that "
+                "trains on held-out tasks must not see their labels. Set --techniques majority"
+            )
+        if self.eval.keep_best != "none":
+            raise ConfigError(
+                f"eval.keep_best must be none with selection.test_time, got {self.eval.keep_best}: "
+                "the labels of the tasks that the run trains on would choose the policy"
+            )
+
     def _check_processes(self) -> None:
         """Raise `ConfigError` for options that rollout in several processes does not support."""
         unreachable = "only the process of the run can call these engines"
@@ -371,7 +389,7 @@ class RunConfig(Section):
                 "segments" in self.techniques.split(),
                 "its slots are shared by all episodes of the run",
             ),
-            "the technique tree": (
+            "a technique that forks episodes": (
                 any(each.slot == "strategy" for each in chosen(self.techniques)),
                 "a fork needs the finished episode, which is in the run's process",
             ),

@@ -422,8 +422,8 @@ class EndpointConfig(Section):
 class SelectionConfig(Section):
     """The pool of training tasks that are used repeatedly, from which a technique may choose."""
 
-    refused_unread: ClassVar = ("candidates",)
-    read_with: ClassVar = {"candidates": ("pool", "> 0")}
+    refused_unread: ClassVar = ("candidates", "test_time")
+    read_with: ClassVar = {"candidates": ("pool", "> 0"), "test_time": ("pool", "> 0")}
 
     pool: Count = 0
     """Number of training tasks in the pool, which are used repeatedly with different random
@@ -434,8 +434,13 @@ class SelectionConfig(Section):
     technique chooses the next one.
     """
 
+    test_time: bool = False
+    """Only with `pool` above 0: take the pool from the held-out tasks, to train on them without
+    their labels (the technique `majority`).
+    """
+
     def applies(self, option: str) -> bool:
-        return option != "candidates" or self.pool > 0
+        return option == "pool" or self.pool > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,13 +68,14 @@ ON_BATCH: frozenset[Slot] = frozenset(
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
-    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "halves"
+    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "answers", "halves"
 ]
 """A need of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
-a pool of tasks that come again, `texts` a task set with a text of each task, `halves` the gradients
-of two halves of a step's groups (one more copy of the gradient in memory).
+a pool of tasks that come again, `texts` a task set with a text of each task, `answers` a task set
+that reads the answer of an episode, `halves` the gradients of two halves of a step's groups (one
+more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """The source of a technique's formula: the authors' code, their paper, notes of others, only the
@@ -121,6 +122,8 @@ class Entry:
     """A function that fills in options whose default depends on the run, and returns the whole
     section.
     """
+    without_labels: bool = False
+    """True if the technique replaces the environment's rewards by some that need no solution."""
     needs_repeats: Callable[[Any], str] = lambda options: ""
     """A function that returns the option that makes the technique need repeated tasks (a pool, or a
     list that repeats). Empty if the technique does not need them.

@@ -372,6 +372,23 @@ def task_text(taskset: Taskset, task: Task) -> str:
 
 
 @runtime_checkable
+class Votable(Protocol):
+    """A task set whose episodes end with an answer that can be compared with those of others."""
+
+    def answer_of(self, task: Task, reply: str) -> str:
+        """Return the answer that an episode's last reply gives. Empty if it gives none.
+
+        Equal answers are equal texts. The reward of a task must not be used.
+        """
+        ...
+
+
+def task_answer(taskset: Taskset, task: Task, reply: str) -> str:
+    """Return the answer that an episode's last reply gives. Empty without one."""
+    return taskset.answer_of(task, reply) if implements(taskset, Votable) else ""
+
+
+@runtime_checkable
 class HasGiveaways(Protocol):
     """A task set that can detect tasks that reward an empty or a constant reply."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from unstale.config.tasks import EnvSpec
 from unstale.envs import Message, NumberedTasks, tool_schema
+from unstale.envs.numbers import given_answer
 from unstale.envs.question import Question, ToolRunner
 from unstale.records import Task
 
@@ -57,6 +58,9 @@ class CalculatorTasks(NumberedTasks):
 
     def text(self, task: Task) -> str:
         return self.expression(task)
+
+    def answer_of(self, task: Task, reply: str) -> str:
+        return given_answer(reply)
 
     def env(self, task: Task, seed: int) -> Question:
         """Return the environment of a task.

@@ -27,6 +27,7 @@ from unstale.config.tasks import EnvSpec
 from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
+from unstale.envs.numbers import given_answer
 from unstale.envs.registry import import_user_code
 from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
 from unstale.envs.strict_json import require_characters
@@ -170,6 +171,14 @@ class DatasetTasks(ListedTasks):
         """Return the prompt of a task as text, without system messages."""
         opening = _opening(self.data_of(task), self._options)
         return "\n".join(message.content for message in opening if message.role != "system")
+
+    def answer_of(self, task: Task, reply: str) -> str:
+        """Return the answer of a reply: what the reward function's `answer` reads, if it has one.
+
+        Otherwise it is the last number or `\\boxed{}`.
+        """
+        read: Callable[[str], str] = getattr(self._reward, "answer", given_answer)
+        return read(reply)
 
     def env(self, task: Task, seed: int) -> Env:
         """Return the environment of a task. `seed` is not used, because nothing in it is random."""

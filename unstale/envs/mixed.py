@@ -5,7 +5,16 @@ from itertools import chain, islice, zip_longest
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.envs import Env, HasGiveaways, Taskset, implements, task_identity, task_text
+from unstale.envs import (
+    Env,
+    HasGiveaways,
+    Taskset,
+    Votable,
+    implements,
+    task_answer,
+    task_identity,
+    task_text,
+)
 from unstale.records import Task
 
 
@@ -20,6 +29,8 @@ class MixedTasks:
             raise ConfigError(f"the parts of {name} must have different names, got {names}")
         schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
+        if all(implements(part, Votable) for part in parts):
+            self.answer_of = self._answer_of
 
     @property
     def parts(self) -> Sequence[Taskset]:
@@ -50,6 +61,9 @@ class MixedTasks:
 
     def text(self, task: Task) -> str:
         return task_text(self.part_of(task), task)
+
+    def _answer_of(self, task: Task, reply: str) -> str:
+        return task_answer(self.part_of(task), task, reply)
 
     def giveaways(self) -> str:
         """Return the joined results of the sets' methods `giveaways`. Empty if there are none."""

@@ -156,6 +156,22 @@ def last_number(text: str) -> Fraction | float | None:
     return None if isinstance(value, str | tuple) else value
 
 
+def given_answer(text: str) -> str:
+    """Return the answer of a text, as a text that is equal for equal numbers.
+
+    This is its last number, or else its last `\\boxed{}`. Empty without both.
+
+    >>> given_answer("It is **1,350.0**"), given_answer(r"\boxed{3/4}"), given_answer("about 5%")
+    ('1350', '3/4', '5%')
+    >>> given_answer(r"So \boxed{No Way}"), given_answer("no")
+    ('no way', '')
+    """
+    quantity = last_quantity(text)
+    if quantity:
+        return f"{quantity.value}{'%' if quantity.is_percent else ''}"
+    return " ".join((_last_box(text) or "").casefold().split())
+
+
 def last_quantity(text: str) -> Quantity | None:
     """Return the last expression in the text, computed. None if there is none or it is not
     understood.

@@ -18,6 +18,7 @@ from unstale.envs import (
     Message,
     Taskset,
     Turn,
+    Votable,
     implements,
 )
 from unstale.envs.external import ExternalAgent
@@ -185,6 +186,8 @@ class IsolatedTasks:
         self.place_of = getattr(inner, "place_of", None)
         if implements(inner, HasTexts):
             self.text = inner.text
+        if implements(inner, Votable):
+            self.answer_of = inner.answer_of
         self._episodes = count()
 
     def train(self, seed: int) -> Iterator[Task]:

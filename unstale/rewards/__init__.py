@@ -125,6 +125,9 @@ def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
     return exact_match(reply, str(row["answer"]))
 
 
+exact_answer.answer = normalised  # type: ignore[attr-defined]  # of `Votable.answer_of`
+
+
 def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the reply's last number equals the last number of the row's `answer`, else 0.
 

@@ -406,6 +406,7 @@ class Rollout:
                 return record.outcome
             record = None
         fork, prefix = start
+        num_given = sum(len(piece.tokens) for piece in prefix)
         while True:
             number = record.episode if record else self.next_episode()
             transcript = Transcript(
@@ -439,7 +440,7 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
-            if transcript.replaying and (fork is None or len(transcript.tokens) >= fork.at):
+            if transcript.replaying and len(transcript.tokens) >= num_given:
                 transcript.writer.write_restart(
                     f"{failure.stage}: {failure.error}",
                     turns=failure.turns,

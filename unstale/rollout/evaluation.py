@@ -38,10 +38,10 @@ class FinishedEpisodes:
         self.waits: dict[str, float] = {}
         """The seconds that the episodes waited for generation and for tools, as metrics."""
 
-    def add(self, attempt: Attempt, success: bool, reward: float) -> None:
-        """Record the success and the reward of a finished attempt."""
-        self.successes[attempt] = success
-        self.rewards[attempt] = reward
+    def add(self, attempt: Attempt, episode: Trajectory) -> None:
+        """Record the finished episode of an attempt."""
+        self.successes[attempt] = episode.success
+        self.rewards[attempt] = episode.reward
 
     def mean_reward(self, attempts: Iterable[Attempt]) -> float:
         """Return the mean reward of those `attempts` that are finished.
@@ -138,7 +138,7 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
         if not isinstance(outcome, Trajectory):
             failures.append(outcome)
             return None
-        finished.add(attempt, outcome.success, outcome.reward)
+        finished.add(attempt, outcome)
         return outcome.success
 
     attempts = list(zip(tasks, attempts_at(tasks), strict=True))

@@ -34,9 +34,9 @@ class RunHooks:
     estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]]
     """The advantage estimator that the run's options choose."""
     identify: Callable[[Task], str]
-    """A function that returns a task's identity, which is the same each time the task set repeats
-    the task.
-    """
+    """A function that returns a task's identity, which all repetitions of the task share."""
+    answer: Callable[[Trajectory], str]
+    """A function that returns the answer of an episode, empty if the task set reads none."""
     lag: Callable[[Tensor], Tensor]
     """A function that maps the weight versions of tokens `[T]` to the tokens' ages, as numbers of
     trained batches.
@@ -92,6 +92,7 @@ class RunHooks:
             version=version,
             estimate=self.estimate,
             identify=self.identify,
+            answer=self.answer,
             whole=whole,
         )
 

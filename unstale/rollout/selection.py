@@ -20,7 +20,7 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.techniques import chosen
 from unstale.envs import Taskset, task_identity, task_text
 from unstale.envs.hooks import Identities, tasks_of
@@ -77,15 +77,20 @@ async def training_requests(
 
 
 def make_pool(
-    taskset: Taskset, seed: int, size: int, identify: Callable[[Task], str] | None = None
+    taskset: Taskset,
+    seed: int,
+    options: SelectionConfig,
+    identify: Callable[[Task], str] | None = None,
 ) -> dict[str, tuple[int, Task]]:
-    """Return the first `size` tasks of a task set, by identity, each with its index.
+    """Return the first tasks of a task set, by identity, each with its index in the task set.
 
-    Raises `ConfigError` if two of them have the same identity.
+    Raises `ConfigError` if a task comes twice, or if there are fewer than `options.pool`.
     """
     identify = identify or Identities(taskset)
+    size = options.pool
+    tasks = taskset.held_out(size) if options.test_time else islice(taskset.train(seed), size)
     pool: dict[str, tuple[int, Task]] = {}
-    for place, task in enumerate(islice(taskset.train(seed), size)):
+    for place, task in enumerate(tasks):
         pool.setdefault(identify(task), (place, task))
     if len(pool) < size:
         raise ConfigError(
@@ -160,7 +165,7 @@ class Selection:
         self._pool: dict[str, tuple[int, Task]] = {}
         self._visits: Counter[str] = Counter()
         if config.selection.pool:
-            self._pool = make_pool(taskset, config.seed, config.selection.pool, self.identify)
+            self._pool = make_pool(taskset, config.seed, config.selection, self.identify)
             for task, count in start.visits.items():
                 self._visits[self.identify(task)] += count
             if isinstance(techniques.sampler, TextReader):

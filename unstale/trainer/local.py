@@ -211,6 +211,7 @@ class LocalTrainer:
             replays=bool(self.techniques.sources),
             tokens=TokenLog(share=self._token_share),
         )
+        self._metrics.places = self.rules.objective.placed != "mask"
         self._metrics.epochs = self.config.epochs_per_batch
         self.divisor = 0
         self._whole_minibatch = None
@@ -244,6 +245,7 @@ class LocalTrainer:
             metrics.score_tokens += tokens
             metrics.extra |= self.critic.metrics
             metrics.tokens.add_shaped(scored, dropped=torch.zeros_like(scored.sampled))
+        old = scoring.with_placed(scored, old, metrics)
         reference_logp = scoring.reference(scored)
         teacher_logp = scoring.teachers.logps(scored) if scoring.teachers else torch.empty(0)
         progress = self.steps / self.num_steps
@@ -251,7 +253,7 @@ class LocalTrainer:
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
         metrics.count_gradient(scored.select(trained)[0])
 
-        keep = batch.sampled.index_put((index,), old.correction.keep)
+        keep = batch.trained.index_put((index,), old.correction.keep)
         norm = self._norm(batch, steps, keep)[index]
         place = {sequence: position for position, sequence in enumerate(members)}
         minibatches = []
@@ -300,7 +302,7 @@ class LocalTrainer:
         batch = minibatch.batch
         all_spans = batch.spans()
         spans = [all_spans[i] for i in members]
-        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=batch.sampled)
+        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=batch.trained)
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
             counted = passes if counts else self._metrics.of_passes()
@@ -524,7 +526,7 @@ class LocalTrainer:
 
         `factor` `[T]` multiplies each token's loss.
         """
-        tokens = batch.sampled
+        tokens = batch.trained
         if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
         return batch.sequences_with(tokens)
@@ -544,8 +546,8 @@ def _describe_sets(batch: Batch) -> dict[str, float]:
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
     """Return the indices of each optimizer step's sequences.
 
-    Sequences without a sampled token are left out. Sequences of one group are distributed over the
-    steps.
+    Only sequences with a token that has a loss are returned. Sequences of one group are divided
+    among the steps.
     """
-    sequences = batch.sequences_with(batch.sampled)
+    sequences = batch.sequences_with(batch.trained)
     return [sequences[k::num_steps] for k in range(num_steps) if sequences[k::num_steps]]

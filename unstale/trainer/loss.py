@@ -121,7 +121,7 @@ class Loss:
         the entropy is computed for all sampled tokens and has a gradient. Otherwise it is computed
         for some tokens, only for the metric.
         """
-        run = self._policy.prefix_tree(batch)
+        run = self._policy.prefix_tree(batch, batch.trained)
         passes.forward_tokens += run.num_tokens
         measured, every = batch.sampled, 1
         if not self._rules.objective.entropy_coef:
@@ -132,10 +132,10 @@ class Loss:
             run,
             teachers.comparison(batch) if teachers else None,
             temperature=self._temperature,
-            where=batch.sampled,
+            where=batch.trained,
             entropy_sample=None if self._rules.objective.entropy_coef else measured,
         )
-        entropy = entropy.cpu()
+        entropy = entropy.cpu().where(batch.sampled, 0.0)  # not of placed text
         passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
         passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
         return logp.cpu(), entropy, divergence.cpu()

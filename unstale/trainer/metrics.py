@@ -59,6 +59,10 @@ class StepMetrics:
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
         self.replays = replays
+        self.places = False
+        """True if the run gives placed text a loss."""
+        self.placed_tokens = 0
+        """Tokens of placed text, with a loss or without."""
         self.expected_tokens = tokens_with_gradient
         """The number of tokens with a gradient that the whole batch is expected to have, if only a
         part of it is known so far.
@@ -173,6 +177,14 @@ class StepMetrics:
         self._taken = len(self._values["log_s"])
         return kl_estimates(log_s)[1], kl_estimates(log_s[lag == 1])[1]
 
+    def add_placed(self, kept: Tensor, log_gamma: Tensor, truncated: Tensor) -> None:
+        """Record the placed text that has a loss, `[T]` bool, and for each sequence that has some
+        its log Gamma, and whether Gamma was truncated, `[n]`.
+        """
+        self._values["placed_kept"].append(kept.sum().reshape(1))
+        self._values["placed_log_gamma"].append(log_gamma.double())
+        self._values["placed_truncated"].append(truncated.double())
+
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
@@ -184,6 +196,7 @@ class StepMetrics:
     def count(self, batch: Batch) -> None:
         """Count the tokens of a batch, or of a part of one."""
         self.action_tokens += int(batch.sampled.sum())
+        self.placed_tokens += int(batch.placed.given.sum()) if batch.placed else 0
         self.fresh_tokens += len((batch.select_fresh()[0] if batch.stored else batch).tokens)
 
     def count_gradient(self, trained: Batch) -> None:
@@ -338,6 +351,19 @@ class StepMetrics:
                 else {}
             ),
             **(self._of_replayed() if self.replays else {}),
+            **(self._of_placed() if self.places else {}),
+        }
+
+    def _of_placed(self) -> dict[str, float]:
+        """Return the metrics of placed text by name."""
+        given, log_gamma = self.placed_tokens, self._column("placed_log_gamma").double()
+        kept = self._column("placed_kept").sum().item()
+        return {
+            "placed/token_share": given / max(1, given + self.action_tokens),
+            "placed/trained_share": kept / given if given else math.nan,
+            "placed/gamma_mean": _mean(bounded_exp(log_gamma)),
+            "placed/log_gamma_mean": _mean(log_gamma),
+            "placed/truncated_share": _mean(self._column("placed_truncated")),
         }
 
     def _of_replayed(self) -> dict[str, float]:

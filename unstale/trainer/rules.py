@@ -41,7 +41,7 @@ class LossSpec:
         correction = self._veto(log_d, batch)
         over_unit = partial(
             corrections.aggregate,
-            unit=_unit_ids(config.unit, batch),
+            unit=_unit_ids(config.unit, batch, batch.sampled),
             sampled=batch.sampled,
             how=config.aggregate,
         )
@@ -78,8 +78,8 @@ class LossSpec:
             log_s = corrections.log_staleness(
                 logp,
                 old_logp,
-                unit=_unit_ids(config.ratio_unit, batch),
-                sampled=batch.sampled,
+                unit=_unit_ids(config.ratio_unit, batch, batch.trained),
+                sampled=batch.trained,
                 how=config.ratio_aggregate,
             )
         found = self._surrogate(log_s, old_logp, batch)
@@ -99,7 +99,7 @@ class LossSpec:
         config = self.objective
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
-        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.sampled}
+        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.trained}
         inputs = {name: known[name] for name in config.inputs}
         return config.surrogate(log_s, batch.advantage, **inputs)
 
@@ -120,7 +120,7 @@ class LossSpec:
         `keep` `[T]` is False for tokens that the correction dropped.
         """
         return objectives.token_norm(
-            batch.sampled,
+            batch.trained,
             keep,
             sequence=batch.sequence,
             how=self.objective.loss_aggregation,
@@ -133,7 +133,7 @@ class LossSpec:
         `norm` times this number does not depend on other sequences.
         """
         return objectives.loss_divisor(
-            batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
+            batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
         )
 
     @property
@@ -149,7 +149,7 @@ class LossSpec:
         )
 
 
-def _unit_ids(unit: Unit, batch: Batch) -> Tensor:
+def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor:
     return corrections.unit_ids(
-        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=where
     )

@@ -27,6 +27,7 @@ from unstale.trainer import bitwise
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.passes import pass_tokens
+from unstale.trainer.placed import PlacedScores, guided
 from unstale.trainer.records import FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
 from unstale.trainer.teachers import Teachers
@@ -178,13 +179,44 @@ class Scoring:
             gradient_norms=gradient_norms,
             progress=progress,
         )
+        nowhere = torch.zeros_like(batch.sampled)
         for shaper in self._techniques.shapers:
             shaped = shaper.shape(batch, signals)
             require_finite(batch, advantage=shaped.advantage)
             batch = replace(batch, advantage=torch.where(batch.trained, shaped.advantage, 0.0))
-            factor = factor * shaped.keep
+            exempt = batch.placed.trained if batch.placed else nowhere
+            factor = factor * (shaped.keep | exempt)
         metrics.tokens.add_shaped(batch, dropped=(old.correction.factor != 0) & (factor == 0))
         return batch, factor
+
+    def with_placed(self, batch: Batch, old: OldScores, metrics: StepMetrics) -> OldScores:
+        """Return old log-probabilities and weights with those of the placed text that has a loss.
+
+        The token veto drops the placed text of a sequence, too.
+        """
+        placed = batch.placed
+        if placed is None or not placed.trained.any():
+            return old
+        cap = self._rules.objective.placed_cap or torch.inf
+        if self._rules.objective.placed == "guided":
+            scores = guided(batch, placed, self._old, self._rules)
+        else:
+            scored = self._score(self._policy, batch, placed.trained)
+            metrics.score_tokens += scored.forward_tokens
+            log_gamma = torch.zeros(batch.num_sequences)
+            scores = PlacedScores(scored.logp, torch.ones_like(scored.logp), log_gamma)
+        gamma = corrections.bounded_exp(scores.log_gamma)
+        values = scores.old_logp.where(placed.trained, old.old_logp)
+        require_finite(batch, old_logp=values)
+        vetoed = batch.sequence[self._rules.vetoed(old.old_logp, batch)]
+        kept = placed.trained & (scores.factor > 0) & ~torch.isin(batch.sequence, vetoed)
+        weight = scores.factor.where(placed.trained, old.correction.weight)
+        rows = batch.sequences_with(placed.trained)
+        metrics.add_placed(kept, scores.log_gamma[rows], gamma[rows] > cap)
+        gamma[rows] = gamma[rows].clamp(max=cap)
+        weight = weight * gamma[batch.sequence].to(weight.dtype)
+        correction = replace(old.correction, weight=weight, keep=old.correction.keep | kept)
+        return replace(old, old_logp=values, correction=correction)
 
     def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
         """Offer a batch with its `old_logp` to the techniques that store groups for replay.
@@ -234,10 +266,17 @@ class Scoring:
         old_logp = old_logp.to(values.dtype).index_put((index,), values)
         return old_logp, exact.index_put((index,), are_exact)
 
-    def _score(self, policy: Policy, batch: Batch, *, with_entropy: bool = False) -> Scored:
+    def _score(
+        self,
+        policy: Policy,
+        batch: Batch,
+        where: Tensor | None = None,
+        *,
+        with_entropy: bool = False,
+    ) -> Scored:
         return policy.score(
             batch,
-            batch.sampled,
+            batch.sampled if where is None else where,
             temperature=self._temperature,
             max_tokens_per_microbatch=self._max_tokens,
             with_entropy=with_entropy,
@@ -253,6 +292,9 @@ def select(values: Tensor, index: Tensor) -> Tensor:
 
 
 def require_finite(batch: Batch, **logps: Tensor) -> None:
-    """Raise NonFinite, with the episode and the token, if a sampled token's value is not finite."""
+    """Raise NonFinite, with the episode and the token, if a token's value is not finite.
+
+    Only tokens with a loss are checked.
+    """
     episode = torch.tensor(batch.episodes)[batch.sequence]
-    corrections.check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
+    corrections.check_finite(logps, batch.trained, sequence=episode, version=batch.version)

@@ -29,6 +29,7 @@ from unstale.durability.journal.tables import (
     seal,
     tables,
     to_piece,
+    to_placed,
 )
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.durability.journal.wal import find_damage
@@ -36,6 +37,7 @@ from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
+    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
@@ -43,12 +45,14 @@ from unstale.records import (
     Group,
     GroupRequest,
     Piece,
+    Placed,
     Sampled,
     Stop,
     Task,
     Trajectory,
     TurnLimit,
     link_experts,
+    walk,
 )
 from unstale.routed_experts import RoutedExperts
 from unstale.token_values import TokenValues
@@ -590,9 +594,19 @@ class JournalReader:
         """
         if "forks" not in self._tables:
             return None
-        for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(*row)
+        for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
+            return Fork(parent, at, self._text_of_fork(episode, at))
         return None
+
+    def _text_of_fork(self, episode: int, at: int) -> tuple[ContextPiece | Placed, ...]:
+        """Return the placed text with which an episode begins after its first `at` tokens."""
+        text: list[ContextPiece | Placed] = []
+        last = 0
+        for start, piece, _ in walk(self.pieces(episode)):
+            if start >= at and not isinstance(piece, Sampled):
+                text.append(piece)
+                last = len(text) if isinstance(piece, Placed) else last
+        return tuple(text[:last])
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the recorded tokens of an episode, which may not have ended yet.
@@ -610,7 +624,7 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        pieces = self._with_kept_sets(episode, pieces)
+        pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -630,6 +644,20 @@ class JournalReader:
                     raise ValueError(f"piece {row[1]} was not sampled")
                 sets = KeptSets.unpack(row[2], piece.tokens)
                 found[row[1]] = replace(piece, kept_sets=sets)
+        return tuple(found)
+
+    def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if "placed" not in self._tables:
+            return pieces
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the placed text of episode {episode}"):
+            for row in rows:
+                if seal("placed", *row[:-1]) != row[-1]:
+                    raise ValueError("it changed after it was written")
+                found[row[1]] = to_placed(found[row[1]], *row[2:-2])
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -10,8 +10,10 @@ from typing import Any
 
 from unstale.records import (
     ContextPiece,
+    Edit,
     Failure,
     Piece,
+    Placed,
     Provenance,
     Sampled,
     Trajectory,
@@ -21,8 +23,8 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 6
-"""Version of the journal's format, stored as `user_version` of the database."""
+FORMAT = 7
+"""Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
 """Oldest format that can be read. A run that is resumed changes its journal to `FORMAT`."""
@@ -40,6 +42,8 @@ TABLES = {
     "after INTEGER NOT NULL",
     "kept_sets": "episode INTEGER NOT NULL, position INTEGER NOT NULL, sets BLOB NOT NULL, "
     "after INTEGER NOT NULL",
+    "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
+    "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -80,15 +84,15 @@ _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
     "kept_sets": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
+    "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6}
-"""The format version in which a table was added. All other tables are in every format that can be
-read.
-"""
+ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7}
+"""The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
@@ -104,6 +108,7 @@ of whole rows is noticed, which the rows' checksums do not show.
 REPEATED = (
     "snapshots",
     "kept_sets",
+    "placed",
     "pieces",
     "trajectories",
     "failures",
@@ -211,15 +216,15 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert an episode's tokens and, if truncated, their kept sets.
+    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets or
+    its source.
 
     `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
     two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
     in which engines compute them.
     """
     count = len(piece.tokens)
-    width = "H" if max(piece.tokens, default=0) < 1 << 16 else "I"
-    tokens = struct.pack(f"<{count}{width}", *piece.tokens)
+    tokens = _pack(piece.tokens)
     sampled: tuple[Any, ...] = (None, None, None)
     if isinstance(piece, Sampled):
         sampled = (piece.version, piece.clean, struct.pack(f"<{count}f", *piece.behavior_logp))
@@ -228,7 +233,34 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
     if isinstance(piece, Sampled) and piece.kept_sets is not None:
         sets = piece.kept_sets.pack(piece.tokens)
         rows.append(insert("kept_sets", episode, position, sets, after))
+    if isinstance(piece, Placed):
+        rows.append(insert("placed", episode, position, *_source(piece), after))
     return rows
+
+
+def _source(piece: Placed) -> tuple[Any, ...]:
+    """Return the columns of placed text about its source. They are None if it is unknown."""
+    if piece.source_logp is None or piece.edit is None:
+        return (None,) * 5
+    logps = struct.pack(f"<{len(piece.tokens)}f", *piece.source_logp)
+    edit = piece.edit
+    return (piece.version, logps, edit.start, edit.stop, _pack(edit.tokens, wide=True))
+
+
+def to_placed(piece: Piece, *source: Any) -> Placed:
+    """Return placed text from its piece and the columns of its row in `placed`."""
+    version, logps, start, stop, removed = source
+    if version is None:
+        return Placed(piece.tokens, piece.provenance)
+    source_logp = struct.unpack(f"<{len(piece.tokens)}f", logps)
+    edit = Edit(start, stop, struct.unpack(f"<{len(removed) // 4}I", removed))
+    return Placed(piece.tokens, piece.provenance, version, source_logp, edit)
+
+
+def _pack(tokens: Sequence[int], *, wide: bool = False) -> bytes:
+    """Return tokens as two bytes each, or as four if `wide` or if one of them needs it."""
+    width = "I" if wide or max(tokens, default=0) >= 1 << 16 else "H"
+    return struct.pack(f"<{len(tokens)}{width}", *tokens)
 
 
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:

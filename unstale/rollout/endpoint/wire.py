@@ -13,7 +13,7 @@ from unstale.config.files import MAX_DEPTH, is_too_deep
 from unstale.envs import Message, ToolCall
 from unstale.envs.strict_json import loads
 from unstale.envs.tokens import text_offsets
-from unstale.records import Piece, Sampled
+from unstale.records import ContextPiece, Piece, Placed, Sampled
 from unstale.rewards import workers
 from unstale.rewards.schemas import satisfies
 from unstale.rollout.endpoint.conversation import Call, HistoryMessage
@@ -399,11 +399,14 @@ def message(answer: HistoryMessage) -> dict[str, Any]:
     return record
 
 
+_KINDS = {ContextPiece: "context", Sampled: "sampled", Placed: "placed"}
+
+
 def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
     """Return pieces (runs of tokens) as JSON records, with versions and log-probabilities."""
     return [
         {
-            "kind": "sampled" if isinstance(piece, Sampled) else "context",
+            "kind": _KINDS[type(piece)],
             **asdict(piece),
             "provenance": piece.provenance.name,
         }

@@ -20,6 +20,7 @@ from unstale.records import (
     EpisodeRecord,
     Failure,
     Piece,
+    Placed,
     Provenance,
     Sampled,
     Stop,
@@ -243,6 +244,8 @@ def wire_piece(piece: Piece) -> WirePiece:
     tokens = array("I", piece.tokens).tobytes()
     if isinstance(piece, ContextPiece):
         return WirePiece(tokens, None, -1, True, int(piece.provenance))
+    if isinstance(piece, Placed):
+        raise ValueError("rollout processes do not send placed text")
     experts = None
     if (own := piece.routed_experts) is not None:
         rows = np.ascontiguousarray(own.experts)
