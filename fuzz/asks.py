@@ -62,6 +62,33 @@ CHAT_BODY: dict[str, Any] = {
     "model": "policy",
 }
 """A request with a message of each role and most fields."""
+MESSAGES_BODY: dict[str, Any] = {
+    "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "u"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "t"},
+                {"type": "tool_use", "id": "1", "name": "calculate", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "1", "is_error": False},
+                {"type": "text", "text": "u"},
+            ],
+        },
+    ],
+    "tools": [{"name": "calculate", "description": "d", "input_schema": {}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+    "thinking": {"type": "adaptive"},
+    "max_tokens": 4,
+    "stop_sequences": ["x"],
+}
+"""A request to `/messages` with a block of each type and most fields."""
 TEMPLATES: Sequence[tuple[str, Any]] = (
     ("/chat/completions", CHAT_BODY),
     (
@@ -89,6 +116,9 @@ TEMPLATES: Sequence[tuple[str, Any]] = (
             "include": ["message.output_text.logprobs"],
         },
     ),
+    ("/messages", {"messages": [{"role": "user", "content": "one"}], "stream": True}),
+    ("/messages", MESSAGES_BODY),
+    ("/messages/count_tokens", MESSAGES_BODY),
 )
 ONLY_IN_WORDS = (
     "at most one system message",
@@ -101,7 +131,9 @@ ONLY_IN_WORDS = (
     "no reply fits",
     "is the result of a tool call, but no call",
     "has two calls with the same id",
-    "tool_call_id is",
+    "call_id is",
+    "tool_use_id is",
+    "is a block of type",
     "has tool calls without a result",
     "half of a character",
 )
@@ -431,15 +463,20 @@ def _check_sound(at: _World, path: str, body: Any, result: tuple[int, bytes, boo
         require(
             allowed, f"{path} refuses what its description allows: {words}: {as_json(body)[:600]}"
         )
+    elif path.endswith("/count_tokens"):
+        require(json.loads(answer)["input_tokens"] > 0, f"no tokens: {answer[:300]!r}")
     elif body.get("stream"):
+        last = answer.rpartition(b"event: ")[2]
         whole = answer.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in answer
         if path.endswith("/responses"):
-            whole = answer.rpartition(b"event: ")[2].startswith(
-                (b"response.completed", b"response.incomplete")
-            )
+            whole = last.startswith((b"response.completed", b"response.incomplete"))
+        elif path.endswith("/messages"):
+            whole = last.startswith(b"message_stop")
         require(whole, f"a stream that broke: {answer!r}")
-    elif path.endswith("/responses"):
-        require(len(json.loads(answer)["output"]) > 0, f"no output: {answer[:300]!r}")
+    elif path.endswith(("/responses", "/messages")):
+        found = json.loads(answer)
+        parts = found["output"] if path.endswith("/responses") else found["content"]
+        require(len(parts) > 0, f"no output: {answer[:300]!r}")
     else:
         require(
             len(json.loads(answer)["choices"]) == int(body.get("n") or 1),

@@ -6,6 +6,7 @@
   (`tests/durability/test_journal.py`).
 """
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from unstale.testing import checkpoint_round_trip
 from unstale.weights.recording import Recorded, RecordedBatch, Recording
 
 SETS = st.lists(st.one_of(st.just(()), st.sets(st.integers(0, 2**18), min_size=1, max_size=40)))
+ALIKE = st.sets(st.integers(0, 60).map(lambda each: 997 * each), min_size=1)
+"""Sets with many ids in common, so that one refers to another."""
 
 
 def made(sets: list[tuple[int, ...]]) -> tuple[KeptSets, tuple[int, ...]]:
@@ -48,7 +51,7 @@ def listed(kept: KeptSets | None) -> list[list[int]]:
     return [kept.at([i]).ids.tolist() for i in range(len(kept))]
 
 
-@given(SETS)
+@given(SETS | st.lists(ALIKE | st.just(()), min_size=8))
 def test_packed_sets_are_unpacked(sets: list[tuple[int, ...]]) -> None:
     kept, tokens = made(sets)
     assert listed(KeptSets.unpack(kept.pack(tokens), tokens)) == [sorted(each) for each in sets]
@@ -56,9 +59,26 @@ def test_packed_sets_are_unpacked(sets: list[tuple[int, ...]]) -> None:
 
 def test_a_set_of_one_token_takes_less_than_a_byte_and_large_ones_few_bytes_an_id() -> None:
     kept, tokens = made([(5,)] * 64)
-    assert len(kept.pack(tokens)) < 16
-    kept, tokens = made([tuple(range(0, 9000, 9))] * 8)
-    assert len(kept.pack(tokens)) < 8 * 1000
+    assert len(kept.pack(tokens)) < 32
+    ids = np.flatnonzero(np.random.default_rng(0).random(9000) < 0.1).tolist()
+    kept, tokens = made([tuple(ids)])
+    assert len(kept.pack(tokens)) < len(ids)
+
+
+def test_a_set_that_resembles_an_earlier_one_takes_little_more_than_a_bit_an_id() -> None:
+    ids = np.flatnonzero(np.random.default_rng(0).random(50_000) < 0.01).tolist()
+    alike = [tuple(each for each in ids if each % 7 != left) for left in range(7)]
+    single, whole = (len(kept.pack(tokens)) for kept, tokens in (made(alike[:1]), made(alike)))
+    assert whole < single + 6 * 1.2 * len(ids) / 8
+
+
+def test_sets_that_deflate_compressed_are_read() -> None:
+    kept, tokens = made([(1, 2, 3), (), (40, 100)])
+    sizes, steps = [3, 0, 2], [1, 2, 40]
+    assert tokens[2] == 100
+    deflate = zlib.compressobj(wbits=-15)
+    data = deflate.compress(bytes(sizes + steps)) + deflate.flush()
+    assert listed(KeptSets.unpack(data, tokens)) == listed(kept)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"no"])

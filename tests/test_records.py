@@ -5,6 +5,7 @@ packs without padding and keeps every value at its token. Pieces and advantages 
 are refused.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,22 +13,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unstale.config.algorithm import PlacedMode
 from unstale.records import (
     ContextPiece,
+    Edit,
+    Fork,
     Group,
+    Piece,
+    Placed,
     Provenance,
     Sampled,
     ScoredTrajectory,
     Task,
     Trajectory,
     collate,
+    concatenate,
     walk,
 )
+from unstale.rewriting import remove_text
 
 TASK = Task("desk", "train", 3)
 
 
-def trajectory(*pieces: ContextPiece | Sampled, episode: int = 0) -> Trajectory:
+def trajectory(*pieces: Piece, episode: int = 0) -> Trajectory:
     return Trajectory(pieces, {"success": 1.0, "style": 0.5}, "done", TASK, seed=1, episode=episode)
 
 
@@ -148,3 +156,85 @@ def test_a_batch_holds_every_token_once_and_no_padding(episodes: list) -> None:
     for (start, end), item in zip(batch.spans(), items, strict=True):
         turns = batch.turn[start:end]
         assert int(turns.max() if len(turns) else -1) + 1 == item.num_turns
+
+
+HINT = ContextPiece((21, 22))
+GUIDED = Placed((4, 5), Provenance.REWRITTEN, 6, (-0.1, -0.2), Edit(3, 3, (21, 22)))
+GIVEN = Placed((31,), Provenance.FORCED)
+
+
+def test_text_sampled_after_a_removed_hint_is_rewritten() -> None:
+    pieces = remove_text((ASKED, HINT, BEGUN, TOOL, GIVEN), 3, 5)
+    assert pieces == (ASKED, GUIDED, TOOL, GIVEN)
+    assert GUIDED.edit is not None and GUIDED.edit.shift == 2
+    assert GUIDED.edit.undo((1, 2, 3, 4, 5)) == (1, 2, 3, 21, 22, 4, 5)
+    cut = remove_text((ASKED, BEGUN, TOOL), 4, 6)  # the end of a reply, and what follows it
+    assert cut == (ASKED, BEGUN.first(1), ContextPiece((9,)))
+    ends = remove_text((ASKED, BEGUN), 2, 4)
+    assert ends == (
+        ContextPiece((1, 2)),
+        Placed((5,), Provenance.REWRITTEN, 6, (-0.2,), Edit(2, 2, (3, 4))),
+    )
+    with pytest.raises(ValueError, match="cannot be edited again"):
+        remove_text(pieces, 0, 1)
+    with pytest.raises(ValueError, match="of 3 tokens has no tokens 2 to 4"):
+        remove_text((ASKED,), 2, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Placed((1,), Provenance.SAMPLED),
+        lambda: Placed((1,), Provenance.REWRITTEN),
+        lambda: Placed((1,), Provenance.FORCED, source_logp=(-0.1,)),
+        lambda: Placed((1, 2), Provenance.REWRITTEN, 0, (-0.1,), Edit(0, 0, ())),
+        lambda: Edit(3, 2, ()),
+    ],
+)
+def test_placed_text_without_a_whole_source_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"must be|needs|tokens"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("placed", "trained"), [("mask", [0, 0, 0]), ("guided", [1, 1, 0]), ("anchor", [1, 1, 1])]
+)
+def test_the_option_chooses_the_placed_text_with_a_loss(
+    placed: PlacedMode, trained: list[int]
+) -> None:
+    items = [
+        ScoredTrajectory(trajectory(TOOL, BEGUN, episode=1), (3.0,)),
+        ScoredTrajectory(trajectory(ASKED, GUIDED, GIVEN, BEGUN, TOOL, REPLAYED), (1.0, 2.0)),
+    ]
+    batch = collate(items, placed=placed)
+    plain = collate(
+        [
+            replace(item, trajectory=replace(item.trajectory, pieces=tuple(map(context, pieces))))
+            for item in items
+            for pieces in [item.trajectory.pieces]
+        ]
+    )
+    part, index = batch.select([1])
+    for chosen in (part, concatenate([plain.select([0])[0], part]).select([1])[0]):
+        assert chosen.placed is not None
+        assert chosen.placed.given.int().tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+        assert chosen.placed.trained.int()[3:6].tolist() == trained
+        assert chosen.trained.int().tolist() == [0, 0, 0, *trained, 1, 1, 0, 0, 1, 1]
+        assert chosen.advantage.tolist() == [0, 0, 0, *trained, 1, 1, 0, 0, 2, 2]
+        known = placed != "mask"
+        assert chosen.placed.version.tolist()[3:6] == [6 * known - (not known)] * 2 + [-1]
+        torch.testing.assert_close(
+            chosen.placed.source_logp[3:6], torch.tensor([-0.1, -0.2, 0]) * known
+        )
+        assert chosen.placed.edits == (((3, 5, GUIDED.edit),) if known else (),)
+    assert part.sampled.equal(plain.sampled[index]) and part.version.equal(plain.version[index])
+    assert part.turn.tolist() == [-1] * 6 + [0, 0, -1, -1, 1, 1]
+
+
+def context(piece: Piece) -> Piece:
+    return ContextPiece(piece.tokens, piece.provenance) if isinstance(piece, Placed) else piece
+
+
+def test_a_fork_shares_the_placed_text_of_its_parent() -> None:
+    shared = Fork(0, 6).prefix_of((ASKED, GUIDED, GIVEN, BEGUN))
+    assert [piece.provenance.name for piece in shared] == ["ENVIRONMENT", "SHARED", "SHARED"]

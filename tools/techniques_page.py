@@ -18,7 +18,8 @@ HEAD = """# Techniques
 Change one part of training by a published technique, chosen by name:
 
 ```sh
-unstale techniques                                        # all rows: what works, what is missing
+unstale techniques                                        # a list by what you want to change
+unstale techniques --all                                  # all papers: state, what is missing
 unstale techniques ess_lr                                 # the formula, options and effect of one
 unstale train retail --techniques ess_lr                  # one or more, separated by spaces
 unstale train retail --techniques ess_lr --ess_lr.base 0.8 # its options are a section of its name
@@ -40,6 +41,10 @@ the first 1000 training tasks again and again, each time with other random numbe
 technique, the tasks of the pool come in turn.
 
 A resumed run keeps its techniques. Their options may change, unless they are named as fixed below.
+
+Each row of `--all` is a paper. It *works* if options turn on what its abstract describes. It works
+*partly* if a named part is left out. A *diagnostic* measures what the paper measures. Of an *idea
+only*, nothing can be turned on as the paper has it.
 
 This page is written by `python -m tools.techniques_page` from the techniques' own declarations.
 
@@ -75,6 +80,7 @@ each changes.
 TITLES: dict[Slot, str] = {
     "sampler": "Which task comes next",
     "allocator": "How many episodes a task gets",
+    "strategy": "Where episodes are forked",
     "source": "Groups beside the fresh ones",
     "limiter": "How long an episode may be",
     "reward": "The reward of an episode",

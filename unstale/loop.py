@@ -320,7 +320,12 @@ async def join(
     replay_age = run.techniques.max_replay_age
 
     def build() -> tuple[Batch, Mapping[str, object]]:
-        fresh = collate(scored, groups=groups, replay_experts=run.config.trainer.routing_replay)
+        fresh = collate(
+            scored,
+            groups=groups,
+            replay_experts=run.config.trainer.routing_replay,
+            placed=run.config.objective.placed,
+        )
         batch = concatenate([fresh, *run.techniques.replayed(groups, step)])
         batch = run.techniques.prepared(batch, groups)
         lag = run.trainer.lag(batch.version)
@@ -412,7 +417,7 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
     """
     needs = run.old_logps.needs
     scores_kept_weights = needs.snapshots and not needs.trained_weights
-    if not scores_kept_weights or run.trainer.version in batch.version:
+    if not scores_kept_weights or batch.has_version(run.trainer.version):
         await publication.scorers_notified.wait()
 
 

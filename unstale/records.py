@@ -1,6 +1,6 @@
 """Records of episodes and batches: the data that the components of a run exchange.
 
-    ContextPiece, Sampled -> Trajectory -> Group -> ScoredTrajectory -> Batch
+    ContextPiece, Sampled, Placed -> Trajectory -> Group -> ScoredTrajectory -> Batch
 
 An episode is a sequence of pieces. A piece is a run of tokens with one source and, if sampled, one
 version of the weights. Records are immutable: each stage returns a new record with more data.
@@ -18,6 +18,8 @@ from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
     from torch import Tensor
+
+    from unstale.config.algorithm import PlacedMode
 
 
 class Provenance(IntEnum):
@@ -39,8 +41,8 @@ class Provenance(IntEnum):
     REPLAYED = 5
     """Sampled by the policy, and trained on again in a later step."""
     SHARED = 6
-    """Sampled by the policy in another episode of the group, from which this episode was forked.
-    Only the other episode has the token's `behavior_logp`, version and loss.
+    """Of a reply of another episode of the group, from which this episode was forked. Only the
+    other episode has the token's `behavior_logp`, version and loss.
     """
 
 
@@ -125,12 +127,75 @@ class Sampled:
         )
 
 
-Piece = ContextPiece | Sampled
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The edit that turned the context in which text was sampled into the recorded context.
+
+    The text was sampled with `tokens` in place of the tokens `start` to `stop` of the record. All
+    other tokens before the text are those of the record.
+
+    >>> Edit(1, 1, (8, 9)).undo((5, 6, 7))  # a hint after the first token was removed
+    (5, 8, 9, 6, 7)
+    """
+
+    start: int
+    stop: int
+    tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"an edit needs 0 <= start <= stop, got {self.start} and {self.stop}")
+
+    def undo(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return tokens of the record as they stood when the text was sampled."""
+        return (*tokens[: self.start], *self.tokens, *tokens[self.stop :])
+
+    @property
+    def shift(self) -> int:
+        """How many tokens further back a token after the edit stood when it was sampled."""
+        return len(self.tokens) - (self.stop - self.start)
+
+
+PLACED = frozenset({Provenance.FORCED, Provenance.REWRITTEN, Provenance.FOREIGN})
+"""Origins of text in a reply that the policy did not sample in the recorded context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A run of tokens in a reply that the policy did not sample in the recorded context.
+
+    The option `objective.placed` decides whether it has a loss. Text that must never have one is a
+    `ContextPiece`. REWRITTEN text has a known source: `version` sampled it in the context that
+    `edit` restores, and `source_logp` has the log-probability of each token there, in nats. FORCED
+    and FOREIGN text has none of the three. See docs/placed.md.
+    """
+
+    tokens: tuple[int, ...]
+    provenance: Provenance
+    version: int = NO_VERSION
+    source_logp: tuple[float, ...] | None = None
+    edit: Edit | None = None
+
+    def __post_init__(self) -> None:
+        if self.provenance not in PLACED:
+            names = ", ".join(each.name for each in sorted(PLACED))
+            raise ValueError(f"a Placed piece must be {names}, got {self.provenance.name}")
+        known = (self.version >= 0, self.source_logp is not None, self.edit is not None)
+        if set(known) != {self.provenance == Provenance.REWRITTEN}:
+            raise ValueError(
+                "a Placed piece needs version, source_logp and edit if it is REWRITTEN, and none "
+                f"of them otherwise; got {self.provenance.name} with version {self.version}"
+            )
+        if self.source_logp is not None and len(self.source_logp) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.source_logp)} source_logp")
+
+
+Piece = ContextPiece | Sampled | Placed
 
 
 def is_reply(piece: Piece) -> bool:
-    """Return True if the policy sampled the piece, in this episode or before it was forked."""
-    return isinstance(piece, Sampled) or piece.provenance == Provenance.SHARED
+    """Return True if the piece is of a reply: sampled here or before a fork, or placed."""
+    return not isinstance(piece, ContextPiece) or piece.provenance == Provenance.SHARED
 
 
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
@@ -213,9 +278,18 @@ class Fork:
     """The number of the other episode in the run."""
     at: int
     """Number of tokens that both episodes have in common, with prompts and answers."""
+    text: tuple[ContextPiece | Placed, ...] = ()
+    """Placed text that follows these tokens, with the environment's answers to it. The episode's
+    environment must answer so again. Placed text is its last piece.
+    """
+
+    def __post_init__(self) -> None:
+        if self.text and not isinstance(self.text[-1], Placed):
+            raise ValueError("the text of a fork must end with a Placed piece")
 
     def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return the parent's first `at` tokens, with its sampled tokens as SHARED context.
+        """Return what the forked episode begins with: the parent's first `at` tokens, with those of
+        its replies as SHARED context, then `text`.
 
         `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
         tokens.
@@ -225,8 +299,7 @@ class Fork:
         for piece in pieces:
             tokens = piece.tokens[:left]
             if tokens:
-                sampled = isinstance(piece, Sampled)
-                source = Provenance.SHARED if sampled else piece.provenance
+                source = Provenance.SHARED if is_reply(piece) else piece.provenance
                 taken.append(ContextPiece(tokens, source))
                 left -= len(tokens)
         if left > 0:
@@ -234,7 +307,7 @@ class Fork:
                 f"episode {self.parent} has {self.at - left} tokens: it cannot be forked after "
                 f"{self.at}"
             )
-        return tuple(taken)
+        return (*taken, *self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +405,8 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
     """Yield `(start, piece, turn)` for every piece that has tokens.
 
     `start` is the offset of the piece's first token in the episode. `turn` counts the policy's
-    replies from 0, and is -1 for a context piece. Adjacent sampled pieces are one reply that a
-    weight update interrupted.
+    replies from 0, and is -1 for a context piece. Adjacent sampled and placed pieces are one reply,
+    which a weight update may have interrupted.
 
     >>> a, b = Sampled((5,), (-0.1,), 0), Sampled((6,), (-0.2,), 1)
     >>> pieces = [ContextPiece((1, 2)), a, b, ContextPiece((3,)), a]
@@ -346,10 +419,10 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
     for piece in pieces:
         if not piece.tokens:
             continue
-        sampled = isinstance(piece, Sampled)
-        turn += sampled and not in_reply
-        in_reply = sampled
-        yield start, piece, turn if sampled else -1
+        own = not isinstance(piece, ContextPiece)
+        turn += own and not in_reply
+        in_reply = own
+        yield start, piece, turn if own else -1
         start += len(piece.tokens)
 
 
@@ -602,19 +675,50 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedTokens:
+    """The placed text of a batch: replies that the policy did not sample in the recorded context.
+
+    Every tensor is `[T]`. `edits` has the places `(start, stop, edit)` of each sequence's REWRITTEN
+    text with a loss, counted from the start of the sequence.
+    """
+
+    given: "Tensor"
+    """True for all placed tokens, with a loss or without."""
+    trained: "Tensor"
+    """True for placed tokens that have a loss, as `objective.placed` decides."""
+    version: "Tensor"
+    """The version that sampled a REWRITTEN token. -1 elsewhere."""
+    source_logp: "Tensor"
+    """Log-probability of a REWRITTEN token where it was sampled, in nats. 0 elsewhere."""
+    edits: tuple[tuple[tuple[int, int, Edit], ...], ...]
+
+    def select(self, sequences: Sequence[int], index: "Tensor") -> "PlacedTokens":
+        """Return those of some sequences, whose tokens are at `index`."""
+        return PlacedTokens(
+            self.given[index],
+            self.trained[index],
+            self.version[index],
+            self.source_logp[index],
+            tuple(self.edits[i] for i in sequences),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
     T is the number of tokens. Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to
     `tokens[t]`. For example, `behavior_logp[t]` is the log-probability of `tokens[t]` given the
-    earlier tokens of the sequence. Where `sampled` is False, `behavior_logp` and `advantage` are 0,
-    `version` and `turn` are -1.
+    earlier tokens of the sequence. Where `sampled` is False, `behavior_logp` is 0, `version` and
+    `turn` are -1. Where `trained` is False, `advantage` is 0.
     """
 
     tokens: "Tensor"
     offsets: tuple[int, ...]
     sampled: "Tensor"
-    """True for tokens that the policy sampled (action tokens). Only these have a loss."""
+    """True for tokens that the policy sampled (action tokens). Only these and `placed.trained` have
+    a loss.
+    """
     behavior_logp: "Tensor"
     version: "Tensor"
     turn: "Tensor"
@@ -641,6 +745,8 @@ class Batch:
     """
     lessons: tuple[Lesson, ...] = ()
     """The lesson of each sequence. Empty if there is one teacher, which reads the sequences."""
+    placed: PlacedTokens | None = None
+    """The placed text of the batch. None if it has none."""
 
     @property
     def replayed(self) -> "Tensor":
@@ -659,8 +765,15 @@ class Batch:
 
     @property
     def trained(self) -> "Tensor":
-        """True for tokens that can have a gradient, `[T]`. These are the sampled tokens."""
-        return self.sampled
+        """True for tokens that can have a gradient, `[T]`: sampled ones, and placed ones that
+        `objective.placed` trains on.
+        """
+        return self.sampled | self.placed.trained if self.placed else self.sampled
+
+    def has_version(self, version: int) -> bool:
+        """Return True if the version sampled a token that has a loss."""
+        placed = self.placed is not None and version in self.placed.version
+        return placed or version in self.version
 
     @property
     def num_sequences(self) -> int:
@@ -712,6 +825,7 @@ class Batch:
             stored=self.stored.select(index) if self.stored else None,
             kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
             lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
+            placed=self.placed.select(sequences, index) if self.placed else None,
             **rows,
         )
         return chosen, index
@@ -755,8 +869,33 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
             torch.cat([each.old_logp for each in kept]), torch.cat([each.exact for each in kept])
         ),
         kept_sets=join([(len(batch.tokens), batch.kept_sets) for batch in batches]),
+        placed=_join_placed(batches),
         **columns,
     )
+
+
+def _join_placed(batches: Sequence[Batch]) -> PlacedTokens | None:
+    import torch
+
+    if not any(batch.placed for batch in batches):
+        return None
+    parts = [batch.placed or _nothing_placed(batch) for batch in batches]
+    return PlacedTokens(
+        torch.cat([each.given for each in parts]),
+        torch.cat([each.trained for each in parts]),
+        torch.cat([each.version for each in parts]),
+        torch.cat([each.source_logp for each in parts]),
+        tuple(edits for each in parts for edits in each.edits),
+    )
+
+
+def _nothing_placed(batch: Batch) -> PlacedTokens:
+    import torch
+
+    nowhere = torch.zeros_like(batch.sampled)
+    version = torch.full_like(batch.version, NO_VERSION)
+    source_logp = torch.zeros_like(batch.behavior_logp)
+    return PlacedTokens(nowhere, nowhere, version, source_logp, ((),) * batch.num_sequences)
 
 
 def _nothing_stored(batch: Batch) -> StoredLogps:
@@ -808,12 +947,14 @@ def collate(
     *,
     groups: Sequence[Group] = (),
     replay_experts: bool = False,
+    placed: "PlacedMode" = "mask",
 ) -> Batch:
     """Concatenate trajectories with advantages into one batch. No padding is added.
 
     `groups` are the groups of the trajectories: their numbers become `Batch.group`. With
-    `replay_experts` the batch has the routed experts that the engine recorded. Raises ValueError if
-    there is no trajectory.
+    `replay_experts` the batch has the routed experts that the engine recorded. `placed` is the
+    option `objective.placed`, which chooses the placed text with a loss. Raises ValueError if there
+    is no trajectory.
     """
     import numpy as np
     import torch
@@ -833,7 +974,8 @@ def collate(
             count = len(piece.tokens)
             provenance = int(piece.provenance)
             tokens.append(np.array(piece.tokens, np.int64))
-            values = np.array(_advantages(item, start, count, turn), np.float32)
+            trained = isinstance(piece, Sampled) or has_loss(piece, placed)
+            values = np.array(_advantages(item, start, count, turn if trained else -1), np.float32)
             advantage.append(np.broadcast_to(values, count))
             kept.append((count, piece.kept_sets if isinstance(piece, Sampled) else None))
             if isinstance(piece, Sampled):
@@ -841,7 +983,7 @@ def collate(
                 pieces.append((count, True, piece.version, turn, provenance, piece.clean))
             else:
                 behavior_logp.append(np.zeros(count, np.float32))
-                pieces.append((count, False, NO_VERSION, turn, provenance, True))
+                pieces.append((count, False, NO_VERSION, -1, provenance, True))
         offsets.append(offsets[-1] + len(item.trajectory))
     counts, *columns = torch.tensor(pieces, dtype=torch.long).reshape(-1, 6).T
     sampled, version, turns, provenances, clean = (
@@ -864,6 +1006,44 @@ def collate(
         reward=tuple(item.trajectory.reward for item in credited),
         kept_sets=join(kept),
         turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
+        placed=_placed_tokens(credited, placed),
+    )
+
+
+def has_loss(piece: Piece, placed: "PlacedMode") -> bool:
+    """Return True if a piece is placed text with a loss. `placed` is `objective.placed`."""
+    if not isinstance(piece, Placed) or placed == "mask":
+        return False
+    return placed == "anchor" or piece.source_logp is not None
+
+
+def _placed_tokens(
+    credited: Sequence[ScoredTrajectory], placed: "PlacedMode"
+) -> PlacedTokens | None:
+    """Return the placed text of some trajectories. None if they have none."""
+    import torch
+
+    if not any(isinstance(each, Placed) for item in credited for each in item.trajectory.pieces):
+        return None
+    counts: list[int] = []
+    rows: list[tuple[bool, bool, int]] = []
+    source_logp: list[float] = []
+    edits = []
+    for item in credited:
+        places = []
+        for start, piece, _ in walk(item.trajectory.pieces):
+            count = len(piece.tokens)
+            version, logps = NO_VERSION, (0.0,) * count
+            if isinstance(piece, Placed) and piece.edit and has_loss(piece, placed):
+                version, logps = piece.version, piece.source_logp or logps
+                places.append((start, start + count, piece.edit))
+            counts.append(count)
+            rows.append((isinstance(piece, Placed), has_loss(piece, placed), version))
+            source_logp += logps
+        edits.append(tuple(places))
+    columns = torch.tensor(rows).repeat_interleave(torch.tensor(counts), 0).T
+    return PlacedTokens(
+        columns[0].bool(), columns[1].bool(), columns[2], torch.tensor(source_logp), tuple(edits)
     )
 
 

@@ -100,7 +100,7 @@ def test_eval_goes_without_a_trainer_and_survives_its_engine(
 
 def served(port: int) -> str:
     out = StringIO()
-    with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}"):
         serve(SHIPPED_POLICY, CONFIG, port=port, console=Console(file=out, width=300))
     return out.getvalue()
 

@@ -55,11 +55,13 @@ from unstale.kept_sets import KeptSets
 from unstale.records import (
     HAS_BEHAVIOR,
     ContextPiece,
+    Edit,
     EpisodeRecord,
     Failure,
     Group,
     GroupRequest,
     Piece,
+    Placed,
     Provenance,
     Sampled,
     Stop,
@@ -126,7 +128,26 @@ def sampled(draw: st.DrawFn) -> Sampled:
 
 
 others = st.sampled_from(sorted(set(Provenance) - HAS_BEHAVIOR))
-pieces = st.lists(sampled() | st.builds(ContextPiece, tokens, others), max_size=6).map(tuple)
+edits = st.builds(
+    lambda at, width, cut: Edit(at, at + width, cut), *[st.integers(0, 9)] * 2, tokens
+)
+
+
+@st.composite
+def rewritten(draw: st.DrawFn) -> Placed:
+    one = draw(sampled())
+    source = one.version, one.behavior_logp, draw(edits)
+    return Placed(one.tokens, Provenance.REWRITTEN, *source)
+
+
+placed = st.sampled_from([Provenance.FORCED, Provenance.FOREIGN])
+pieces = st.lists(
+    sampled()
+    | rewritten()
+    | st.builds(ContextPiece, tokens, others)
+    | st.builds(Placed, tokens, placed),
+    max_size=6,
+).map(tuple)
 
 
 @pytest.mark.costly
@@ -658,7 +679,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
             )
         case "format":
             with sqlite3.connect(tmp_path / JOURNAL) as connection:
-                connection.execute("PRAGMA user_version=7")
+                connection.execute("PRAGMA user_version=8")
             connection.close()
     return tmp_path / JOURNAL
 
@@ -668,7 +689,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 7, this release writes 6"),
+        ("format", "its format is 8, this release writes 7"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -732,6 +753,34 @@ def test_kept_sets_are_read_back_sealed_and_rewound(tmp_path: Path) -> None:
             read.pieces(1)
 
 
+def test_placed_text_is_read_back_sealed_and_rewound(tmp_path: Path) -> None:
+    edit = Edit(1, 2, (70_000, 8))
+    placed = (
+        ContextPiece((1, 9), Provenance.FORCED),
+        Placed((3, 4), Provenance.REWRITTEN, 0, (-0.5, -0.25), edit),
+        Placed((6,), Provenance.FORCED),
+        Sampled((5,), (-1.0,), 0),
+    )
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        asyncio.run(journal.checkpoint("start", step=0, version=0))
+        record(journal, group(0, *placed))
+        with Journal.read(tmp_path) as read:
+            assert check(read) == [] and read.pieces(1) == placed
+        journal.rewind(0, everything=True)
+    with Journal.read(tmp_path) as read:
+        assert check(read) == [] and read.rows("SELECT * FROM placed") == []
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0, *placed))
+    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
+        connection.execute("UPDATE placed SET stop = 1 WHERE episode = 1 AND stop = 2")
+        connection.commit()
+    with Journal.read(tmp_path) as read:
+        assert check(read) == ["1 rows of placed changed after they were written"]
+        with pytest.raises(JournalError, match="placed text of episode 1: it changed"):
+            read.pieces(1)
+
+
 def make_older(path: Path, journal_format: int) -> None:
     """Change a journal to one of an older format. Its added tables have no rows."""
     with closing(sqlite3.connect(path)) as connection:
@@ -743,7 +792,7 @@ def make_older(path: Path, journal_format: int) -> None:
         connection.commit()
 
 
-@pytest.mark.parametrize("journal_format", [3, 4, 5])
+@pytest.mark.parametrize("journal_format", [3, 4, 5, 6])
 def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
     tmp_path: Path, journal_format: int
 ) -> None:
@@ -766,7 +815,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert check(read) == [] and read.replayed(1) == [0]
 
 
-@pytest.mark.parametrize("journal_format", [3, 4, 5])
+@pytest.mark.parametrize("journal_format", [3, 4, 5, 6])
 def test_journals_of_two_formats_are_compared_in_the_tables_that_both_have(
     tmp_path: Path, journal_format: int
 ) -> None:

@@ -46,8 +46,10 @@ def test_the_rest_is_accepted(knobs: str) -> None:
 
 
 def test_options_of_a_critic_need_one() -> None:
-    with pytest.raises(ConfigError, match=r"critic.lr is read only with advantage.estimator = gae"):
-        configured("--critic.lr 0.02")
+    with pytest.raises(
+        ConfigError, match=r"critic.memory is read only with advantage.estimator = gae"
+    ):
+        configured("--critic.memory 0.9")
     with pytest.raises(ConfigError, match=r"critic.coef = 0.5 is read only with critic.model"):
         configured(f"{GAE} --critic.model own --critic.coef 0.5")
     with pytest.raises(ConfigError, match=r"advantage.lam is an option of gae"):

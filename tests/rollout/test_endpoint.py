@@ -844,19 +844,19 @@ def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(
 ) -> None:
     calls, go, start = list[int](), asyncio.Event(), AgentSession.start
 
-    def hung_up(self: AgentSession, request: wire.CompletionRequest, heard: Any) -> Any:
+    def hung_up(self: AgentSession, request: wire.CompletionRequest, *heard: Any) -> Any:
         """Repeat each call after a client closed the connection, after as many loop iterations."""
         calls.append(1)
         go.clear()
 
         async def again() -> Any:
-            asking = start(self, request, heard)
+            asking = start(self, request, *heard)
             for _ in calls:
                 await asyncio.sleep(0)
             asking.cancel()
             await asyncio.wait((asking,))
             go.set()
-            return await start(self, request, heard)
+            return await start(self, request, *heard)
 
         return self.calls.create_task(again())
 

@@ -736,7 +736,7 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-agent.md").read_text()
-SDK, SMOL, CHECKED, OPENAI_AGENTS = [
+SDK, SMOL, CHECKED, OPENAI_AGENTS, ANTHROPIC = [
     block.split("```")[0] for block in PAGE.split("```python\n")[1:]
 ]
 

@@ -148,6 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 0}, "temperature", "endpoint.lenient"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions can be called"),
     ({"input": []}, "input", "at least one item"),
+    ({"input": [{"type": "reasoning"}]}, "input", "input has no message"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "is not an item of type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "no such role"),
     (

@@ -92,9 +92,9 @@ def test_a_skipped_task_is_skipped_each_time_its_list_repeats() -> None:
 
 def test_a_pool_larger_than_the_list_is_refused() -> None:
     tasks: Any = Repeated(count())
-    assert list(make_pool(tasks, 0, 4)) == ["0", "1", "2", "3"]
+    assert list(make_pool(tasks, 0, SelectionConfig(pool=4))) == ["0", "1", "2", "3"]
     with pytest.raises(ConfigError, match=r"selection.pool must be at most 4.*got 6"):
-        make_pool(tasks, 0, 6)
+        make_pool(tasks, 0, SelectionConfig(pool=6))
 
 
 def test_a_resumed_run_draws_the_same_tasks_and_counts_visits_on() -> None:
@@ -144,6 +144,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
         selection=selection,
         estimate=lambda groups: [],
         identify=lambda task: task.key,
+        answer=lambda episode: "",
         lag=torch.zeros_like,
         resize=lambda *row: recorded.append(row),
         hidden_states=None,

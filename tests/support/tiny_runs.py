@@ -41,6 +41,10 @@ def save_tiny(folder: Path, *, experts: int = 0, bitwise: bool = False) -> None:
         Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+EVEN_WORDS = "w4 w6 w8 w4 w6 w8 w4 w6 w8 w4"
+"""A reply of even words."""
+
+
 class EvenEnv(ToyEnv):
     """An environment whose reward is the share of words with an even number in the last reply."""
 
@@ -58,6 +62,12 @@ class EvenTasks(ToyTasks):
 
     def text(self, task: Task) -> str:
         return f"task of kind {task.index % 3}"
+
+    def demonstration(self, task: Task) -> tuple[Message, ...]:
+        return (Message("user", "say yes"), Message("assistant", EVEN_WORDS))
+
+    def answer_of(self, task: Task, reply: str) -> str:
+        return next((word for word in reply.split() if word.startswith("w")), "")
 
     def env(self, task: Task, seed: int) -> EvenEnv:
         return EvenEnv(task, self)

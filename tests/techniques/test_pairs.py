@@ -58,6 +58,9 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "episode_filter": {"episode_filter.n": 2},
     "proxy": {"proxy.score": "even"},
     "distil": {"distil.teacher": "start"},
+    "tree": {"schedule.group_size": 4},
+    "majority": {"majority.least": 0.0},
+    "hints": {"objective.placed": "anchor", "hints.shortest": 0.5},
     "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }
@@ -99,6 +102,8 @@ NAMED: tuple[str, ...] = (
     "novelty outer_step",
     "least_variance_baseline beta_sampler",
     "tree tree_advantage",
+    "hints opmd",
+    "majority tree tree_advantage",
 )
 """Combinations that are trained. `make test-all` trains the first `QUICK`, `-m slow` all."""
 QUICK = 2
@@ -134,7 +139,10 @@ def is_explained(message: str, *names: str) -> bool:
         return True
     if any(re.search(REFUSED_ALONE[name], message) for name in names if name in REFUSED_ALONE):
         return True
-    has_option = any(re.search(rf"\b{name}\.\w+", message) for name in names)
+    needed = [option for name in names for option in CONDITIONS.get(name, {})]
+    has_option = any(re.search(rf"\b{name}\.\w+", message) for name in names) or any(
+        option in message for option in needed
+    )
     reason = message.partition(": ")[2].partition(". ")[0]
     return has_option and len(reason.split()) > 3
 

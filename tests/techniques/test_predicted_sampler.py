@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.envs.calculator import CalculatorTasks
 from unstale.envs.mixed import MixedTasks
 from unstale.isolation import IsolatedTasks
@@ -108,13 +108,13 @@ class Speechless:
 
 def test_a_task_set_without_texts_is_refused() -> None:
     tasks = CalculatorTasks()
-    texts = read_texts(tasks, make_pool(tasks, 0, 3))
+    texts = read_texts(tasks, make_pool(tasks, 0, SelectionConfig(pool=3)))
     assert len(texts) == 3 and all("+" in t or "-" in t or "*" in t for t in texts.values())
     mixed = MixedTasks("mixed", [tasks, Speechless()])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"speechless/train/0 of mixed has none. Give the task"):
-        read_texts(mixed, make_pool(mixed, 0, 3))
+        read_texts(mixed, make_pool(mixed, 0, SelectionConfig(pool=3)))
     isolated = IsolatedTasks(tasks, None)  # type: ignore[arg-type]
-    assert read_texts(isolated, make_pool(isolated, 0, 3)) == texts
+    assert read_texts(isolated, make_pool(isolated, 0, SelectionConfig(pool=3))) == texts
     with pytest.raises(ConfigError, match=r"predicted_sampler needs selection.pool > 0"):
         RunConfig(recipe="mine", techniques="predicted_sampler")
 

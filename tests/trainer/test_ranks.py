@@ -31,11 +31,13 @@ from unstale.config import (
     AuditConfig,
     ClusterConfig,
     ConfigError,
+    EngineConfig,
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
     TrainerConfig,
 )
+from unstale.config.algorithm import PlacedMode
 from unstale.config.routes import routes
 from unstale.durability import checkpoint_shards
 from unstale.durability.checkpoint import (
@@ -59,6 +61,7 @@ from unstale.records import (
     collate,
     walk,
 )
+from unstale.rewriting import remove_text
 from unstale.routed_experts import RoutedExperts
 from unstale.techniques.distil import DistilConfig
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy, with_kept_sets
@@ -93,6 +96,7 @@ VARIANTS: Mapping[str, RunConfig] = {
         SMALL,
         trainer=replace(BASE.trainer, minibatches_per_batch=2, gradient_checkpointing=True),
         objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
+        engine=EngineConfig(logit_bias="3=-2 5=1.5"),
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
     "techniques": replace(SMALL, techniques="minpro m2po token_entropy_advantage preserve_clip"),
@@ -106,6 +110,12 @@ VARIANTS: Mapping[str, RunConfig] = {
         SMALL,
         techniques="distil",
         technique_options={"distil": DistilConfig(teacher="start", refresh=2, advantage_coef=1.0)},
+    ),
+    "guided": replace(SMALL, objective=ObjectiveConfig(placed="guided")),
+    "anchor": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, minibatches_per_batch=2),
+        objective=ObjectiveConfig(placed="anchor", entropy_coef=0.01),
     ),
     "replay": replace(
         SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
@@ -135,6 +145,8 @@ VARIANTS_OF = {
         "truncated",
         "truncated lora",
         "distil",
+        "guided",
+        "anchor",
         "replay",
     ),
     3: ("plain", "8-bit", "lora"),
@@ -164,8 +176,13 @@ class Outcome:
     metrics: list[Mapping[str, float]]
 
 
-def batch_of(step: int, *, replay: bool = False, truncated: bool = False) -> Batch:
-    """Return a batch with tokens of the last three versions, each with experts of its own."""
+def batch_of(
+    step: int, *, replay: bool = False, truncated: bool = False, placed: PlacedMode = "mask"
+) -> Batch:
+    """Return a batch with tokens of the last three versions, each with experts of its own.
+
+    With a `placed` other than `mask`, those of the last two versions are rewritten text.
+    """
     plans = [
         [20 + i % 3, (12, max(0, step - 2)), 5, (9, max(0, step - 1)), (7, step)] for i in range(5)
     ]
@@ -175,7 +192,17 @@ def batch_of(step: int, *, replay: bool = False, truncated: bool = False) -> Bat
     ]
     if truncated:
         episodes = [*map(with_kept_sets, episodes)]
+    if placed != "mask":
+        return collate([*map(without_answer, episodes)], placed=placed)
     return collate([*map(with_experts, episodes)], replay_experts=replay)
+
+
+def without_answer(item: ScoredTrajectory) -> ScoredTrajectory:
+    """Return an episode without the context after its first sampled piece."""
+    prompt, first, answer, *_ = item.trajectory.pieces
+    start = len(prompt.tokens) + len(first.tokens)
+    pieces = remove_text(item.trajectory.pieces, start, start + len(answer.tokens))
+    return replace(item, trajectory=replace(item.trajectory, pieces=pieces))
 
 
 def with_experts(item: ScoredTrajectory) -> ScoredTrajectory:
@@ -206,9 +233,11 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig, *, truncated: bool 
     )
     if replay:
         policy.replay_experts()
+    policy.bias_logits(config.engine.biases)
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
-    make_batch = partial(batch_of, replay=replay, truncated=truncated)
+    placed = config.objective.placed
+    make_batch = partial(batch_of, replay=replay, truncated=truncated, placed=placed)
     truth: dict[tuple[int, int], Tensor] = {}
     exact, metrics = [], []
     for step in range(STEPS):

@@ -51,6 +51,10 @@ def load_policy(
     if peers is None:
         check_expert_ranks(config.cluster, policy.num_experts)
     policy.set_forward_options(ForwardOptions.of(config))
+    try:
+        policy.bias_logits(config.engine.biases)
+    except ValueError as error:
+        raise ConfigError(f"engine.logit_bias: {error}") from None
     if options.routing_replay:
         policy.replay_experts()
     if peers is None:

@@ -38,6 +38,7 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.records import Failure, PendingPiece
 from unstale.rollout import Evaluation
+from unstale.rollout.answers import AnswerReader
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.hooks import RunHooks
@@ -47,6 +48,7 @@ from unstale.rollout.processes.shards import ProcessRollout
 from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
+from unstale.rollout.solutions import give_solutions
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
@@ -140,6 +142,7 @@ def build(
         parts.techniques,
         skipped=rollout.quarantined,
     )
+    give_solutions(parts.techniques, config, taskset, generator.chat)
     queue = build_queue(config.schedule, start, policy)
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
@@ -169,6 +172,7 @@ def build(
             selection=selection,
             estimate=build_advantage(config.advantage),
             identify=selection.identify,
+            answer=AnswerReader(taskset, parts.generator.chat),
             lag=parts.trainer.lag,
             resize=journal.resize,
             hidden_states=parts.hidden_states,

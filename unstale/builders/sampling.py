@@ -43,6 +43,7 @@ from unstale.envs import (
     EnvError,
     HasGiveaways,
     Taskset,
+    Votable,
     implements,
     sandbox,
 )
@@ -77,11 +78,12 @@ def build_sampler(
         warn_of_giveaways(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
         with preparing(taskset, "train() or text()"):
-            pool = make_pool(taskset, config.seed, config.selection.pool)
+            pool = make_pool(taskset, config.seed, config.selection)
             if any("texts" in entry.requires for entry in chosen(config.techniques)):
                 read_texts(taskset, pool)
     with preparing(taskset, "train()"):
         require_repeats(config, taskset)
+    require_answers(config, taskset)
     num_held_out = len(held_out_tasks(taskset, config.eval.tasks))
     if num_held_out < config.eval.tasks:
         _print_note(
@@ -99,6 +101,17 @@ def build_sampler(
     if config.rollout.processes > 1:
         require_divisible(config, taskset, generator.engine)
     return policy, taskset, generator
+
+
+def require_answers(config: RunConfig, taskset: Taskset) -> None:
+    """Raise `ConfigError` if a technique compares answers that the task set does not read."""
+    names = [each.name for each in chosen(config.techniques) if "answers" in each.requires]
+    if names and not implements(taskset, Votable):
+        raise ConfigError(
+            f"the technique {names[0]} compares answers, and the tasks of {taskset.name} have none "
+            "that can be compared: give the task set a method answer_of(task, reply), or choose "
+            "another technique"
+        )
 
 
 def require_divisible(config: RunConfig, taskset: Taskset, engine: Engine) -> None:
@@ -270,6 +283,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             number=number,
             max_running=max_running,
             max_context=options.max_context,
+            logit_bias=options.biases,
             keep_cache=options.keep_cache,
             load_tokens=options.load_tokens,
             deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),

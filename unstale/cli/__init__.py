@@ -1,1 +1,1 @@
-"""The command line. The module `verbs` has its commands, and the others do the commands' work."""
+"""The command line. The module `verbs` declares its commands, and other modules do their work."""

@@ -1,4 +1,4 @@
-"""The command `check-template`: check that a template's chats can be continued token by token.
+"""The command `check-template`: check that a chat template can be continued exactly.
 
 It renders random conversations. A conversation that shows a problem is shortened as long as the
 problem remains.
@@ -38,11 +38,11 @@ from unstale.model.loading import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TemplateResult:
-    """The results of all checks. `bool(result)` is True if the template is usable."""
+    """The results of all checks of a chat template. `bool(result)` is True if it can be used."""
 
     checks: Sequence[CheckResult] = ()
     error: str = ""
-    """The reason why nothing could be checked. Empty if the checks ran."""
+    """The reason why no check was possible. Empty if the checks ran."""
 
     def __bool__(self) -> bool:
         return not self.error and not any(check.broken for check in self.checks)
@@ -127,7 +127,7 @@ def stop_tokens_of(folder: Path) -> tuple[int, ...]:
 
 
 def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
-    """Yield the properties of the template that were found, each as a name and a text."""
+    """Yield the properties that were found in a chat template, each as a name and a text."""
     ends = [chat.text([token], whole=True) for token in chat.stop_tokens]
     yield "end of a reply", " or ".join(ends)
     yield "calls", str(chat.call_form)

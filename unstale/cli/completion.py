@@ -14,9 +14,10 @@ MakeParser = Callable[[], tuple[argparse.ArgumentParser, Mapping[str, argparse.A
 
 
 def completion(shell: str, make_parser: MakeParser) -> str:
-    """Return the script that lets a shell complete the command line.
+    """Return the script with which a shell completes the command line.
 
-    `make_parser` returns the parser of the command line and the parsers of its commands, by name.
+    `shell` is the shell's name. `make_parser` returns the parser of the command line and the
+    parsers of its commands, by name.
     """
     parser, verbs = make_parser()
     for verb in verbs.values():

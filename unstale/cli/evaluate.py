@@ -1,11 +1,11 @@
-"""Evaluate a trained policy on held-out tasks."""
+"""Evaluation of a trained policy on held-out tasks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from unstale.builders import at_eval_temperature, build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
@@ -18,11 +18,14 @@ from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.console import Console
 from unstale.engines.pool import Recovery, supervise
+from unstale.envs import Taskset
 from unstale.envs.registry import held_out_tasks
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
+from unstale.records import Task
 from unstale.rollout import evaluation
+from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import FinishedEpisodes, attempts_at
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
@@ -41,7 +44,7 @@ def evaluate(
     console: Console | None = None,
     **wrong: Any,
 ) -> EvalResult:
-    """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
+    """Measure the success of a policy on held-out tasks, with `attempts` episodes on each task.
 
     Without `attempts`, it is `eval.samples`. The engine samples at `eval.temperature`.
 
@@ -51,35 +54,76 @@ def evaluate(
     settings, and `RunFailed` if a component fails later.
     """
     config = require_config(config, wrong)
-    if config.eval.tasks < 1:
-        raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     attempts = config.eval.samples if attempts is None else attempts
-    if attempts < 1:
-        raise ConfigError(f"attempts must be >= 1, got {attempts}")
-    config = config.with_policy(policy_folder(Path(trained)))
-    limit_threads()
-    policy, taskset, sampler = build_sampler(config)
-    tasks = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(attempts)]
+    held_out = HeldOut.of(trained, config, attempts)
 
-    async def grade(finished: FinishedEpisodes) -> list[bool | None]:
-        async with running_generator(config, policy, sampler) as generator:
-            sampling = at_eval_temperature(generator, config.eval)
-            rollout = build_rollout(config, taskset)(sampling, taskset, config.rollout)
-            with LiveDisplay(config, console=console or Console()) as display:
-                async with rollout.resources:
-                    return await evaluation.evaluate(
-                        rollout,
-                        tasks,
-                        seed=config.seed,
-                        progress=display.phase,
-                        finished=finished,
-                        trial=not finished.successes,
-                    )
+    async def grade(rollout: Rollout, progress: Callable[..., None]) -> list[bool | None]:
+        return await evaluation.evaluate(
+            rollout,
+            held_out.tasks,
+            seed=config.seed,
+            progress=progress,
+            finished=finished,
+            trial=not finished.successes,
+        )
 
-    with open_saved(Path(save), config) if save else nullcontext(FinishedEpisodes()) as finished:
-        graded = run_until_complete(grade(finished))
-    result = EvalResult.of(graded, attempts, [task.env for task in tasks])
-    return replace(result, reward=finished.mean_reward(attempts_at(tasks)))
+    saved = open_saved(Path(save), held_out.config) if save else nullcontext(FinishedEpisodes())
+    with saved as finished:
+        graded = held_out.run(grade, console=console)
+    result = EvalResult.of(graded, attempts, [task.env for task in held_out.tasks])
+    return replace(result, reward=finished.mean_reward(attempts_at(held_out.tasks)))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A policy, the held-out tasks that it attempts, and the engine that samples its replies."""
+
+    config: RunConfig
+    policy: Policy
+    taskset: Taskset
+    generator: Generator
+    tasks: Sequence[Task]
+    """The held-out tasks, each as often as it is attempted."""
+
+    @classmethod
+    def of(cls, trained: Path | str, config: RunConfig, attempts: int) -> Self:
+        """Load the policy of a run folder or model folder, and the held-out tasks of `config`.
+
+        Raises `ConfigError` for wrong settings.
+        """
+        if config.eval.tasks < 1:
+            raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
+        if attempts < 1:
+            raise ConfigError(f"attempts must be >= 1, got {attempts}")
+        config = config.with_policy(policy_folder(Path(trained)))
+        limit_threads()
+        policy, taskset, generator = build_sampler(config)
+        tasks = held_out_tasks(taskset, config.eval.tasks)
+        repeated = [task for task in tasks for _ in range(attempts)]
+        return cls(config, policy, taskset, generator, repeated)
+
+    def run(
+        self,
+        work: Callable[[Rollout, Callable[..., None]], Coroutine[Any, Any, T]],
+        *,
+        console: Console | None = None,
+    ) -> T:
+        """Return the result of `work`, during which the engine runs at `eval.temperature`.
+
+        `work` receives the object that runs episodes, and a function that shows progress. Raises
+        `RunFailed` if a component fails.
+        """
+
+        async def main() -> T:
+            async with running_generator(self.config, self.policy, self.generator) as generator:
+                sampling = at_eval_temperature(generator, self.config.eval)
+                make = build_rollout(self.config, self.taskset)
+                rollout = make(sampling, self.taskset, self.config.rollout)
+                with LiveDisplay(self.config, console=console or Console()) as display:
+                    async with rollout.resources:
+                        return await work(rollout, display.phase)
+
+        return run_until_complete(main())
 
 
 @asynccontextmanager
@@ -92,8 +136,8 @@ async def running_generator(
 ) -> AsyncIterator[Generator]:
     """Return a context in which the engine runs with the policy's weights.
 
-    If the engine crashes, it is restarted, at most `engine.restarts` times. `on_event` receives
-    these events.
+    Its value is a generator that uses the engine. If the engine crashes, it is restarted, at most
+    `engine.restarts` times. `on_event` is called with these events.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)
@@ -110,7 +154,7 @@ async def running_generator(
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result.
 
-    A `ConfigError` of the coroutine is raised unchanged, any other error as `RunFailed`.
+    A `ConfigError` of the coroutine is raised unchanged. Any other error is raised as `RunFailed`.
     """
 
     async def main() -> T:

@@ -57,16 +57,16 @@ def export(run: Path | str, folder: Path | str, *, step: int | None = None) -> i
 
 @dataclass(frozen=True, slots=True)
 class _StoredPolicy:
-    """The weights of a checkpoint."""
+    """The weights of a checkpoint and the checkpoint's step."""
 
     step: int
     weights: Mapping[str, Tensor]
     base: int
-    """Checksum of the model on which adapters were trained. 0 without adapters."""
+    """Checksum of the model for which LoRA adapters were trained. 0 without adapters."""
 
 
 def _read_stored(run: Path, config: RunConfig, step: int | None) -> _StoredPolicy:
-    """Return the policy of a checkpoint, or of the newest one if `step` is None.
+    """Return the policy of a checkpoint. A `step` of None means the newest checkpoint.
 
     If the run removes its newest checkpoint during the reading, a newer one is read.
     """
@@ -96,7 +96,7 @@ def _read_stored(run: Path, config: RunConfig, step: int | None) -> _StoredPolic
 
 
 def _others(checkpoints: Checkpoints, name: str) -> str:
-    """Return a sentence about the checkpoints that can be exported in place of `name`.
+    """Return a sentence about the checkpoints that can be exported instead of `name`.
 
     Empty if there are no others.
     """

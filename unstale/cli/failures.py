@@ -31,10 +31,14 @@ _TEXTS = {
     "out of memory": OUT_OF_MEMORY,
     "error return without exception set": OUT_OF_MEMORY,
 }
-"""Texts by which errors without an error number, as of torch and threads, are recognized."""
+"""Parts of messages by which errors without an error number are recognised, such as those of torch
+and of threads.
+"""
 
 EXIT_S = 10.0
-"""Seconds that Python waits, at the end of the process, for threads that user code started."""
+"""Seconds for which Python waits, at the end of the process, for threads that the user's code
+started.
+"""
 
 
 class RunFailed(RuntimeError):
@@ -42,12 +46,12 @@ class RunFailed(RuntimeError):
 
 
 def literal(text: object) -> str:
-    """Return a text that rich prints without markup. Control characters are made visible."""
+    """Return a text that rich prints without markup. Control characters become visible."""
     return escape(show_controls(str(text)))
 
 
 def exit_after(title: str, error: object, *, code: int) -> NoReturn:
-    """Print an error on stderr as `title: error`, and exit with a code."""
+    """Print an error on stderr as `title: error`, and exit with the code `code`."""
     print_failure(title, error)
     sys.exit(code)
 
@@ -59,7 +63,7 @@ def print_failure(title: str, error: object) -> None:
 
 
 def exhausted(error: BaseException) -> str:
-    """Return a sentence on what ran out and what helps, if files, memory or threads ran out.
+    """If files, memory or threads ran out, return a sentence that says which, and what helps.
 
     Empty for other errors.
 
@@ -97,7 +101,7 @@ def exhausted(error: BaseException) -> str:
 def _is_of_socket(error: BaseException) -> bool:
     """Return True if a module for sockets raised the error.
 
-    The error EAGAIN then means that a socket has no data, and not that threads ran out.
+    EAGAIN then means that a socket has no data, not that threads ran out.
     """
     *_, last = [None, *traceback.extract_tb(error.__traceback__)]
     path = Path(last.filename) if last else Path()
@@ -105,7 +109,7 @@ def _is_of_socket(error: BaseException) -> bool:
 
 
 def end_despite_threads() -> None:
-    """End the process `EXIT_S` seconds from now, with the code of the current SystemExit.
+    """End the process after `EXIT_S` seconds, with the code of the current SystemExit.
 
     This function is called while the process exits. Python would then wait without limit for
     threads that are not daemons. Nothing is done if there are no such threads.
@@ -123,13 +127,16 @@ def end_despite_threads() -> None:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a Python process that ends with an error. None means no error."""
+    """Return the exit code of a Python process that ends with this error. None means no error."""
     code = error.code if isinstance(error, SystemExit) else 1 if error else 0
     return code if isinstance(code, int) else 1 if code else 0
 
 
 def _waiting_for() -> list[str]:
-    """Return the names of the threads for which Python waits, without the main thread."""
+    """Return the names of the threads for which Python waits at its end.
+
+    The main thread is left out.
+    """
     return [
         thread.name
         for thread in threading.enumerate()

@@ -1,4 +1,4 @@
-"""Compute avg@k, pass@k and pass^k over several attempts at each held-out task, with intervals.
+"""avg@k, pass@k and pass^k over several attempts at each held-out task, with intervals.
 
 Attempts at one task are correlated, so each task counts as one value from 0 to 1. The interval is a
 bootstrap over tasks. If all values are 0 or 1, or all are equal, it is Wilson's interval, because a
@@ -22,7 +22,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TaskMean:
-    """A mean over tasks, its 95% interval, and the name of the method for the interval."""
+    """A mean over tasks with its 95% interval, and the name of the interval's method."""
 
     value: float
     low: float
@@ -32,13 +32,15 @@ class TaskMean:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The number of successful attempts at each held-out task, and of failed episodes in all."""
+    """The result of an evaluation: successes at each held-out task, and failed episodes in all."""
 
     successes: tuple[int, ...]
     attempts: int = 1
     failed: int = 0
     by_env: Mapping[str, "EvalResult"] = field(default_factory=dict)
-    """The result of each environment by its name. Empty if all tasks are of one environment."""
+    """The result for each environment, by its name. Empty if all tasks belong to one
+    environment.
+    """
     reward: float = math.nan
     """The mean reward of all finished episodes. NaN if it is not known."""
 
@@ -46,7 +48,7 @@ class EvalResult:
     def of(
         cls, graded: Sequence[bool | None], attempts: int, envs: Sequence[str] = ()
     ) -> "EvalResult":
-        """Return the result of graded episodes: True for success, None for a failed episode.
+        """Return the result of episodes: True for success, False, or None for a failed episode.
 
         `attempts` adjacent values of `graded` belong to one task. `envs` has the name of the
         environment for each value.
@@ -75,7 +77,10 @@ class EvalResult:
 
     @property
     def is_known(self) -> bool:
-        """False if every episode failed, so that the success of the policy is not known."""
+        """True if at least one episode finished.
+
+        Otherwise the success of the policy is not known.
+        """
         return self.failed < self.tasks * self.attempts
 
     @property
@@ -84,7 +89,7 @@ class EvalResult:
 
     @property
     def average(self) -> TaskMean:
-        """The success rate of an attempt: avg@k, where k is the number of attempts per task."""
+        """The success rate of an attempt: avg@k, where k is the number of attempts at each task."""
         return mean_over_tasks([count / self.attempts for count in self.successes])
 
     def passed(self, k: int) -> TaskMean:
@@ -108,7 +113,7 @@ class EvalResult:
         return rows
 
     def as_json(self, ks: Sequence[int]) -> dict[str, Any]:
-        """Return counts, `rows` and mean reward as a JSON object, with those of `by_env`."""
+        """Return counts, `rows` and mean reward as a JSON object, in all and by environment."""
         row: dict[str, Any] = {
             "result": {
                 "successes": self.successes,
@@ -124,7 +129,7 @@ class EvalResult:
         return row
 
     def table(self, ks: Sequence[int]) -> Table:
-        """Return a table of `rows` for a terminal: first of each environment, then of all tasks."""
+        """Return a table of `rows` for a terminal: of each environment, then of all tasks."""
         table = Table("", "held-out success", "95% interval", "", title=str(self))
         for env, part in {**self.by_env, "": self}.items():
             for name, estimate in part.rows(ks).items():
@@ -168,7 +173,7 @@ def _check_attempts(name: str, k: int, *, attempts: int, successes: int) -> None
 
 
 def mean_over_tasks(values: Sequence[float]) -> TaskMean:
-    """Return mean and 95% interval of `values`, one per task and each between 0 and 1."""
+    """Return mean and 95% interval of `values`: one for each task, between 0 and 1."""
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         return TaskMean(value, *wilson(value, len(values)), "Wilson")

@@ -41,7 +41,9 @@ _PLAIN = {
     r"invalid float value: (.*)": r"must be a number, got \1",
     r"invalid choice: (.*) \(choose from (.*)\)": r"must be one of \2, got \1",
 }
-"""Regular expressions for messages of argparse, each with the text that replaces the message."""
+"""Regular expressions for messages of argparse, each with a plainer text that replaces the
+message.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command and its arguments as the attributes of a namespace.
 
-    `values` has the options of the configuration by name, and `given` all words of the command
-    line. Raises `ConfigError` for a word that the command does not accept.
+    `values` has the run's options by name, and `given` all words of the command line. Raises
+    `ConfigError` for a word that the command does not accept.
     """
     words = list(arguments)
     command = words[0] if words and not words[0].startswith("-") else None
@@ -122,12 +124,12 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def actions(self) -> list[argparse.Action]:
-        """The arguments of the command."""
+        """The argparse actions for the arguments of the command."""
         return self._actions
 
     @property
     def option_strings(self) -> list[str]:
-        """The command's own options, and those of the configuration if the command takes them."""
+        """The command's own options, and the options of a run if the command accepts them."""
         own = [word for action in self._actions for word in action.option_strings]
         of_recipe = [f"--{name}" for name in option_names()]
         return own + of_recipe if self.get_default("takes_options") else own
@@ -142,7 +144,8 @@ class _Parser(argparse.ArgumentParser):
 def make_parser(only: str | None = None) -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the command line, and the parsers of its commands by name.
 
-    With `only`, the parser has only this command, and modules of other commands are not imported.
+    With `only`, the parser has only this command, and the modules of other commands are not
+    imported.
     """
     parser = _Parser(
         prog="unstale",

@@ -1,4 +1,4 @@
-"""Run a command at a low priority, so that a training on the same machine is hardly slowed down."""
+"""Run a command at a low priority, so that it hardly slows down a training on the same machine."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ def run_at_low_priority(act: Callable[[], object]) -> int:
     Linux divides the processor between sessions (terminals) first, and by niceness only within a
     session. So on Linux `act` runs in a child process with a session of its own, and this process
     passes signals on to the child. The child ends with this process. Errors of `act` are raised in
-    the child. This function must be called before threads are started.
+    the child. Call this function before any thread is started.
     """
     if not _AUTOGROUP.exists():
         if hasattr(os, "nice"):
@@ -53,7 +53,7 @@ def _wait_for(child: int, unblocked: Iterable[signal.Signals | int]) -> int:
     """Pass signals on to the child process until it ends. Return its exit code.
 
     The signals are blocked and awaited, because a handler could miss a signal that arrives just
-    before the process waits. `unblocked` is the mask of signals to set at the end.
+    before the process waits. `unblocked` is the mask of signals to be set at the end.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Refuse settings that cannot work, start engines early, and import modules quickly."""
+"""Actions before a run: refuse settings that cannot work, start engines early, import quickly."""
 
 import gc
 import sys
@@ -22,10 +22,11 @@ WORKER = "unstale.engines.embedded.worker"
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raise `ConfigError` for problems that can be found before torch is imported for seconds.
+    """Raise `ConfigError` for problems that can be found before torch, whose import takes seconds.
 
     These are most refusals of the linter, a missing model, and a missing Ray. The model is
-    downloaded first if the options allow it. A run repeats the checks for runs from Python.
+    downloaded first if the options allow it. Runs that a Python program starts make the checks
+    later.
     """
     from unstale.lint import check  # most commands do not need it
     from unstale.lint.rules import TRIES_ESTIMATOR
@@ -40,7 +41,7 @@ def refuse_early(config: RunConfig) -> None:
 
 
 def new_folder(config: RunConfig) -> Path:
-    """Return the folder of a new run. Raises `ConfigError` if it already holds a run."""
+    """Return the folder for a new run. Raises `ConfigError` if it already has a run."""
     from unstale.cli.resume import resume_command
     from unstale.durability.journal import JOURNAL
 
@@ -56,7 +57,7 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def start_engines(config: RunConfig) -> None:
-    """Start the processes of the embedded engines, which import torch while this process does.
+    """Start the processes of the embedded engines. They import torch while this process does.
 
     Nothing is done for engines on other hosts, or in runs with trainer ranks, which share the GPUs.
     """
@@ -73,7 +74,8 @@ def quick_imports() -> Iterator[None]:
     """Return a context in which modules are imported without garbage collections.
 
     Each collection would visit all objects of torch and transformers, which takes a fifth of the
-    time. Later collections do not visit the imported objects either. A terminal shows a status.
+    time. Later collections do not visit the imported objects either. A status text is shown on a
+    terminal.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # the host program has imported torch, or decides itself about collections

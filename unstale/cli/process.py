@@ -9,23 +9,23 @@ from contextlib import contextmanager
 import torch
 
 SWITCH_INTERVAL_S = 1e-4
-"""Seconds after which a thread must release Python's global lock. The trainer needs the lock after
-every torch operation. With Python's default of 5 ms, the trainer is a third slower while agents
-run.
+"""Seconds after which a thread must release Python's interpreter lock. The trainer needs the lock
+after every torch operation. With Python's default of 5 ms, the trainer is a third slower while
+agents run.
 """
 
 YOUNG_OBJECTS = 100_000
-"""Number of objects allocated between two garbage collections. Python's default of 700 would take a
-quarter of the time of every turn.
+"""Number of objects that are allocated between two garbage collections. Python's default of 700
+would take a quarter of the time of every turn.
 """
 
 NUM_ARENAS = 2
-"""Number of heaps from which the C library serves all threads. By default each thread gets another
-heap, up to eight for each core. A heap keeps freed memory, which was two thirds of the memory of a
-run of agents with large requests.
+"""Number of heaps from which the C library serves all threads. By default it uses up to eight for
+each core, and each keeps freed memory. That was two thirds of the memory of a run of agents with
+large requests.
 """
 _M_ARENA_MAX = -8
-"""The parameter of `mallopt` in the header malloc.h of glibc."""
+"""The number of glibc's parameter `M_ARENA_MAX`, from malloc.h, for `mallopt`."""
 
 
 def limit_threads() -> None:

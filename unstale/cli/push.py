@@ -1,4 +1,4 @@
-"""The command `push-to-hub`: export a run's policy with a model card, to a folder or the hub."""
+"""The command `push-to-hub`: export a policy with its model card, to a folder or the hub."""
 
 import re
 import shutil
@@ -100,7 +100,10 @@ def model_card(run: Path, repo: str = "") -> str:
 
 
 def _base_words(base: str, origin: dict[str, str]) -> str:
-    """Return the name of a base model. `origin` describes its GGUF file, if it came from one."""
+    """Return the name of a base model for the model card.
+
+    `origin` describes its GGUF file, or is empty.
+    """
     if origin:
         return "{file} (GGUF, {quantisation}, SHA-256 {sha256})".format_map(origin)
     return f"the small model of the package (`{base}`)" if base in SHIPPED_POLICIES else base
@@ -117,7 +120,7 @@ def _steps(rows: Sequence[Row], options: Row, log: Sequence[Row]) -> str:
 
 
 def _figures(rows: Sequence[Row], log: Sequence[Row]) -> dict[str, object]:
-    """Return held-out success and mean reward, at the start and at the end of the run."""
+    """Return the held-out success and mean reward of a run, at its start and at its end."""
     figures: dict[str, object] = {}
     evaluations = held_out(event for event in log if event.get("kind") == "eval")
     for when, each in zip(("before", "after"), (*evaluations[:1], *evaluations[-1:]), strict=False):

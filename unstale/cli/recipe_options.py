@@ -35,7 +35,7 @@ from unstale.lint.policy_files import local_folder, positions
 from unstale.recipes import make_recipe, recipe_names
 
 SHORT = {"reward": "task.reward"}
-"""Short names of options on the command line -> full names."""
+"""Short names of options on the command line, each with the full name."""
 _COMMON = """
 model model_download chat_template tools_in_prompt
 runs name seed max_steps minutes trackers techniques
@@ -50,12 +50,12 @@ trainer.dtype trainer.lr trainer.lora_rank trainer.max_tokens_per_microbatch
 trainer.gradient_checkpointing checkpoint.interval eval.tasks eval.interval
 """
 COMMON = frozenset(_COMMON.split())
-"""The options that most users need. `--help` prints them, and `--help all` every option."""
+"""The options that most users need. `--help` shows only these, and `--help all` every option."""
 MANY = 50
-"""A command with more arguments than this takes the options of a run."""
+"""Number of arguments of a command. A command with more takes all options of a run."""
 _OWN_RECIPE = re.compile(r"[\w.]+:\w+")
 FILES = (".toml", ".json")
-"""Endings of the names of option files. A file may be given in place of the recipe."""
+"""Endings of the names of option files. Such a file may be given instead of the recipe."""
 
 
 def option_names() -> list[str]:
@@ -64,10 +64,11 @@ def option_names() -> list[str]:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words of a command that are no options, and the values of the options by name.
+    """Split the words of a command.
 
-    A boolean option without a value is true. A value may begin with `--` if it is a text of several
-    words. Raises `ConfigError` for a missing or wrong value.
+    Return those that are no options, and the options' values by name. A boolean option without a
+    value is true. A value may begin with `--` if it is a text of several words. Raises
+    `ConfigError` for a missing or wrong value.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--max_steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'max_steps': 3})
@@ -96,7 +97,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _is_option(word: str) -> bool:
-    """Return True if a word of a command names an option. Names have no spaces."""
+    """Return True if a word of a command names an option. An option's name has no spaces."""
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
@@ -122,7 +123,7 @@ def _unknown(word: str, known: Sequence[str]) -> str:
 
 
 def take_file(chosen: argparse.Namespace) -> None:
-    """Move a file of options that is given in place of the recipe to the argument `config`.
+    """If a file of options is given instead of the recipe, move it to the argument `config`.
 
     Raises `ConfigError` if `--config` is given, too.
     """
@@ -134,7 +135,9 @@ def take_file(chosen: argparse.Namespace) -> None:
 
 
 def is_study(path: Path | None) -> bool:
-    """Return True if a TOML file is a study for `unstale compare`: it has the table `study`."""
+    """Return True if a TOML file describes a study for `unstale compare`: it has the table
+    `study`.
+    """
     if path is None or path.suffix != ".toml":
         return False
     try:
@@ -146,7 +149,7 @@ def is_study(path: Path | None) -> bool:
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the file of options and of the command line, by name.
 
-    The command line wins.
+    Where both have an option, the command line's value is returned.
     """
     from_file = read_file(chosen.config) if chosen.config else {}
     if chosen.config and chosen.config.name == CONFIG and "recipe" in from_file:
@@ -155,7 +158,7 @@ def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def configure(chosen: argparse.Namespace) -> RunConfig:
-    """Return the recipe's configuration with the options of the file and of the command line."""
+    """Return the recipe's configuration with the options of the file and the command line."""
     if is_study(chosen.config):
         raise ConfigError(
             f"{chosen.config} is a study: run it with unstale compare {chosen.config}"
@@ -182,10 +185,10 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
 
 
 def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
-    """Lower engine.max_context to the longest context of the policy, if that is known here.
+    """Lower `engine.max_context` to the longest context of the policy, if that is known.
 
-    `named` has the options of the command and its file. If engine.max_context is among them, it is
-    kept, and the linter refuses it later.
+    `named` has the options of the command and its file. If `engine.max_context` is among them, it
+    is not changed, and the linter refuses it later.
     """
     folder = local_folder(config)
     number = positions(folder)
@@ -201,12 +204,12 @@ def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
 
 @cache
 def _note(text: str) -> None:
-    """Print a note on standard error. The same note is printed once per process."""
+    """Print a note on standard error. The same note is printed only once in a process."""
     sys.stderr.write(f"{text}\n")
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON on standard output. Non-finite numbers become null."""
+    """Print a value as JSON on standard output. NaN and infinity become null."""
     Console(soft_wrap=True).print_json(dumps(value))
 
 
@@ -259,7 +262,7 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
 
 
 def _fill(text: str, indent: int, hanging: int) -> str:
-    """Return text in lines that fit the terminal. No word is broken."""
+    """Return a text in lines that fit the terminal. Words are not broken."""
     width = min(98, max(40, shutil.get_terminal_size().columns))
     return fill(
         text,

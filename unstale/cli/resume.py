@@ -1,4 +1,4 @@
-"""Load the configuration of a run to resume, and check the options that are changed."""
+"""The configuration of a run that is resumed, and checks of the options that are changed."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -33,6 +33,7 @@ FIXED = {
     "engine.max_context": "the open episodes were begun with that limit",
     "engine.max_completion_tokens": "the open replies were begun with that limit",
     "engine.temperature": "the open replies were sampled at it",
+    "engine.logit_bias": "the open replies were sampled with it",
     "rollout.max_turns": "the open episodes were begun with that limit",
     "old_logps.route": "the checkpoint holds the state of that route",
     "trainer.optimizer": "the checkpoint holds the state of that optimizer",
@@ -44,8 +45,8 @@ FIXED = {
     "techniques": "the checkpoint holds their state",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
-"""Options that cannot change when a run is resumed, each with the reason. A section means all its
-options.
+"""Options that cannot change when a run is resumed, each with the reason. The name of a section
+stands for all its options.
 """
 
 EFFECTS = {
@@ -56,7 +57,9 @@ EFFECTS = {
     "trainer.epochs_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""Options -> the effect that changing them has on the resumed run, if it is not the usual one."""
+"""The effect of changing an option when a run is resumed, by option, if it is not the usual
+effect.
+"""
 
 
 def changes_to_run(run: Path, config: RunConfig) -> list[str]:
@@ -99,7 +102,7 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """Return a value for a message, in one line. A whole chat template is shortened."""
+    """Return an option's value for a message, in one line. A whole chat template is shortened."""
     text = " ".join(str(value).split()) or "empty"
     return f"{text[:60]}..." if len(text) > 80 else text
 
@@ -145,7 +148,7 @@ def read_config(run: Path) -> RunConfig:
 
 
 def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a tracker is the user's own code and the command does not name it.
+    """Raise `ConfigError` if a tracker is the user's own code that the command does not name.
 
     `config` comes from the run folder, and `named` has the options that the command gives.
     """
@@ -157,7 +160,7 @@ def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
 
 
 def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a command gives the run that it resumes another recipe or folder.
+    """Raise `ConfigError` if the command names another recipe or folder than the run it resumes.
 
     `config` comes from the run folder, and `named` has the options that the command gives.
     """
@@ -203,7 +206,7 @@ def resume_command(run: Path) -> str:
 
 
 def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
-    """Yield the options of a task, with their values, that name code outside of this package.
+    """Yield the options of a task that name code outside of this package, with their values.
 
     URLs of endpoints are yielded, too, because they receive the user's API key.
     """

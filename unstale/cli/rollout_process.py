@@ -1,4 +1,4 @@
-"""The program of a rollout process (`rollout.processes`): it runs the episodes that a run sends."""
+"""The program of a rollout process (`rollout.processes`): it runs episodes for a run."""
 
 import asyncio
 import os
@@ -35,11 +35,16 @@ from unstale.rollout.processes.wire import (
 from unstale.rollout.processes.worker import Outbox, Shard, ShardServer
 
 UNLIMITED = 1 << 60
-"""Number of restarts of engines in a rollout process. The run decides whether they restart."""
+"""Number of restarts of engines that a rollout process allows. The run decides whether they
+restart.
+"""
 
 
 def main(descriptor: str, parent: str) -> None:
-    """Run episodes until the run closes the socket `descriptor`, or ends. This never returns."""
+    """Run episodes until the run closes the socket `descriptor`, or ends. Never returns.
+
+    `parent` is the id of the run's process.
+    """
     end_with(int(parent))
     limit_threads()
     on_stuck = partial(print, file=sys.stderr, flush=True)
@@ -71,7 +76,10 @@ async def _serve(descriptor: int) -> None:
 
 
 def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
-    """Return what runs episodes. Raises ValueError if something that they need is missing."""
+    """Create the server that runs the episodes of this process.
+
+    Raises ValueError if a part that it needs is missing.
+    """
     config = stored_config(setup.config)
     if config.allow_weak_sandbox:
         sandbox.allow_weak()
@@ -97,7 +105,7 @@ def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
 
 
 def _make_engine(config: RunConfig, sizes: ModelSizes, url: str) -> RemoteEngine:
-    """Return an engine that samples from a server, whose weights the run's process loads."""
+    """Return an engine on the server at `url`, whose weights the run's process loads."""
     options = config.engine
     engine = engine_spec(options.backend).make(
         EngineOptions(

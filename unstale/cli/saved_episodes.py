@@ -1,4 +1,4 @@
-"""The file of `eval --save`: finished episodes, one JSON line each. A repeated command skips them.
+"""The file of `eval --save`: finished episodes, one JSON line each. A repeated command skips these.
 
 The first line describes the policy and the options that all episodes of the file share.
 """
@@ -15,6 +15,7 @@ from typing import IO, Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import options
 from unstale.durability.run_folder import plain
+from unstale.records import Trajectory
 from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 
 SHARED = (
@@ -31,7 +32,7 @@ SHARED = (
     "eval.temperature",
     "engine.max_completion_tokens",
 )
-"""Options, besides those of the task, that are the same for all episodes of a file."""
+"""Options, besides those of the task, that must be the same for all episodes of a file."""
 NO_CHANGE = (
     "task.isolate",
     "task.workers",
@@ -40,13 +41,15 @@ NO_CHANGE = (
     "task.latency_s",
     "task.latency_sigma",
 )
-"""Options of the task that do not affect its episodes: processes, token budgets and latencies."""
+"""Options of the task that do not change its episodes: processes, token budgets and latencies."""
 POLICY_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a model folder on which episodes depend: weights, configuration, tokenizer, template."""
+"""Patterns of the files in a model folder that determine episodes: weights, configuration,
+tokenizer, template.
+"""
 
 
 class SavedEpisodes(FinishedEpisodes):
-    """Finished episodes that are also stored in a file."""
+    """Finished episodes of an evaluation, which are also stored in a file."""
 
     def __init__(self, file: IO[str], earlier: FinishedEpisodes) -> None:
         super().__init__()
@@ -54,14 +57,19 @@ class SavedEpisodes(FinishedEpisodes):
         self.rewards |= earlier.rewards
         self._file = file
 
-    def add(self, attempt: Attempt, success: bool, reward: float) -> None:
+    def add(self, attempt: Attempt, episode: Trajectory) -> None:
         """Record a finished episode. It is on the disk when the method returns.
 
         `attempt` is the task and the number of the attempt at this task.
         """
-        super().add(attempt, success, reward)
+        super().add(attempt, episode)
         task, number = attempt
-        row = {"task": task, "attempt": number, "success": success, "reward": reward}
+        row = {
+            "task": task,
+            "attempt": number,
+            "success": episode.success,
+            "reward": episode.reward,
+        }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -124,9 +132,9 @@ def _read(
 ) -> FinishedEpisodes:
     """Return the finished episodes in the complete lines of a file.
 
-    `described` is what the first line must say. `defaults` has the values of options of the task
-    that it may lack. Episodes get no rewards from files without them. Raises `ConfigError` if the
-    first line differs from `described`.
+    `described` is the required content of the first line. `defaults` has the values of options of
+    the task that the first line may lack. Episodes without a recorded reward get none. Raises
+    `ConfigError` if the first line differs from `described`.
     """
     try:
         if not lines:
@@ -159,7 +167,7 @@ def _read(
 
 
 def _checksum(paths: Iterable[Path]) -> str:
-    """Return a SHA-256 checksum of the names of files and of their content."""
+    """Return a SHA-256 checksum of the names and contents of files."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(path.name.encode())

@@ -1,8 +1,7 @@
-"""The command `serve`: serve a policy to agents that the user starts, over an OpenAI-like API."""
+"""The command `serve`: serve a policy to agents that the user starts, over HTTP."""
 
 import asyncio
 from collections import OrderedDict
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.trained import policy_folder
-from unstale.config import ConfigError, RunConfig
+from unstale.config import RunConfig
 from unstale.durability.console import Console
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import RecordingEndpoint
@@ -21,7 +20,9 @@ from unstale.rollout.seeds import derive_seed
 from unstale.rollout.transcript import Transcript
 
 MAX_SESSIONS = 1000
-"""Number of named episodes kept in memory. Above it, the episode unused longest is dropped."""
+"""Number of named episodes that are kept in memory. With more, the least recently used one is
+dropped.
+"""
 
 
 class SessionPool:
@@ -84,11 +85,7 @@ def serve(
             )
             rollout = AgentRollout(running, taskset, config.rollout, endpoint=endpoint)
             sessions = SessionPool(rollout, calls, config.seed)
-            async with AsyncExitStack() as serving:
-                try:
-                    await serving.enter_async_context(endpoint)
-                except OSError as error:
-                    raise ConfigError(f"cannot listen on port {port}: {error}") from error
+            async with endpoint:
                 console.print(
                     f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False
                 )

@@ -1,4 +1,4 @@
-"""Train a new or resumed run. The trainer runs in this process, and engines in others."""
+"""Training of a new or resumed run. The trainer runs in this process, and engines in others."""
 
 import asyncio
 import os
@@ -70,8 +70,8 @@ FAILURES = (
     *(ExceptionGroup, JournalError, CheckpointError),
     *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
 )
-"""Errors that end a run with a message of one line. Those in the second row may mean that files,
-memory or threads have run out.
+"""Classes of errors that end a run with a message of one line. Those in the second group may mean
+that files, memory or threads have run out.
 """
 
 
@@ -83,7 +83,7 @@ OUTCOMES: Mapping[str, OutcomeKind] = {
     "Ctrl-C": "stopped",
     "failed": "failed",
 }
-"""The outcome that experiment trackers receive, by the reason why a run ended."""
+"""The outcome that experiment trackers receive, by the reason for a run's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Run:
 
     folder: Path
     report: Path
-    """The path of the report. The report is not written if `unstale.analysis` is not installed."""
+    """The path of the report. It does not exist if `unstale.analysis` is not installed."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ def resume(
     console: Console | None = None,
     **wrong: Any,
 ) -> Run:
-    """Continue the run in `folder` from its newest undamaged checkpoint, as `train` runs a new one.
+    """Continue the run in `folder` from its newest undamaged checkpoint. Return it as `train` does.
 
     `config` may differ from the run's configuration in options that can change (`changes_to_run`).
     Raises `ConfigError` if the folder has no run, or a finished run.
@@ -198,7 +198,10 @@ def resume(
 
 
 def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
-    """Return `config`. Raises `ConfigError` if it is no `RunConfig` or `wrong` is not empty."""
+    """Return `config`.
+
+    Raises `ConfigError` if it is not a `RunConfig`, or if `wrong` has names of arguments.
+    """
     if wrong:
         raise ConfigError(
             f"no such argument: {', '.join(wrong)}. Give options to a recipe, such as "
@@ -213,7 +216,7 @@ def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
 
 
 def _build_first(config: RunConfig, console: Console) -> Components:
-    """Return the components of a run that has trained nothing yet.
+    """Return the components of a new run.
 
     Trainer ranks that die at their start are started again. Raises `RunFailed` if they cannot
     start.
@@ -246,7 +249,7 @@ def _note(console: Console, text: str) -> None:
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
     """Check the journal of a run. Return its checkpoints and last logged step (-1 if none).
 
-    Raises `RunFailed` if `unstale journal` would find damage, before anything is written.
+    Raises `RunFailed`, before anything is written, if `unstale journal` would find damage.
     """
     if not holds_journal(folder / JOURNAL):
         if any((folder / CHECKPOINTS).glob("step*")):
@@ -263,19 +266,22 @@ def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return True if the last event is the end of the run, which is written after the policy."""
+    """Return True if the last event is the end of the run, logged after the policy was saved."""
     events = list(RunFolder(folder).rows(EVENTS))
     return bool(events) and events[-1].get("reason") == "finished"
 
 
 def _data_of(machine: Components) -> dict[str, str]:
-    """Return the digest of the rows of each split of the tasks. Empty if the tasks are no list."""
+    """Return a digest of the rows in each split of the tasks. Empty if the tasks are not rows."""
     taskset = machine.taskset
     return data_digests(taskset.inner if isinstance(taskset, IsolatedTasks) else taskset)
 
 
 def _recorded_data(folder: Path) -> dict[str, str] | None:
-    """Return the digests of the rows of each split that a run recorded last. None without any."""
+    """Return the digests of the rows of each split that the run recorded last.
+
+    None if it recorded none.
+    """
     found = [row["data"] for row in RunFolder(folder).rows(EVENTS) if "data" in row]
     return found[-1] if found else None
 
@@ -305,7 +311,7 @@ def _check_footprint(config: RunConfig, policy: Policy, folder: Path, console: C
 
 
 def _failure(error: BaseException, folder: Path) -> str:
-    """Return one or two sentences on why a run failed."""
+    """Return one or two sentences that explain why a run failed."""
     if not folder.is_dir():
         return (
             f"the run folder {folder} was removed or renamed while the run wrote to it. Put it "
@@ -318,9 +324,9 @@ def _failure(error: BaseException, folder: Path) -> str:
 
 
 def _return_to(place: Path) -> str:
-    """Change back to `place`, the working folder in which a run began.
+    """Change back to `place`, the working folder at the start of the run.
 
-    Return a sentence if code of the task had changed it, otherwise "".
+    Return a sentence if code of the task had changed the working folder, otherwise "".
     """
     with suppress(OSError):  # a folder may be gone
         now = Path.cwd()
@@ -331,7 +337,10 @@ def _return_to(place: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
-    """Train to the end of the run. A second Ctrl-C logs `stopped` and ends the process at once."""
+    """Train to the end of the run.
+
+    A second Ctrl-C logs the event `stopped` and ends the process at once.
+    """
     command = f"to continue: {resume_command(session.log.path)}"
 
     def on_end() -> None:
@@ -345,7 +354,10 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 
 
 def _run_and_record(session: "RunSession", console: Console) -> Run:
-    """Train to the end of the run. Then write the report, and save the policy if nothing failed."""
+    """Train to the end of the run. Then write the report, and save the policy if nothing failed.
+
+    Return the run.
+    """
     log = session.log
     folder, place = log.path, Path.cwd()
     reason, detail = "failed", "the program has an error, which is printed below"
@@ -388,7 +400,7 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
 
 
 def _try(problem: str, action: Callable[[], None], console: Console) -> None:
-    """Call a function at the end of a run. Print the problem if it fails."""
+    """Call a function at the end of a run. If it fails, print `problem` with the error."""
     try:
         action()
     except FAILURES as error:
@@ -396,7 +408,7 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
-    """Send the outcome of a run to trackers, run folder and listeners, such as the report's."""
+    """Send a run's outcome to trackers, run folder and listeners, such as the report's writer."""
     log = session.log
     quiet = suppress(OSError, JournalError, ConfigError, ImportError, MemoryError)
     with quiet if reason == "failed" else nullcontext():
@@ -454,7 +466,10 @@ class RunSession:
         machine: Components | None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Prepare a new run with the components in `machine`, or a resumed run if that is None."""
+        """Prepare a session.
+
+        `machine` has the components of a new run. None means a resumed run.
+        """
         self.config = config
         self.machine = machine
         self.log = log
@@ -462,14 +477,14 @@ class RunSession:
         self._is_new = machine is not None
         self._restarts = 0
         self._ranks = machine.ranks if machine else None
-        """The object that starts the trainer ranks, or None without ranks. It is kept while no rank
-        runs, because it has found out if ranks need GPUs.
+        """The object that starts the trainer ranks, or None without ranks. It is kept even if no
+        rank runs, because it knows whether ranks need GPUs.
         """
         self._recorder: RunRecorder | None = None
         self._has_begun = False
 
     def run_segment(self, display: LiveDisplay) -> bool:
-        """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
+        """Train up to the end of the run. A deterministic run is trained up to the next checkpoint.
 
         At the end of the run, save the policy and return True. Otherwise return False.
         """
@@ -488,9 +503,9 @@ class RunSession:
             self.machine.save_policy(self.log.path / POLICY)
 
     def _end_life(self, error: RanksDied | ExceptionGroup) -> None:
-        """End engine and trainer ranks after the death of a rank, so that they can be restarted.
+        """After the death of a trainer rank, end engine and ranks, so that they can be restarted.
 
-        Raises other errors again, and this one after `cluster.restarts` restarts.
+        Other errors are raised again, and so is this one after `cluster.restarts` restarts.
         """
         died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
         if died is None or self._restarts == self.config.cluster.restarts:
@@ -542,7 +557,7 @@ class RunSession:
         )
 
     def _changed_data(self, machine: Components) -> dict[str, Any] | None:
-        """Return digests of the data set's rows, and a text on their changes since the run began.
+        """Return digests of the data set's rows, and a text on changes since the run began.
 
         None if the rows have not changed, or if the run has no recorded digests. Raises
         `ConfigError` if they have changed and `allow_changed_data` is False.
@@ -574,7 +589,10 @@ class RunSession:
         self._has_begun = True
 
     def _build(self, display: LiveDisplay) -> Components:
-        """Return new components of the run, with the engine and trainer ranks that still work."""
+        """Return the components of the run for the next segment.
+
+        Engine and trainer ranks that work are reused.
+        """
 
         def note(text: str) -> None:
             display.phase(text)
@@ -600,7 +618,9 @@ class RunSession:
             self._trackers.close(outcome)
 
     def close(self) -> None:
-        """Close the engine of a deterministic run, which stays open between the run's segments."""
+        """Close the engine of a deterministic run, which is kept open between the run's
+        segments.
+        """
         if self.machine and self.config.deterministic:
             virtual_clock.run(self.machine.generator.engine.close())
 
@@ -611,10 +631,10 @@ class RunSession:
 
 
 async def _supervise(parts: RunComponents, on_start: Callable[[], None]) -> bool:
-    """Run the training loop and end its threads. Return True at the end of the run.
+    """Run the training loop and then end its threads. Return True if the run has ended.
 
-    `on_start` is called when the engine has started. The engine is closed, unless another segment
-    follows that uses it.
+    `on_start` is called when the engine has started. The engine is closed, unless a further segment
+    uses it.
     """
     done = True
     try:

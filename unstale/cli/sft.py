@@ -42,9 +42,9 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
 NUM_CHECKED_TASKS = 256
-"""Number of training tasks whose tools are compared."""
+"""Number of training tasks whose tools are compared with each other."""
 RECORD = "sft.json"
-"""Name of the file in the model folder with the options and the metrics of every step."""
+"""Name of the file in the model folder that has the options and the metrics of every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,10 @@ class SftOptions:
             )
 
     def objective(self, seed: int) -> CrossEntropy:
-        """Return the objective that `loss` names. `seed` is for its random numbers."""
+        """Return the objective that the option `loss` names.
+
+        `seed` is for the objective's random numbers.
+        """
         if self.loss == "otr":
             return Otr(beta=self.beta, samples=self.samples, seed=seed)
         return CrossEntropy()
@@ -74,7 +77,7 @@ class SftOptions:
 
 @dataclass(frozen=True, slots=True)
 class SftStep:
-    """The metrics of one optimizer step."""
+    """The metrics of one optimizer step of supervised training."""
 
     step: int
     nll: float
@@ -99,28 +102,7 @@ def sft(
     folder = Path(folder)
     config = config.with_policy(config.model)  # the recipe's own supervised start is not made
     require_empty_folder(folder)
-    if config.cluster.trainers:
-        raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
-    for name, coefficient in (
-        ("kl_coef", config.objective.kl_coef),
-        ("entropy_coef", config.objective.entropy_coef),
-    ):
-        if coefficient:
-            raise ConfigError(
-                f"sft needs objective.{name} = 0, got {coefficient:g}: its loss is that of --loss"
-            )
-    for name in ("minibatches_per_batch", "epochs_per_batch"):
-        if (number := getattr(config.trainer, name)) > 1:
-            raise ConfigError(
-                f"sft needs trainer.{name} = 1, got {number}: each batch is one of its optimizer "
-                "steps. Set --batch and --max_steps instead"
-            )
-    if config.trainer.stream:
-        raise ConfigError(
-            "sft needs trainer.stream = false, got true: its batches are complete from the start"
-        )
-    if config.techniques:
-        raise ConfigError(f"sft has no techniques, got {config.techniques!r}: set --techniques ''")
+    require_plain(config, "sft")
     console = console or Console(soft_wrap=True)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -145,6 +127,35 @@ def sft(
     return figures
 
 
+def require_plain(config: RunConfig, command: str) -> None:
+    """Raise `ConfigError` for options of a run that a trainer without engines does not have."""
+    if config.cluster.trainers:
+        raise ConfigError(f"{command} needs cluster.trainers = 0, got {config.cluster.trainers}")
+    for name, coefficient in (
+        ("kl_coef", config.objective.kl_coef),
+        ("entropy_coef", config.objective.entropy_coef),
+    ):
+        if coefficient:
+            raise ConfigError(
+                f"{command} needs objective.{name} = 0, got {coefficient:g}: its loss is another"
+            )
+    for name in ("minibatches_per_batch", "epochs_per_batch"):
+        if (number := getattr(config.trainer, name)) > 1:
+            raise ConfigError(
+                f"{command} needs trainer.{name} = 1, got {number}: each batch is one of its "
+                "optimizer steps. Set --batch and --max_steps instead"
+            )
+    if config.trainer.stream:
+        raise ConfigError(
+            f"{command} needs trainer.stream = false, got true: its batches are complete from the "
+            "start"
+        )
+    if config.techniques:
+        raise ConfigError(
+            f"{command} has no techniques, got {config.techniques!r}: set --techniques ''"
+        )
+
+
 def learn(
     config: RunConfig,
     policy: Policy,
@@ -158,7 +169,8 @@ def learn(
     Print the progress. Return the metrics of each step.
     """
     objective = options.objective(config.seed)
-    trainer = _trainer(config, policy, objective)
+    policy.bias_logits(())  # nothing was sampled
+    trainer = plain_trainer(config, policy, objective)
     figures = []
     for step, batch in enumerate(
         islice(_batches(references, options.batch, config.seed), config.max_steps), start=1
@@ -175,13 +187,13 @@ def learn(
 
 
 def _have_different_tools(taskset: Any, seed: int) -> bool:
-    """Return True if two of the first training tasks have different tools."""
+    """Return True if the first training tasks do not all have the same tools."""
     with preparing(taskset, "train() or tools_of()"):
         tasks = islice(taskset.train(seed), NUM_CHECKED_TASKS)
         return len({json.dumps(taskset.tools_of(task), sort_keys=True) for task in tasks}) > 1
 
 
-def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
+def plain_trainer(config: RunConfig, policy: Policy, objective: Any) -> LocalTrainer:
     """Return a trainer whose objective gets log pi in place of log S.
 
     With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
@@ -193,7 +205,9 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
         old_logps=OldLogpsConfig(route="rollout"),
         correction=CorrectionConfig(mode="none"),
         objective=ObjectiveConfig(
-            loss_type="none", loss_aggregation=config.objective.loss_aggregation
+            loss_type="none",
+            loss_aggregation=config.objective.loss_aggregation,
+            constant=config.objective.constant,
         ),
         audit=AuditConfig(),
     )
@@ -202,7 +216,10 @@ def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> Loca
 
 
 def _batches(references: Sequence[Reference], size: int, seed: int) -> Iterator[list[Reference]]:
-    """Yield batches without end, in random order. No reference is repeated before all were used."""
+    """Yield batches of references endlessly, in random order.
+
+    None is repeated before all were used.
+    """
     order: list[Reference] = []
     for round_number in count():
         order += Random(f"sft/{seed}/{round_number}").sample(references, len(references))

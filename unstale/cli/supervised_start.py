@@ -1,4 +1,4 @@
-"""Make the supervised start of a run: train its policy on demonstrations of a task set first."""
+"""The supervised start of a run: its policy is first trained on demonstrations of a task set."""
 
 import shutil
 import time
@@ -54,7 +54,7 @@ def make_start(config: RunConfig, console: Console) -> None:
 
 
 def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
-    """Return the demonstrations of a supervised start as tokens.
+    """Return the demonstrations for a supervised start as tokens.
 
     Raises `ConfigError` if the task set has no demonstrations, or if one of them is longer than
     `engine.max_context`.

@@ -1,8 +1,9 @@
 """The process that supervises a command, and ends it if nothing else can.
 
-The command runs in a child process. While user code holds Python's global lock there, such as a
-regular expression that backtracks without end, Python runs no signal handler and no time limit.
-User code may also end the child without a message. No user code runs in the supervisor.
+The command runs in a child process. While the user's code holds Python's interpreter lock there,
+such as a regular expression that backtracks without end, Python runs no signal handler and no time
+limit. The user's code may also end the child without a message. The supervisor runs no code of the
+user.
 """
 
 import ctypes
@@ -23,24 +24,28 @@ from unstale.frames import lines_of_dump
 from unstale.stop_signals import REPEAT_S, SHOW_CURSOR, connect
 
 SUPERVISED = ("eval", "probe-distillation", "serve", "train")
-"""The commands that run user code, such as environments."""
+"""The commands that run code of the user, such as environments."""
 GRACE_S = 3.0
-"""Seconds in which the child process must end by itself after a second signal."""
+"""Seconds within which the child process must end by itself after a second signal."""
 SILENT_S = 15.0
-"""Seconds without a message of the child after which a warning names the code that it runs."""
+"""Seconds without a message from the child after which a warning names the code that it is
+running.
+"""
 LIMIT_S = 60.0
-"""Seconds without a message of the child after which it is ended, unless the run sets another
-limit. A healthy child is silent for a second at most.
+"""Seconds without a message from the child after which it is ended, unless the run sets another
+limit. A healthy child is silent for at most a second.
 """
 ANSWER_S = 3.0
-"""Seconds without a message of the child after which the supervisor answers the first signal."""
+"""Seconds without a message from the child after which the supervisor itself answers the first
+signal.
+"""
 TICK_S = 1.0
 _DUMP_S = 0.5
-"""Seconds in which the child must write the stacks of its threads."""
+"""Seconds within which the child must write the stacks of its threads."""
 _MAX_DUMP = 1 << 18
 _MAX_LINES = 3
 _DUMP = signal.SIGRTMAX - 2
-"""The signal on which the child writes the stacks of its threads. Nothing else uses it."""
+"""The signal on which the child writes the stacks of its threads. It is used for nothing else."""
 _AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 _PDEATHSIG = 1
 _LOCKED = (
@@ -81,7 +86,10 @@ def supervise() -> int | None:
 
 
 class _Supervisor:
-    """The supervisor: it receives signals and the child's messages, and may end the child."""
+    """The supervisor of a child process, which it may end.
+
+    It passes on signals and reads the child's messages.
+    """
 
     def __init__(self, child: int, pipe: int, dump: IO[bytes]) -> None:
         self._child = child
@@ -90,10 +98,10 @@ class _Supervisor:
         os.set_blocking(pipe, False)
         self._unread = b""
         self._facts: dict[str, str | int | float] = {}
-        """The contents of the child's messages, by the kind of the message."""
+        """The content of the child's latest message of each kind."""
         self._verdict: tuple[str, str, int] | None = None
-        """Why the supervisor has ended the child: reason of the event, a text, and the exit code.
-        None if it has not.
+        """The reason why the supervisor has ended the child: the reason for the event log, a text,
+        and the exit code. None if it has not ended the child.
         """
         self._num_signals = 0
         self._last_signal = -REPEAT_S
@@ -104,7 +112,10 @@ class _Supervisor:
         """True if the supervisor has answered a first signal to which the child does not react."""
 
     def wait(self) -> int:
-        """Pass on signals to the child and read its messages. Return the exit code at its end."""
+        """Pass on signals to the child and read its messages.
+
+        When it has ended, return the exit code.
+        """
         since = time.monotonic()
         while True:
             info = signal.sigtimedwait(_AWAITED, TICK_S)
@@ -123,7 +134,7 @@ class _Supervisor:
                 self._check()
 
     def _receive(self, info: signal.struct_siginfo) -> None:
-        """Count a signal, and pass it on to the child unless the terminal sent it to both."""
+        """Count a signal. Pass it on to the child, unless the terminal has sent it to both."""
         if info.si_code <= 0:
             os.kill(self._child, info.si_signo)
         now = time.monotonic()
@@ -145,7 +156,7 @@ class _Supervisor:
                     self._is_watching = not line or (self._is_watching and not rests)
 
     def _is_stopped(self) -> bool:
-        """Return True while the child is stopped by a signal, such as that of Ctrl-Z."""
+        """Return True while the child is paused by a signal, such as that of Ctrl-Z."""
         with suppress(OSError):
             state = Path(f"/proc/{self._child}/stat").read_bytes().rpartition(b") ")[2][:1]
             return state in (b"T", b"t")
@@ -172,7 +183,10 @@ class _Supervisor:
         os.kill(self._child, signal.SIGKILL)
 
     def _standing(self) -> str:
-        """Return the lines of user code that the child's threads execute. Empty if not known."""
+        """Return the lines of the user's code that the child's threads are executing.
+
+        Empty if not known.
+        """
         self._dump.truncate(0)
         os.kill(self._child, _DUMP)
         time.sleep(_DUMP_S)
@@ -184,7 +198,7 @@ class _Supervisor:
         return f": {'; '.join(lines[:_MAX_LINES])}" if lines else ""
 
     def _conclude(self, code: int) -> int:
-        """Return the supervisor's exit code for that of the child.
+        """Return the supervisor's exit code, given the child's exit code.
 
         If the child has not reported its end, print the cause, and write it to the run folder.
         """
@@ -206,7 +220,7 @@ class _Supervisor:
         return shown
 
     def _cause(self, code: int) -> str:
-        """Return in words how a child ended that has not reported its end.
+        """Return a text on how the child ended, if it has not reported its end.
 
         `code` is the exit code, or the negative number of a signal.
         """
@@ -231,7 +245,7 @@ def _signal_name(number: int) -> str:
 
 
 def _write_end(folder: Path, reason: str, text: str) -> None:
-    """Write into a run folder why the run ended, unless the run has written this itself."""
+    """Write the reason for a run's end into its folder, unless the run has written it itself."""
     events = list(RunFolder(folder).rows(EVENTS))
     if events and events[-1].get("kind") == "stopped":
         return

@@ -1,4 +1,4 @@
-"""Write `survivors.json`: statistics of the episodes that were trained on and that were lost."""
+"""Write `survivors.json`: statistics of trained and lost episodes."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from unstale.durability.run_folder import SURVIVORS, Row, dumps, write_whole
 
 
 def write_survivors(folder: Path) -> None:
-    """Write or replace `survivors.json` of a run folder. The run may still be in progress.
+    """Write `survivors.json` in a run folder, or replace it. The run may still be in progress.
 
     If the journal cannot be read, the file contains the reason. Without a journal nothing is
     written.

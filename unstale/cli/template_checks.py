@@ -1,4 +1,6 @@
-"""The checks of `check-template`: requirements on random conversations that a template renders."""
+"""The checks of `check-template`: requirements on random conversations rendered by a chat
+template.
+"""
 
 import random
 import re
@@ -51,7 +53,7 @@ _TEXTS = (
 )
 _LONG_TEXT = "word " * 500
 EXCERPT = 160
-"""Number of characters of text that are shown around a problem."""
+"""Number of characters of text that a message shows around a problem."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _THOUGHTS = re.compile(r"<think>.*?</think>|\s+", re.DOTALL)
 QUESTION = Message("user", "?")
@@ -69,7 +71,7 @@ class Problem:
     reason: str
     excerpt: str = ""
     harmless: bool = False
-    """True if conversations are continued exactly in spite of the problem."""
+    """True if conversations are continued exactly although they have the problem."""
 
 
 Check = Callable[[Chat, Messages], Problem | None]
@@ -77,9 +79,9 @@ Check = Callable[[Chat, Messages], Problem | None]
 
 @dataclass(slots=True)
 class CheckResult:
-    """The result of one check: how many conversations passed, and the problems by their reason.
+    """The result of one check: how many conversations passed, and problems by their reason.
 
-    Each problem has the shortest conversation with it.
+    Each problem has the shortest conversation that shows it.
     """
 
     name: str
@@ -92,7 +94,7 @@ class CheckResult:
 
 
 def run_checks(chat: Chat, conversations: int) -> list[CheckResult]:
-    """Run every check on the same random conversations. Return one result per check.
+    """Run every check on the same random conversations. Return one result for each check.
 
     Raises `EnvError` if a conversation takes too long and a `Watchdog` runs.
     """
@@ -126,7 +128,7 @@ def _run(check: Check, chat: Chat, messages: Messages) -> Problem | None:
 def shrink(
     check: Check, chat: Chat, messages: Messages, problem: Problem
 ) -> tuple[Problem, Messages]:
-    """Remove messages from a conversation as long as it still shows the same problem.
+    """Remove messages from a conversation as long as the same problem remains.
 
     Return the remaining conversation and its problem.
     """
@@ -171,9 +173,10 @@ def _is_valid(messages: Messages) -> bool:
 
 
 def generate(chat: Chat, draw: random.Random) -> Messages:
-    """Return a random conversation that ends before a reply. `draw` gives the random numbers.
+    """Return a random conversation that ends before a reply.
 
-    It has tool calls and reasoning texts if the template supports them.
+    `draw` is the source of random numbers. It has tool calls and reasoning texts if the template
+    supports them.
     """
     controls = []
     for control in chat.control_texts:
@@ -203,7 +206,7 @@ def _renders(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _refusal(messages: Messages, error: Exception) -> Problem:
-    """Return an error that a template raised as a problem.
+    """Return a problem for an error that the chat template raised.
 
     It is harmless if the conversation has more than plain messages of user and assistant.
     """
@@ -345,7 +348,7 @@ def _recognizes(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _reply_tokens(chat: Chat, reply: Message) -> tuple[int, ...]:
-    """Return the tokens that the template writes for a reply, with its end token."""
+    """Return the tokens that the template writes for a reply, including its end token."""
     prompt = chat.encode_prompt([QUESTION])
     whole = chat.encode_prompt([QUESTION, reply], add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
@@ -408,7 +411,7 @@ CHECKS: dict[str, Check] = {
 
 
 def _divergence(one: str, other: str) -> str:
-    """Return the text around the first place at which two strings differ."""
+    """Return an excerpt of `one` around the first place where it differs from `other`."""
     at = len(commonprefix([one, other]))  # noqa: RUF071 - by character
     half = EXCERPT // 2
     before = one[max(0, at - half) : at]

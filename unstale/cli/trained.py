@@ -1,4 +1,4 @@
-"""Find the policy and the configuration of a run folder or model folder. Imports no torch."""
+"""The policy and the configuration of a run folder or model folder. Imports no torch."""
 
 import argparse
 import shlex
@@ -16,7 +16,7 @@ from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import EVENTS
 
 POLICY = "policy"
-"""Name of the folder with the trained model, in a run folder."""
+"""Name of the folder in a run folder that has the trained model."""
 
 
 def policy_folder(trained: Path) -> Path:
@@ -64,7 +64,7 @@ def _require_model(folder: Path, *, download: bool, gguf: str) -> None:
 
 
 def fetch_policy(config: RunConfig, named: Container[str]) -> RunConfig:
-    """Return the configuration after the policy was downloaded or converted, if that is needed.
+    """Download or convert the policy if needed. Return the configuration.
 
     `engine.max_context` is then limited to the policy's longest context (`fit_context`). Raises
     `ConfigError` for a missing model.

@@ -1,4 +1,4 @@
-"""The commands of the command line: their arguments, and the functions that they call.
+"""The commands of the command line: their arguments, and the functions that do their work.
 
 A function returns the exit code of its command. Modules that import torch are imported when a
 command runs, so that `--help` is quick.
@@ -45,13 +45,13 @@ Act = Callable[[argparse.Namespace], int]
 
 
 Add = Callable[[Any], None]
-"""A function that adds a command to argparse's subparsers."""
+"""A function that adds a command to the subparsers of argparse."""
 VERBS: dict[str, Add] = {}
-"""The commands of this file by name."""
+"""The commands that this file declares, by name."""
 ADDED = Plugins("unstale.verbs", Callable)
 ANNEX = {name.replace("_", "-"): place for name, place in modules(ADDED.group).items()}
-"""The modules of commands in `unstale.analysis` and `unstale.research`, by command. Each has a
-function `add`.
+"""The modules that declare commands in `unstale.analysis` and `unstale.research`, by command. Each
+has a function `add`.
 """
 
 
@@ -62,7 +62,7 @@ def verb_names() -> list[str]:
 
 
 def unknown_verb(name: str) -> ConfigError:
-    """Return an error about a command that does not exist."""
+    """Return the error for the name of a command that does not exist."""
     if name == "align":
         return ConfigError("align is now probe-distillation")
     hint = nearest(name, verb_names()) + missing_annexes()
@@ -97,9 +97,10 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
-    """Return a decorator of the function that does a command's work. `about` is its help.
+    """Return a decorator for the function that does a command's work.
 
-    The decorator returns a function that adds the command to the command line.
+    `about` is the command's help. The decorated function becomes one that adds the command to the
+    command line.
     """
 
     def declare(act: Act) -> Add:
@@ -117,7 +118,10 @@ def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]
 
 
 def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
-    """Return a decorator that makes a function of this file a command. `about` is its help."""
+    """Return a decorator that makes a function of this file a command.
+
+    `about` is the command's help.
+    """
 
     def register(act: Act) -> Act:
         VERBS[name] = command(name, about, *arguments)(act)
@@ -146,7 +150,7 @@ CONFIG = argument(
     help="a file with the options below, one table per section; the command line wins. "
     "It may also be given in place of the recipe",
 )
-"""The argument `--config`. A command that has it also takes every option of a run."""
+"""The argument `--config`. A command that has it also accepts every option of a run."""
 CONFIG_OF_RUN = argument(
     "--config",
     type=Path,
@@ -154,15 +158,15 @@ CONFIG_OF_RUN = argument(
     help="a file with options that replace those of the run, one table per section; the command "
     "line wins",
 )
-"""The argument `--config` of a command on a run folder, which takes no recipe."""
+"""The argument `--config` of a command on a run folder. Such a command accepts no recipe."""
 
 
 COUNT = bounded(int, 1, 10_000)
-"""The type of an argument that is a number of runs or attempts."""
+"""The type of an argument that is a number of runs or attempts, 1 to 10000."""
 
 
 def console_of(chosen: argparse.Namespace) -> Console:
-    """Return the console for progress and tables: stderr with `--json`, otherwise stdout."""
+    """Return the console for progress and tables. It is stderr with `--json`, otherwise stdout."""
     return Console(stderr=chosen.json, soft_wrap=True)
 
 
@@ -262,7 +266,10 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def open_journal(run: Path) -> "Iterator[JournalReader]":
-    """Open the journal of a run folder. If it cannot be read, end the command with exit code 1."""
+    """Return a context with an open journal of a run folder.
+
+    If the journal cannot be read, the command ends with exit code 1.
+    """
     from unstale.durability.journal import Journal, JournalError
 
     try:
@@ -344,7 +351,7 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def _write_errors(path: Path) -> "Iterator[None]":
-    """Raise `ConfigError` if the file of `--out` cannot be written."""
+    """Return a context that raises `ConfigError` if the file of `--out` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -456,6 +463,36 @@ def _sft(chosen: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    "dpo",
+    "train a recipe's policy on pairs of episodes from journals",
+    RECIPE,
+    argument("runs", type=Path, nargs="+", help="folders of runs"),
+    CONFIG,
+    argument("--folder", type=Path, required=True, metavar="OUT", help="a new folder of the model"),
+    argument(
+        "--beta",
+        type=bounded(float, 1e-6, 1e6),
+        default=0.1,
+        help="strength of the pull to the policy before the first step; default: 0.1",
+    ),
+    argument("--batch", type=COUNT, default=16, help="pairs in a step; default: 16"),
+)
+def _dpo(chosen: argparse.Namespace) -> int:
+    from unstale.cli.trained import fetch_policy
+
+    config = fetch_policy(configure(chosen), file_values(chosen))
+    require_runs(*chosen.runs)
+    with quick_imports():
+        from unstale.cli.dpo import DpoOptions, dpo
+
+    options = DpoOptions(beta=chosen.beta, batch=chosen.batch)
+    console = Console(soft_wrap=True)
+    dpo(config, chosen.runs, chosen.folder, options, console=console)
+    console.print(f"the policy is in {chosen.folder}", highlight=False, markup=False)
+    return 0
+
+
 @verb("recipes", "list the recipes")
 def _recipes(chosen: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2))
@@ -511,7 +548,7 @@ def _same(chosen: argparse.Namespace) -> int:
 
 @verb(
     "serve",
-    "serve a policy behind an OpenAI-compatible endpoint",
+    "serve a policy to agents, in OpenAI's and Anthropic's formats",
     TRAINED,
     OWN_RECIPE,
     CONFIG,
@@ -520,7 +557,7 @@ def _same(chosen: argparse.Namespace) -> int:
         type=bounded(int, 0, 65535),
         default=0,
         metavar="N",
-        help="port on loopback; 0 takes a free one",
+        help="port on endpoint.host; 0 takes a free one",
     ),
     argument(
         "--token",

@@ -1,1 +1,1 @@
-"""The part of a run that uses other machines, by Ray. Only this package imports ray."""
+"""Parts of a run on other machines, connected by Ray. Only this package imports ray."""

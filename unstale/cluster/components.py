@@ -1,4 +1,4 @@
-"""The components of a run that are on trainer ranks or engine hosts."""
+"""The components of a run that work with trainer ranks or engine hosts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +20,10 @@ from unstale.engines.routing import Phases
 
 
 def connect_run(config: RunConfig) -> None:
-    """Connect to Ray for the ranks and hosts of a run. Raises `ConfigError` if Ray cannot be used.
+    """Connect to Ray for a run's trainer ranks and engine hosts.
 
-    A Ray that is started for this run gives the ranks only their GPUs.
+    Raises `ConfigError` if Ray cannot be used. If this call starts Ray, the ranks only see their
+    own GPUs.
     """
     cluster = config.cluster
     resources = {RESOURCE: cluster.engine_hosts} if cluster.engine_hosts else {}
@@ -65,7 +66,7 @@ def make_posts(
 
 
 def report_events(engine: EnginePool, on_event: Callable[..., None]) -> None:
-    """Let the engine hosts of a pool call `on_event` with each event of their engines."""
+    """Make the engine hosts of a pool call `on_event` with each event of their engines."""
     for each in engine.engines:
         if isinstance(each, HostedEngine):
             each.on_event = on_event

@@ -1,8 +1,8 @@
-"""The engines of one machine, inside a Ray actor there.
+"""The engines of one machine, in a Ray actor on that machine.
 
-The actor starts the engines or attaches to their servers, and keeps the weights in shared memory.
-If an engine dies, the actor restarts it with these weights, and the rest of the run is not
-involved. `HostedEngine` is the driver's side of the actor.
+The actor starts the engines or connects to their servers, and keeps the weights in shared memory.
+If an engine dies, the actor restarts it with these weights, without the rest of the run.
+`HostedEngine` is the main process's side of the actor.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from unstale.threads import in_thread
 from unstale.weights.codec import advance
 
 SMALL_EXPERTS_BYTES = 1 << 18
-"""Largest size, in bytes, of routed experts that are sent within their reply. This takes less time
-than the object store, and the message stays below 1 MB.
+"""Largest size, in bytes, of routed experts that are sent within their reply. Up to this size, that
+takes less time than the object store, and the message stays below 1 MB.
 """
 
 Event = tuple[str, Mapping[str, Any]]
@@ -36,17 +36,20 @@ Event = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """The options of the engines of one host."""
+    """The options for the engines of one host."""
 
     make: Callable[[EngineOptions], Engine]
     engines: tuple[EngineOptions, ...]
     restarts: int = 0
-    """Number of restarts of engines on this host, after which the host counts as failed."""
+    """Number of restarts of engines on this host. After these, the host counts as failed."""
     release: str = unstale.__version__
     """The version of this package in the process that trains."""
 
     def make_pool(self, recovery: Recovery) -> EnginePool:
-        """Return the engines. Raises ValueError if this machine cannot run them."""
+        """Return a pool of the host's engines.
+
+        Raises ValueError if this machine cannot run them.
+        """
         machine = socket.gethostname()
         if self.release != unstale.__version__:
             raise ValueError(
@@ -75,7 +78,7 @@ class HostReport:
 
     machine: str
     held: int
-    """The version of the weights in shared memory, -1 for none."""
+    """The version of the weights in shared memory. -1 if there are none."""
     counters: Mapping[str, float]
     """The values of `Engine.metrics`. Empty except after an interrupt."""
     events: Sequence[Event]
@@ -83,8 +86,10 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReply:
-    """A reply of an engine. Large routed experts are in Ray's object store instead of `reply`, and
-    `routed_experts` refers to them.
+    """An engine's reply, as a host sends it.
+
+    Large routed experts are in Ray's object store instead of `reply`, and `routed_experts` refers
+    to them.
     """
 
     reply: Reply
@@ -92,7 +97,7 @@ class HostReply:
 
 
 class EngineHost:
-    """The engines of one machine. Ray runs one such actor on each engine host.
+    """The engines of one machine, as a Ray actor. There is one on each engine host.
 
     `epoch` is the number of the period between two interrupts. A request of an earlier period
     arrived after the interrupt that should have ended it, and returns no tokens.
@@ -111,7 +116,7 @@ class EngineHost:
         """Do nothing. An answer shows that the host works."""
 
     async def start(self, epoch: int) -> HostReport:
-        """Start the engines, or start them again. The weights in shared memory stay."""
+        """Start the engines, or start them again. The weights in shared memory are kept."""
         self._epoch = epoch
         self._version = -1
         if self._pool is None:
@@ -142,7 +147,7 @@ class EngineHost:
             self._samples.discard(task)
 
     async def interrupt(self, epoch: int) -> HostReport:
-        """Interrupt the engines. Requests that still wait for an engine then return no tokens."""
+        """Interrupt the engines. Requests that are waiting for an engine return no tokens."""
         pool = self._started()
         self._epoch = epoch
         await pool.interrupt()
@@ -199,7 +204,7 @@ class EngineHost:
 
 
 def _post(reply: Reply) -> HostReply:
-    """Move the routed experts of a reply to Ray's object store."""
+    """Return a reply whose large routed experts were moved to Ray's object store."""
     assert reply.piece.routed_experts is not None
     piece = replace(reply.piece, routed_experts=None)
     return HostReply(replace(reply, piece=piece), PostedExperts.post(reply.piece.routed_experts))
@@ -219,8 +224,9 @@ class _HeldWeights:
         full: Sequence[Part] | None,
         deltas: Sequence[Sequence[Part]],
     ) -> None:
-        """Turn the weights into those of `version`. Raises ValueError if the deltas do not fit
-        them.
+        """Turn the weights in shared memory into those of `version`.
+
+        The arguments are those of `stage`. Raises ValueError if the deltas do not fit.
         """
         with self.shared.changing():
             if full is None and self.version != held:  # another call came between
@@ -233,7 +239,10 @@ class _HeldWeights:
             self.version = version
 
     def close(self) -> None:
-        """Remove the file, after a thread that still changes it for a cancelled `stage`."""
+        """Remove the file of the weights.
+
+        Wait for a thread that is still changing it for a cancelled `stage`.
+        """
         with self.shared.changing():
             self.shared.close()
 

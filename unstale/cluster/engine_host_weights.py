@@ -1,4 +1,4 @@
-"""Published weights in Ray's object store, from which engine hosts fetch what they lack."""
+"""Published weights in Ray's object store, from which engine hosts fetch what they need."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,9 @@ from unstale.weights.store import Delta
 
 
 class VersionOfWeights(PostedWeights):
-    """The weights of one version. Engine hosts get `objects`. Others use the mapping of full
-    weights.
+    """The weights of one version, in Ray's object store.
+
+    Engine hosts fetch the `objects`. Others use this as a mapping of full weights, by name.
     """
 
     def __init__(self, posts: "WeightPosts", version: int, nbytes: int = 0) -> None:
@@ -24,11 +25,12 @@ class VersionOfWeights(PostedWeights):
         self._weights: Mapping[str, Tensor] | None = None
 
     def objects(self, held: int) -> tuple[Reference | None, list[Reference]]:
-        """Return full weights or None, and the deltas that lead from there to this version.
+        """Return the objects from which a host with version `held` can make this version.
 
-        None means that the deltas lead from version `held` to this one. All are references to
-        objects in Ray's store. May read the weights from disk, so call it in a thread. Raises
-        LookupError if this version is not on disk any more.
+        They are full weights or None, and deltas to apply in order. None means that the deltas are
+        applied to version `held`. All are references to objects in Ray's store. May read the
+        weights from disk, so call it in a thread. Raises LookupError if this version is no longer
+        on disk.
         """
         return self._posts.objects(held, self._version)
 
@@ -59,28 +61,30 @@ class WeightPosts:
         self._read_from_disk = read
         self._dtype = dtype
         self._steps: list[PostedStep] = []
-        """A chain of deltas: each begins at the version at which the one before ends."""
+        """A chain of deltas: each leads from the version at which the one before ends."""
         self._full: tuple[int, Reference, Sequence[Reference]] | None = None
-        """Version and file of the full weights, and the deltas from that file to the version."""
+        """Version and file of full weights in the store, and the deltas from the file's content to
+        this version.
+        """
         self._full_bytes = 0
         self._lock = threading.Lock()
-        """A lock for the fields of this object. It is never held during a transfer."""
+        """A lock for the fields of this object. No thread holds it during a transfer."""
         self._reading = threading.Lock()
-        """Held by the thread that reads full weights from disk."""
+        """A lock that a thread holds while it reads full weights from disk."""
 
     def post(
         self, version: int, weights: Mapping[str, Tensor], delta: Delta | None
     ) -> VersionOfWeights:
-        """Put a version into the store: its delta if there is one, otherwise all its weights."""
+        """Put a version into the store: the given delta from the previous one, else all weights."""
         if delta is None:
             cast = {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
             return self._post_full(version, put(file_of(cast)), [], num_bytes(cast))
         return self._post(PostedStep(delta.base, version, delta.nbytes, [put_delta(delta)]))
 
     def post_parts(self, step: PostedStep, layout: Mapping[str, Tensor]) -> VersionOfWeights:
-        """Post a version of which each trainer rank has put its part into the store.
+        """Register a version whose parts the trainer ranks have put into the store.
 
-        `layout` has the names, sizes and dtypes of the full weights.
+        `layout` has a tensor of the name, size and dtype of each full weight.
         """
         if step.base != -1:
             return self._post(step)
@@ -88,7 +92,7 @@ class WeightPosts:
         return self._post_full(step.version, zeros, step.deltas, num_bytes(layout))
 
     def at(self, version: int) -> VersionOfWeights:
-        """Return the weights of a version, which was posted or is only on disk."""
+        """Return the weights of a version that was posted, or that is only on disk."""
         return VersionOfWeights(self, version)
 
     def read(self, version: int) -> dict[str, Tensor]:
@@ -97,10 +101,10 @@ class WeightPosts:
         return {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
 
     def objects(self, held: int, version: int) -> tuple[Reference | None, list[Reference]]:
-        """Return full weights or None, and the deltas that lead from there to `version`.
+        """Return the objects from which a host with version `held` can make `version`.
 
-        None means that the deltas lead from version `held` to `version`. Weights that are not in
-        the store are read from disk.
+        They are full weights or None, and deltas to apply in order. None means that the deltas are
+        applied to version `held`. Weights that are not in the store are read from disk.
         """
         with self._lock:
             found = self._find(held, version)
@@ -148,7 +152,10 @@ class WeightPosts:
         return None if deltas is None else (file, [*from_zeros, *deltas])
 
     def _path(self, held: int, version: int) -> list[Reference] | None:
-        """Return the deltas from version `held` to `version`, None if they are not in the store."""
+        """Return the deltas that lead from version `held` to `version`.
+
+        None if the store lacks one.
+        """
         if held == version:
             return []
         versions = [step.base for step in self._steps[:1]]

@@ -1,4 +1,4 @@
-"""Environments on other machines: worker processes that Ray actors start there.
+"""Environments on other machines, in worker processes that Ray actors start there.
 
 `RemoteWorker` is the run's side of one worker, in place of `isolation.process.Worker`. `EnvHost` is
 the actor on the other machine. It supervises its worker process as a run does on its own machine.
@@ -30,10 +30,10 @@ _PLACE_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HostAnswer:
-    """The answer to a call, and the state of the worker process afterwards."""
+    """The answer to a call of a worker process, and the state of the process afterwards."""
 
     row: Row | None
-    """The method's answer. None if the process ended before it answered."""
+    """The answer of the called method. None if the process ended before it answered."""
     ended: str
     retired: str
     suspects: frozenset[str]
@@ -48,10 +48,13 @@ class EnvHost:
         self._worker: ConcurrentWorker | None = None
 
     async def ping(self) -> None:
-        """Do nothing. An answer shows that the actor has a machine."""
+        """Do nothing. An answer shows that the actor runs on a machine."""
 
     async def start(self) -> HostAnswer:
-        """Start the process. The answer has no row if the process cannot make the task set."""
+        """Start the worker process.
+
+        The answer has no row if the process cannot create the task set.
+        """
         self._worker = ConcurrentWorker(self._options, self._memory_gb, lambda worker: None)
         self._worker.num_episodes = 1  # never 0: the run decides when it ends
         try:
@@ -63,8 +66,9 @@ class EnvHost:
     async def call(
         self, num_episodes: int, episode: int, method: str, task: Task, fields: Row
     ) -> HostAnswer:
-        """Call a method of an environment. `num_episodes` is the number of episodes that use this
-        process.
+        """Call a method of an environment in the worker process.
+
+        `num_episodes` is the number of episodes that use this process.
         """
         assert self._worker is not None, "call start first"
         self._worker.num_episodes = 1 + num_episodes
@@ -82,8 +86,8 @@ class EnvHost:
 class RemoteWorker:
     """A worker process for environments, on a machine that Ray chooses.
 
-    If the machine dies, calls fail as if the process had ended, and no task is suspected of having
-    ended it.
+    If the machine dies, calls fail as if the process had ended, but no task is suspected of the
+    cause.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class RemoteWorker:
 
     @property
     def is_ready(self) -> bool:
-        """True if `ready` returns or raises without waiting."""
+        """True if `ready` returns or raises at once."""
         return self._started.done()
 
     async def ready(self) -> None:
@@ -134,10 +138,10 @@ class RemoteWorker:
             self.end(self.retired)
 
     def end(self, reason: str) -> None:
-        """End the actor, and with it the process. The worker's calls fail with `reason`.
+        """End the actor, and with it the worker process. Calls of the worker fail with `reason`.
 
         If Ray cannot end the actor, the worker still counts as ended, and Ray's error is added to
-        the reason. Ray ends an actor that nothing refers to.
+        the reason. Ray ends an actor to which nothing refers.
         """
         if self.ended:
             return
@@ -151,7 +155,7 @@ class RemoteWorker:
         self._on_end(self)
 
     async def _start(self) -> None:
-        """Wait for a machine and for the process on it. On an error the worker is ended."""
+        """Wait for a machine and for the worker process on it. On an error, end the worker."""
         try:
             async with asyncio.timeout(self._patience_s):
                 await self._place()
@@ -168,7 +172,7 @@ class RemoteWorker:
             self.end(f"no worker process can be started on another machine: {first_line(error)}")
 
     async def _place(self) -> None:
-        """Ask for an actor until one answers. Ray may choose a machine that has just died."""
+        """Request an actor until one answers. Ray may choose a machine that has just died."""
         ray = import_ray()
         actor = ray.remote(EnvHost)
         placed = actor.options(
@@ -196,7 +200,7 @@ class RemoteWorker:
             import_ray().kill(host)
 
     async def _ask(self, method: str, *arguments: Any) -> HostAnswer:
-        """Call a method of the actor. Raises `WorkerEnded` if there is no answer."""
+        """Call a method of the actor and return its answer. Raises `WorkerEnded` if none comes."""
         if self.ended:
             raise WorkerEnded(self.ended)
         ray = import_ray()
@@ -220,7 +224,7 @@ class RemoteWorker:
         return answer
 
     async def _result_of(self, reference: Any) -> HostAnswer:
-        """Wait for the result of a call, or until `end` cancels it."""
+        """Wait for the result of a call of the actor, or until `end` cancels the call."""
         call = asyncio.ensure_future(result_of(reference))
         self._calls.add(call)
         try:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, divided among trainer ranks and engines."""
+"""Division of this machine's GPUs among trainer ranks and engines."""
 
 import argparse
 import shlex
@@ -20,12 +20,14 @@ _PARALLEL = (
     ("--pipeline-parallel-size", "-pp"),
     ("--data-parallel-size", "-dp"),
 )
-"""Options of a vLLM server. It takes as many GPUs as their product."""
+"""Options of a vLLM server whose product is the number of GPUs that it takes. Each has two
+spellings.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """The GPUs of the trainer ranks and of the engines, as in `CUDA_VISIBLE_DEVICES`.
+    """The GPUs for the trainer ranks and for the engines, as in `CUDA_VISIBLE_DEVICES`.
 
     Both are empty if all processes may use all GPUs.
     """
@@ -36,12 +38,12 @@ class GpuShares:
 
     @property
     def apart(self) -> bool:
-        """True if no GPU has both a trainer rank and an engine."""
+        """True if trainer ranks and engines share no GPU."""
         return bool(self.trainers) and not set(self.trainers) & set(self.engines)
 
 
 def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int) -> GpuShares:
-    """Return the first GPUs for the ranks, one each, and the others for the engines.
+    """Divide GPUs: return the first ones for the ranks, one each, and the others for the engines.
 
     The ranks are the trainer ranks and the `scorers` ranks of the second model (route
     `old_logit_model`). `engines` is the number of GPUs that the engines need. If there is only one
@@ -77,7 +79,7 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
 
 
 def run_gpus(config: RunConfig) -> GpuShares:
-    """Return the GPUs of this machine for ranks and for engines.
+    """Return the GPUs of this machine for trainer ranks and for engines, by the run's options.
 
     The GPUs are not divided if the cluster of `cluster.address` places the trainer ranks. Without
     ranks they are not divided either, unless there are several servers, or a server gets weights by
@@ -109,10 +111,11 @@ def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """Return the number of GPUs that the engines of one host need, if the host has GPUs.
+    """Return the number of GPUs that the engines of one host need.
 
-    An embedded engine needs one for each process, or none if it runs the policy on the CPU. Raises
-    `ConfigError` if a parallel size in `engine.args` is not a number.
+    It is used only if the host has GPUs. An embedded engine needs one for each process, or none if
+    it runs the policy on the CPU. Raises `ConfigError` if a parallel size in `engine.args` is not a
+    number.
     """
     options = config.engine
     if options.urls:
@@ -152,7 +155,7 @@ def warn_of_shared_gpus(config: RunConfig) -> None:
 
 
 def _decodes_on_gpu(config: RunConfig) -> bool:
-    """Return True if the embedded engine decodes the policy on a GPU, if there is one."""
+    """Return True if the embedded engine would run the policy on a GPU, given one."""
     try:
         return runs_on_gpu(read_mapping(config.pretrained_folder / "config.json"))
     except (OSError, ValueError):
@@ -162,11 +165,11 @@ def _decodes_on_gpu(config: RunConfig) -> bool:
 def gpu_memory_utilization(config: RunConfig) -> float:
     """Return the share of GPU memory for a vLLM server that this run starts.
 
-    The option `engine.gpu_memory_utilization` comes first. If it is 0, the server gets what the
-    trainer leaves. The result is 0 if the run starts no server on a GPU, or the server has GPUs for
-    itself. With trainer ranks in the cluster of `cluster.address` it is 0, too: Ray must not know
-    this machine's GPUs then (`ray start --num-gpus 0`). Raises `ValueError` if trainer and engine
-    do not fit together.
+    The option `engine.gpu_memory_utilization` takes precedence. If it is 0, the server gets the
+    share that the trainer leaves. The result is 0 if the run starts no server on a GPU, or the
+    server has GPUs for itself. With trainer ranks in the cluster of `cluster.address` it is 0, too:
+    Ray must not know this machine's GPUs then (`ray start --num-gpus 0`). Raises `ValueError` if
+    trainer and engine do not fit together.
     """
     options, cluster = config.engine, config.cluster
     apart = run_gpus(config).apart or (cluster.trainers and cluster.address)

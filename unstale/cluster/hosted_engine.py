@@ -1,4 +1,4 @@
-"""The engine hosts of a run, as engines of its pool."""
+"""The engine hosts of a run (machines with engines), as engines of its pool."""
 
 import asyncio
 import itertools
@@ -29,24 +29,27 @@ from unstale.weights.codec import file_of
 from unstale.weights.store import Delta
 
 RESOURCE = "engine_host"
-"""The Ray resource of machines for engines: `ray start --resources '{"engine_host": 1}'`."""
+"""The Ray resource that marks machines for engines: `ray start --resources '{"engine_host":
+1}'`.
+"""
 HANG_S = 60.0
 """Seconds without an answer after which a host counts as dead."""
 LOAD_S = 1200.0
-"""Seconds after which a start or a load fails. A start may start servers, and a load may move all
-weights.
+"""Seconds after which a start or a load fails. A start may start servers, and a load may transfer
+all weights.
 """
 CLOSE_S = 20.0
-"""Seconds in which a host may end its servers before it is killed."""
+"""Seconds within which a host may end its servers before it is killed."""
 _PLACEMENTS = 4
 
 Handle = Any
-"""A handle of a Ray actor `EngineHost`."""
+"""A handle of a Ray actor of the class `EngineHost`."""
 
 
 def place(options: HostOptions) -> Handle:
-    """Ask Ray for an actor on a machine with a free `RESOURCE`. The actor may
-    have to wait for one.
+    """Request a Ray actor on a machine with a free `RESOURCE`.
+
+    The actor may have to wait for one.
     """
     actor = import_ray().remote(EngineHost)
     placed = actor.options(
@@ -56,7 +59,7 @@ def place(options: HostOptions) -> Handle:
 
 
 class HostedEngine:
-    """An `Engine` made of all engines of one host.
+    """All engines of one host, as a single `Engine`.
 
     `start` waits until Ray has a machine for the host. After a failure, `start` uses the same
     process again if it answers. The process then needs only the weights that it lacks. Otherwise
@@ -76,14 +79,14 @@ class HostedEngine:
         self._epoch = next(self._epochs)
         self._request_ids = map(str, itertools.count())
         self._held = -1
-        """The version that the host has in shared memory, -1 if unknown."""
+        """The version that the host has in shared memory. -1 if unknown."""
         self._version = -1
-        """The version that the host's engines have loaded, -1 for none."""
+        """The version that the host's engines have loaded. -1 if they have none."""
         self._staged: tuple[Update, int] | None = None
         self._counters: Counter[str] = Counter()
         self._machine = ""
         self.on_event: Callable[..., None] = lambda kind, **_: None
-        """Called with the events of the host's own engines."""
+        """A function that is called with the events of the host's own engines."""
 
     async def start(self) -> None:
         """Start the host's engines. Raises ValueError if its machine cannot run them."""
@@ -127,8 +130,9 @@ class HostedEngine:
         return reply
 
     async def _with_experts(self, session: EngineSession, answer: HostReply) -> Reply:
-        """Return a reply with its routed experts, which are fetched in a thread if they are in
-        Ray's store.
+        """Return the reply in a host's answer, with its routed experts.
+
+        Experts that are in Ray's store are fetched in a thread.
         """
         if answer.routed_experts is None:
             return answer.reply
@@ -151,7 +155,7 @@ class HostedEngine:
                 await session.while_alive(session.quiet.wait())
 
     async def stage(self, update: Update, version: int) -> None:
-        """Send the host the deltas or full weights that it needs for `version`."""
+        """Send the host the deltas or full weights from which it makes the weights of `version`."""
         session = self._live_session()
         check_load(update, version, self._version, sampling=False, deltas=True)
         if self._staged and self._staged[0] is update and self._staged[1] == version:
@@ -181,7 +185,7 @@ class HostedEngine:
         session.open.set()
 
     async def close(self) -> None:
-        """End the host's engines and its process."""
+        """End the host's engines and then its process."""
         if self._session is not None:
             self._session.end("the engine is closed")
         if self._host is not None and self._placed:
@@ -194,22 +198,22 @@ class HostedEngine:
         self._drop()
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters up to the host's last interrupt."""
+        """Return the counters that the host sent at its last interrupt, since the last call."""
         counters = dict.fromkeys(REQUIRED_COUNTERS, 0.0) | dict(self._counters)
         self._counters.clear()
         return counters
 
     def _drop(self) -> None:
-        """Kill the host's process, or withdraw the request for one."""
+        """Kill the host's process. If it has none yet, withdraw the request for one."""
         if self._host is not None and import_ray().is_initialized():
             import_ray().kill(self._host)
         self._host = None
         self._placed = False
 
     async def _wait_until_placed(self, session: EngineSession) -> None:
-        """Wait for a machine, without a limit, because no request waits for this engine.
+        """Wait for a machine without a time limit, because no request waits for this engine.
 
-        For some seconds Ray may choose a machine that is already dead, so ask again.
+        For some seconds Ray may choose a machine that is already dead, so the request is repeated.
         """
         exceptions = import_ray().exceptions
         for last in (False,) * (_PLACEMENTS - 1) + (True,):
@@ -228,7 +232,10 @@ class HostedEngine:
                 return
 
     async def _control(self, method: str, *args: Any, timeout_s: float) -> None:
-        """Call a method of the host that returns a report."""
+        """Call a method of the host that returns a report, and process the report.
+
+        Raises `EngineDied` after `timeout_s` seconds.
+        """
         session = self._live_session()
         async with deadline(timeout_s, partial(self._fail, session), f"no answer to {method}"):
             report: HostReport = await self._call(method, *args)
@@ -239,8 +246,9 @@ class HostedEngine:
             self.on_event(kind, **{**fields, "host": self._number})
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the host. Raises the method's error, or `EngineDied` if the host is
-        lost.
+        """Call a method of the host.
+
+        Raises the method's error, or `EngineDied` if the host is lost.
         """
         session = self._live_session()
         exceptions = import_ray().exceptions
@@ -282,16 +290,17 @@ class HostedEngine:
         return self._session
 
     def _fail(self, session: EngineSession, reason: str) -> EngineDied:
-        """Make all calls fail until the next start. Return the error to raise."""
+        """Make all calls fail until the next start. Return the error that they raise."""
         where = f" on {self._machine}" if self._machine else ""
         session.end(f"engine host {self._number}{where}: {reason}")
         return EngineDied(session.error)
 
 
 def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Reference]]:
-    """Return full weights or None, and the deltas to apply to them, as objects in Ray's store.
+    """Return the objects in Ray's store from which a host with version `held` can make the update.
 
-    None means that the deltas apply to version `held`, which the host has.
+    They are full weights or None, and deltas to apply in order. None means that the deltas are
+    applied to version `held`.
     """
     if isinstance(update, VersionOfWeights):
         return update.objects(held)

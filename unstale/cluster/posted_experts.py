@@ -1,4 +1,7 @@
-"""Routed experts in Ray's object store. They take megabytes, so replies only refer to them."""
+"""Routed experts in Ray's object store.
+
+They take megabytes, so replies only have references to them.
+"""
 
 import zlib
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from unstale.cluster.session import import_ray
 from unstale.routed_experts import RoutedExperts
 
 FETCH_S = 60.0
-"""Longest time in seconds that experts may take to arrive."""
+"""Longest time in seconds to fetch routed experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class PostedExperts:
 
     @classmethod
     def post(cls, routed_experts: RoutedExperts) -> Self:
-        """Put experts into the object store. Blocks, so call it in a thread."""
+        """Put routed experts into Ray's object store. Blocks, so call it in a thread."""
         experts = np.ascontiguousarray(routed_experts.experts)
         return cls(routed_experts.start, import_ray().put(experts), zlib.crc32(experts.data))
 

@@ -1,7 +1,7 @@
-"""The components of the run's main process (driver) that are divided among trainer ranks.
+"""Components in the run's main process (driver) whose work is divided among trainer ranks.
 
     RankedTrainer        a `Trainer`
-    RankedOldLogps       a route (way) to old log-probabilities
+    RankedOldLogps       a route: a method to compute `old_logp`
     RankedAuditor        the audit
     RankedCheckpoints    checkpoints that the ranks write
 
@@ -38,36 +38,35 @@ class RankedTrainer:
     def __init__(self, ranks: Ranks, policy: Policy) -> None:
         """Create the trainer. `policy` is the policy of the run's main process.
 
-        It counts the versions, and has the initial weights.
+        This policy counts the versions, and has the initial weights.
         """
         self.ranks = ranks
         self.policy = policy
         self.results = StepResults({}, [], [], [], [])
-        """The results of the last batch."""
+        """The results of the last batch, as the ranks returned them."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """A function that is called before the ranks need the old log-probabilities of a batch. It
-        waits for those of the batch, or if called with None, for all that were requested.
+        """A function that waits for old log-probabilities, called before the ranks need them. Its
+        argument is the batch, or None to wait for all that were requested.
         """
         self._steps_left = 0
         self._posted: PostedStep | None = None
-        """The parts of weights that were posted last, kept in Ray's store for ranks that only
-        score.
+        """The weights that the ranks posted last, as parts in Ray's store, kept for ranks that only
+        score. None before.
         """
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, which first sets its policy's version number. Return the
-        answer.
+        """Call a method on every rank. Return the first rank's answer.
 
-        The answer is that of the first rank.
+        Each rank first sets its policy's version number.
         """
         self._send_version()
         return self.ranks.call(name, *arguments)
 
     def post(self, name: str, *arguments: Any) -> PostedStep:
-        """Call a method on every rank that returns its part of the current version.
+        """Call a method on every rank that puts its part of the current version into Ray's store.
 
-        Return references to the parts, which are in Ray's store. No rank has more than its part.
-        Raises RuntimeError if the parts do not add up to all weights.
+        Return references to the parts. No rank has more than its part. Raises RuntimeError if the
+        parts do not add up to all weights.
         """
         self._send_version()
         answers, objects = self.ranks.call_parts(name, *arguments)
@@ -90,8 +89,8 @@ class RankedTrainer:
     def step_from(self, base: int) -> PostedStep:
         """Return the deltas that lead from version `base`, or from zeros, to the current version.
 
-        They are the deltas that the ranks posted last, if these fit. Otherwise all ranks post their
-        parts.
+        They are the deltas that the ranks posted last, if these begin at `base`. Otherwise all
+        ranks post their parts.
         """
         posted = self._posted
         if posted and posted.version == self.version and posted.base in (base, -1):
@@ -131,7 +130,7 @@ class RankedTrainer:
         return weights
 
     def update_policy(self) -> None:
-        """Copy the weights of the ranks into the policy of the run's main process."""
+        """Copy the weights of the ranks into the policy of this process."""
         self.advance(self.policy.weights(), self.post("weight_part"))
 
     def add(self, part: Batch) -> None:
@@ -139,8 +138,9 @@ class RankedTrainer:
         self.call("add", part)
 
     def prepare(self, batch: Batch) -> Sequence[int]:
-        """Prepare the minibatches of a batch on the ranks, where their data stay. Return their
-        numbers.
+        """Prepare the minibatches of a batch on the ranks, which keep their data.
+
+        Return their numbers.
         """
         self.collect(batch)
         self._steps_left = self.call("prepare", batch)
@@ -165,7 +165,10 @@ class RankedTrainer:
         return self.results.tokens
 
     def save_failed_batch(self, folder: Path) -> str:
-        """Save the batch at which the ranks stopped. Return a message for the terminal."""
+        """Save the last batch and weights, with which training failed.
+
+        Return a message for the terminal.
+        """
         try:
             return str(self.call("save_failed_batch", folder.absolute()))
         except RanksDied as error:
@@ -173,13 +176,13 @@ class RankedTrainer:
 
 
 class RankedOldLogps(OldLogps):
-    """A route to old log-probabilities that runs on ranks, each with its part of the weights."""
+    """A route (method to compute `old_logp`) on ranks, each with its part of the weights."""
 
     def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Pieces (runs of sampled tokens) that the ranks have, or had."""
+        """Keys of the token runs that were sent to the ranks."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
@@ -200,7 +203,7 @@ class RankedOldLogps(OldLogps):
         self._send("on_wait", past)
 
     def _send(self, name: str, pieces: Sequence[PendingPiece]) -> None:
-        """Send the ranks those pieces (runs of sampled tokens) that they have not received yet."""
+        """Call a method on the ranks with those token runs that they have not received yet."""
         new = tuple(piece for piece in pieces if key_of(piece) not in self._sent)
         if new:
             self._trainer.ranks.later(name, new)
@@ -218,14 +221,15 @@ class RankedOldLogps(OldLogps):
         return self._trainer.results.events
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Recover the route (way to get `old_logp`) and the audit on the ranks. The ranks read the
-        weights of versions from disk themselves.
+        """Restore the route and the audit on the ranks, after a resume.
+
+        The ranks read the weights of versions from disk themselves.
         """
         self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
 
 
 class RankedAuditor:
-    """The audit of old log-probabilities, which runs on the ranks."""
+    """The audit of old log-probabilities, whose work is done by the ranks."""
 
     def __init__(self, trainer: RankedTrainer) -> None:
         self._trainer = trainer
@@ -234,8 +238,9 @@ class RankedAuditor:
         self._trainer.call("audit_published", tuple(live))
 
     def record(self, folder: Path) -> None:
-        """Record every version and batch for `unstale audit`. Every rank must have access to
-        `folder`.
+        """Record every version and batch for `unstale audit`.
+
+        All ranks must have access to `folder`.
         """
         self._trainer.ranks.later("record", folder.absolute())
 
@@ -247,7 +252,7 @@ class RankedAuditor:
 
 
 class RankedCheckpoints(Checkpoints):
-    """Checkpoints that the ranks write and read. Every rank must have access to the run folder.
+    """Checkpoints that the ranks write and read. All ranks must have access to the run folder.
 
     The ranks copy their state for a snapshot, and continue while the copy is written.
     """

@@ -1,4 +1,4 @@
-"""Trainer ranks, which are Ray actors: start them, call them, and notice if they die.
+"""Trainer ranks as Ray actors: start them, call them, and notice if they die.
 
 `Ranks` calls a method on every rank at the same time, and returns the first rank's answer.
 """
@@ -31,35 +31,37 @@ START_S = 600.0
 FIRST_CALL_S = 1800.0
 """Time limit in seconds of the first call of each method, and of every call of `FROM_DISK`."""
 FROM_DISK = frozenset({"load", "restore", "recover"})
-"""Methods that are called when a run resumes. Their time depends on the data in the run folder, and
-may be much longer than that of the call before.
+"""Methods that are called when a run resumes. They read the run folder, and may take much longer
+than earlier calls.
 """
 LEAST_CALL_S = 120.0
 SLOWER = 10
-"""A later call may take this many times as long as the longest call of that method so far, or
+"""A call may take this many times as long as the longest call of the same method so far, or
 `LEAST_CALL_S` seconds if that is more.
 """
 _NOTICE_S = 5.0
 """Longest time in seconds until Ray notices that a process ended."""
 _GROUP_S = 3600.0
-"""Time in seconds after which a rank's collective fails. The driver (the run's main process) ends
-the ranks long before.
+"""Seconds after which a collective operation of a rank fails. The run's main process ends the ranks
+long before.
 """
 _PLACE_S = 2
-"""Seconds in which Ray may reserve GPUs and cores before the run prints what it waits for."""
+"""Seconds for which Ray may take to reserve GPUs and cores before the run prints what it waits
+for.
+"""
 
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "unstale-ranks-"
-"""Start of the names of temporary folders in which ranks of one machine meet."""
+"""Beginning of the names of temporary folders in which ranks of one machine find each other."""
 _FILES = "files"
-"""Name of the second thread of a rank."""
+"""Name of a rank's second thread, in Ray's terms a concurrency group."""
 
 Notify = Callable[[str], None]
 """A function that prints or logs a sentence."""
 
 
 class RanksDied(RuntimeError):
-    """Error: a rank ended or did not answer. Its run can begin again from the last checkpoint."""
+    """Error: a rank ended or did not answer. The run can be resumed from the last checkpoint."""
 
 
 class NodesMissing(RuntimeError):
@@ -69,20 +71,19 @@ class NodesMissing(RuntimeError):
 
 
 class _RankActor:
-    """A Ray actor for one rank. It only forwards calls."""
+    """A Ray actor for one rank. It only forwards calls to the rank's object."""
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
         self._store: Any = None
         self._lock: TextIO | None = None
-        """Lock of the folder in which the ranks meet."""
+        """Lock of the temporary folder in which the ranks find each other."""
 
     def meet(self, count: int) -> str:
-        """Create the store by which the ranks find each other, on the first rank. Return its
-        address.
+        """Create the store by which the ranks find each other.
 
-        If Ray is on loopback only, the store is a file, because a store on a port listens on every
-        interface.
+        Return its address. Only for the first rank. If Ray is on loopback only, the store is a
+        file, because a store on a port listens on every interface.
         """
         import ray
 
@@ -96,7 +97,7 @@ class _RankActor:
         return f"{host}:{self._store.port}"
 
     def ping(self) -> None:
-        """Do nothing. Ray raises an error instead if this process ended."""
+        """Do nothing. If this process has ended, Ray raises an error instead."""
 
     def join(self, address: str, rank: int, count: int) -> None:
         """Join the process group of all ranks."""
@@ -121,16 +122,17 @@ class _RankActor:
         self._rank = make(RankGroup.of_group())
 
     def run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> Any:
-        """Run calls of `Rank` methods in order. Return the last result on the first rank."""
+        """Call methods of the rank's object in order.
+
+        The first rank returns the last result, others None.
+        """
         result = None
         for name, arguments in calls:
             result = getattr(self._rank, name)(*arguments)
         return result if dist.get_rank() == 0 else None
 
     def run_parts(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> tuple[Any, Any]:
-        """Run calls of `Rank` methods in order. Return the last call's two
-        results on every rank.
-        """
+        """Call methods of the rank's object in order. Return the two results of the last call."""
         *before, (name, arguments) = calls
         self.run(before)
         first, second = getattr(self._rank, name)(*arguments)
@@ -138,9 +140,7 @@ class _RankActor:
 
 
 class Ranks:
-    """The trainer ranks of a run. `call` may be called in any thread, and runs
-    one call at a time.
-    """
+    """The trainer ranks of a run. Any thread may use `call`, which runs one call at a time."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Ranks:
         scorers: int = 0,
         name: str = "trainer",
     ) -> None:
-        """Connect to Ray. The ranks start in `make`, each with one GPU if the cluster has GPUs.
+        """Connect to Ray. `make` starts the ranks, each with one GPU if the cluster has GPUs.
 
         With `address`, the ranks wait for further nodes for at most `patience_s` seconds. `scorers`
         is the number of further ranks for a model that only scores. `name` is for messages. Raises
@@ -169,27 +169,28 @@ class Ranks:
             gpus = list(map(str, range(available)))
             divide_gpus(gpus, trainers=count, scorers=scorers, engines=0)
         self.on_gpus = available > 0
-        """True if each rank has a GPU. New ranks of the same run then wait for GPUs, too."""
+        """True if each rank has a GPU. Later ranks of the same run then wait for GPUs, too."""
         self._actors: list[Any] = []
         self._group: Any = None
-        """The reservation of GPUs and cores for all ranks in a cluster."""
+        """Ray's placement group, which reserves GPUs and cores for all ranks in a cluster."""
         self._lock = threading.Lock()
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
-        """Methods and arguments to call before the next call, in order."""
+        """Methods and arguments of the calls to make before the next call, in order."""
         self._longest: dict[str, float] = {}
-        """Longest time of a call of these actors in seconds, by the name of the call."""
+        """The seconds of the longest call of each method by these actors."""
         self._folder: Path | None = None
-        """Folder in which the ranks meet, if they are all on this machine."""
+        """The temporary folder in which the ranks find each other, if all of them are on this
+        machine.
+        """
         session.at_end(self.close)
         if scorers:
             self.scorers = Ranks(scorers, address=address, patience_s=patience_s, name="old-logit")
 
     def make(self, make: MakeRank, notify: Notify = lambda text: None) -> None:
-        """Create the components of every rank, in place of earlier ones. Start the ranks if they
-        are ended.
+        """Create the object of every rank, in place of an earlier one. Start ranks that do not run.
 
         `notify` is called with a sentence on what the ranks wait for. Raises `NodesMissing` if
-        there is no room for them, and `RanksDied` if they do not start within `START_S`.
+        there is no room for them, and `RanksDied` if they do not start within `START_S` seconds.
         """
         self._later.clear()
         if not self._actors:
@@ -222,9 +223,10 @@ class Ranks:
         self._wait(joins, START_S, "start")
 
     def _reserve(self, notify: Notify) -> Any:
-        """Return a placement group with GPUs and cores for all ranks. Wait for nodes.
+        """Return a placement group with GPUs and cores for all ranks.
 
-        A node that died counts as a node until Ray notices, for up to half a minute.
+        Wait until there are enough nodes. A node that died counts as a node until Ray notices, for
+        up to half a minute.
         """
         placement = self._ray.util.placement_group
         until = time.monotonic() + self.patience_s
@@ -256,7 +258,7 @@ class Ranks:
 
     @property
     def _needs(self) -> tuple[str, ...]:
-        """The Ray resources of which each rank in a cluster takes one."""
+        """The names of the Ray resources of which each rank in a cluster takes one."""
         return ("GPU", "CPU") if self.on_gpus else ("CPU",)
 
     def _resources(self) -> dict[str, int]:
@@ -280,7 +282,7 @@ class Ranks:
         self._later.append((name, arguments))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, after those of `later`. Return the first rank's answer.
+        """Call a method on every rank, after the calls of `later`. Return the first rank's answer.
 
         Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended. An
         error of Ray in a rank, for instance because an object is lost, raises `RanksDied`.
@@ -288,7 +290,7 @@ class Ranks:
         return self._call(lambda actor, calls: actor.run.remote(calls), name, arguments)[0]
 
     def call_parts(self, name: str, *arguments: Any) -> tuple[list[Any], list[Reference]]:
-        """Call a method that returns two results on every rank. Return those of all ranks.
+        """Call a method that returns two results on every rank. Return both results of all ranks.
 
         The second results stay in Ray's store. Raises errors like `call`.
         """
@@ -304,7 +306,10 @@ class Ranks:
     def _call(
         self, begin: Callable[[Any, Any], Any], name: str, arguments: Sequence[Any]
     ) -> list[Any]:
-        """Begin a call on every rank, after those of `later`. Return all answers."""
+        """Begin a call on every rank, after the calls of `later`.
+
+        Return the answers of all ranks.
+        """
         with self._lock:
             actors = self._require_actors(name)
             calls = [self._later.popleft() for _ in range(len(self._later))]
@@ -318,14 +323,18 @@ class Ranks:
             return answers
 
     def _require_actors(self, name: str) -> Sequence[Any]:
-        """Return the actors. Raises `RanksDied` if they are ended, perhaps by another thread."""
+        """Return the actors.
+
+        Raises `RanksDied` if they have been ended, perhaps by another thread.
+        """
         if not (actors := self._actors):
             raise RanksDied(f"the {self._name} ranks are ended ({name})")
         return actors
 
     def fetch(self, part: Reference, limit_s: float) -> Any:
-        """Return a second result of `call_parts`. Raises `RanksDied` if its machine died, or after
-        `limit_s`.
+        """Fetch a second result of `call_parts` from Ray's store.
+
+        Raises `RanksDied` if its machine died, or after `limit_s` seconds.
         """
         try:
             return self._ray.get(part, timeout=limit_s)
@@ -333,7 +342,7 @@ class Ranks:
             raise self._died(error, "fetch weights") from None
 
     def call_beside(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, each in a second thread. Other calls run meanwhile.
+        """Call a method on every rank, each in its second thread. Other calls can run meanwhile.
 
         Calls of `call_beside` run one at a time. Raises the same errors as `call`.
         """
@@ -343,7 +352,7 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks, also those that only score. `make` starts new ones."""
+        """End all ranks, including those that only score. `make` starts new ones."""
         if self.scorers:
             self.scorers.close()
         actors, self._actors = self._actors, []
@@ -357,9 +366,10 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
-        """Return all answers. The first error is raised: other ranks may wait for that rank.
+        """Return all answers.
 
-        Raises `RanksDied` instead if a rank ended, because the other ranks then fail, too.
+        If a rank raises an error, raise it at once: other ranks may wait for this rank. Raises
+        `RanksDied` instead if a rank ended, because the other ranks then fail, too.
         """
         ray = self._ray
         left = list(pending)
@@ -386,7 +396,7 @@ class Ranks:
         return [answers[each] for each in pending]
 
     def _ended(self, calls: list[Any], deadline: float) -> tuple[list[Any], list[Any]]:
-        """Wait until a call has ended. Return all that have, and the others.
+        """Wait until one or more calls have ended. Return these calls, and the others.
 
         Most calls of many ranks end together, and one wait for each would take the square of time.
         """
@@ -398,7 +408,7 @@ class Ranks:
         return done, left
 
     def _require_alive(self, name: str) -> None:
-        """Raise `RanksDied` if Ray notices soon that a rank ended.
+        """Raise `RanksDied` if Ray notices within `_NOTICE_S` seconds that a rank ended.
 
         A rank that is busy does not answer meanwhile, and counts as alive.
         """
@@ -414,14 +424,14 @@ class Ranks:
                 raise self._died(error, name) from None
 
     def _died(self, error: Exception, name: str) -> RanksDied:
-        """End all ranks. Return an error with the cause."""
+        """End all ranks. Return an error that names the call and the cause."""
         self.close()
         article = "an" if self._name[0] in "aeiou" else "a"
         return RanksDied(f"{article} {self._name} rank died ({name}): {session.first_line(error)}")
 
 
 def order_by_node(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundles of a placement group, ordered so that those of a node are adjacent.
+    """Order the bundles of a placement group so that those on one node are adjacent.
 
     `nodes` has the node of each bundle. Ranks that divide a pass are adjacent, so they are on one
     node if they fit there.

@@ -19,7 +19,7 @@ from unstale.weights.store import Update
 
 
 class RankedPublisher(DirectPublisher):
-    """A publisher of weights of which each trainer rank has its part.
+    """A publisher of weights that are divided among trainer ranks.
 
     Each rank writes its part of a version to disk, as the difference from the version before, and
     returns it as an object in Ray's store. Engine hosts fetch these objects from `posts`. Without
@@ -42,7 +42,10 @@ class RankedPublisher(DirectPublisher):
         self._posts = posts
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update. The ranks are only called in the trainer's thread."""
+        """Prepare the update.
+
+        Only the trainer's thread may call this, because it calls the ranks.
+        """
         weights = self._trainer.policy.weights()
         step = self._trainer.post("publish", tuple(live), self._loaded)
         self.bytes = step.nbytes

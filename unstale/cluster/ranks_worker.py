@@ -29,8 +29,8 @@ from unstale.weights.store import Delta, VersionStore
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """The results of a batch that the driver (the run's main process) requests after its last
-    optimizer step.
+    """The results of a batch, which the run's main process requests after the last optimizer
+    step.
     """
 
     metrics: Mapping[str, float]
@@ -42,11 +42,11 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """The size of one rank's part of the weights of a version."""
+    """The size of one rank's part of a published version."""
 
     base: int
-    """The version from which the part is a difference. -1 if the part has the
-    weights themselves.
+    """The version from which the part is a difference. -1 if the part has the weights
+    themselves.
     """
     words: int
     nbytes: int
@@ -54,23 +54,23 @@ class PublishedPart:
 
 @dataclass(slots=True)
 class Rank:
-    """The trainer, route (way to get `old_logp`), audit and checkpoints of one rank."""
+    """The components of a trainer rank: trainer, route (source of `old_logp`), audit,
+    checkpoints.
+    """
 
     policy: Policy
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """Past versions that the route (way to get `old_logp`) keeps. None if it keeps no differences
-    between versions.
+    """The store of past versions, if the route keeps differences between versions. Otherwise
+    None.
     """
     _published: VersionStore = field(default_factory=VersionStore, init=False)
-    """The version that was published last, for a route (way to get `old_logp`) that keeps no
-    versions in `store`.
-    """
+    """A store with only the version that was published last, for a route without `store`."""
     _checkpoints: Checkpoints | None = field(default=None, init=False)
     _minibatches: Sequence[Minibatch] = field(default=(), init=False)
     _snapshot: Checkpoint | None = field(default=None, init=False)
-    """The checkpoint to write, or the one that was read."""
+    """The checkpoint to be written, or the one that was read. None if there is neither."""
 
     @property
     def _old(self) -> OldLogps:
@@ -88,7 +88,9 @@ class Rank:
         self.policy.follow_version(version, version_gaps)
 
     def open_run(self, run: Path, keep: int) -> None:
-        """Open the run folder in which checkpoints are written and from which versions are read."""
+        """Open the run folder, to which checkpoints are written and from which versions are
+        read.
+        """
         parts: dict[str, Stateful] = {
             "trainer": self.trainer,
             "old": self._old,
@@ -106,8 +108,9 @@ class Rank:
         self.trainer.add(part)
 
     def prepare(self, batch: Batch) -> int:
-        """Compute old log-probabilities and corrections of a batch. Return the number of optimizer
-        steps.
+        """Compute old log-probabilities and corrections of a batch.
+
+        Return its number of optimizer steps.
         """
         self._minibatches = self.trainer.prepare(batch)
         return len(self._minibatches)
@@ -129,7 +132,7 @@ class Rank:
         )
 
     def record(self, folder: Path) -> None:
-        """Record every version and batch for `unstale audit`. The first rank writes."""
+        """Record every version and batch for `unstale audit`. Only the first rank writes files."""
         peers = self.policy.peers
         self.auditor.recording = Recording(folder, base=self.policy.base, writes=peers.rank == 0)
 
@@ -155,9 +158,7 @@ class Rank:
         return self._returned(delta)
 
     def weight_part(self) -> tuple[PublishedPart, list[Part]]:
-        """Return the size and the data of this rank's current weights. The data
-        share their memory.
-        """
+        """Return the size and the data of this rank's current weights, which are not copied."""
         delta = all_of(self.policy.version, self.policy.weights())
         return self._returned(replace(delta, starts=self.policy.part_starts()))
 
@@ -200,10 +201,10 @@ class Rank:
         self._snapshot = self.checkpoints.snapshot(progress, self.trainer)
 
     def write(self) -> str:
-        """Write the snapshot. Another thread may train and score meanwhile.
+        """Write the checkpoint of the last `snapshot`.
 
-        `snapshot` and `publish` must not run meanwhile: they use the same tensors and process
-        group.
+        Another thread may train and score meanwhile. `snapshot` and `publish` must not run
+        meanwhile: they use the same tensors and process group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)
@@ -211,12 +212,15 @@ class Rank:
         return name
 
     def load(self, name: str) -> tuple[Progress, int]:
-        """Read this rank's part of a checkpoint. Return its progress and version."""
+        """Read this rank's part of a checkpoint. Return the checkpoint's progress and version."""
         self._snapshot = self.checkpoints.load(name)
         return self._snapshot.progress, self._snapshot.version
 
     def restore(self) -> tuple[int, VersionGaps]:
-        """Restore the checkpoint that was read. Return the policy's version and its gaps."""
+        """Restore the checkpoint that was read.
+
+        Return the policy's version and its version gaps.
+        """
         assert self._snapshot is not None
         self.checkpoints.restore(self._snapshot)
         self._snapshot = None
@@ -231,7 +235,7 @@ class Rank:
 
 
 def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
-    """Return the difference between two versions. None if the store does not have it."""
+    """Return the difference between two versions. None if the store lacks one of them."""
     if version not in store.versions[1:]:
         return None
     delta = store.delta(version)
@@ -239,6 +243,6 @@ def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
 
 
 MakeRank = Callable[[RankGroup], Any]
-"""A function that creates the object of one rank, such as a `Rank`, whose methods the driver (the
-run's main process) calls. It runs after the rank has joined its process group, and can be pickled.
+"""A function that creates the object of one rank, such as a `Rank`, whose methods the run's main
+process calls. It must be picklable, and runs after the rank has joined its process group.
 """

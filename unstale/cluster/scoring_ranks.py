@@ -1,8 +1,8 @@
-"""The second model of the route `old_logit_model`, divided among ranks of its own.
+"""The second model of the route `old_logit_model`, divided among separate ranks.
 
-ScoringRank          one rank of the second model
-RanksLink            the driver's connection to these ranks
-RankedOldLogitModel  the route in the driver: passes scores on to the trainer ranks
+ScoringRank          one rank of the second model RanksLink            the connection of the run's
+main process to these ranks RankedOldLogitModel  the route in the main process: it passes scores on
+to the trainer ranks
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ScoringRank:
         """The version of the weights. -1 before the first."""
 
     def load_version(self, step: PostedStep) -> None:
-        """Load the weights of a version, which are in Ray's object store."""
+        """Load the weights of a version from Ray's object store."""
         import ray
 
         parts = (read_delta(ray.get(part, timeout=FETCH_S)) for part in step.deltas)
@@ -76,7 +76,7 @@ class ScoringRank:
         self._version = version
 
     def score(self, pieces: Pieces) -> Reply:
-        """Score pieces (runs of sampled tokens) with the loaded weights."""
+        """Compute log-probabilities of sampled tokens with the loaded weights."""
         return answer(self._scorer, pieces)
 
     def pid(self) -> int:
@@ -87,31 +87,34 @@ class ScoringRank:
 
 
 class RanksLink:
-    """The connection to a second model that is on ranks. A thread calls the ranks in order."""
+    """The connection to a second model on ranks.
+
+    A thread calls the ranks, in the order of requests.
+    """
 
     def __init__(self, ranks: Ranks, *, max_tokens: int) -> None:
         """`max_tokens` is the largest number of tokens in a forward pass of one rank."""
         self._ranks = ranks
         self._order = ScoringOrder(max_tokens * ranks.count)
-        """The work of the ranks. Only the thread uses it."""
+        """The order of the ranks' work. Only the thread uses it."""
         self._messages: deque[Callable[[], None]] = deque()
-        """Functions that add sent pieces (runs of sampled tokens) and versions to `_order`."""
+        """Functions that add sent token runs and versions to `_order`, for the thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
         self._calls: deque[Future[Reply | None]] = deque()
         self._submitting = Lock()
-        """Keeps `_calls` in the order in which the thread runs them."""
+        """A lock with which `_calls` stays in the order in which the thread runs the calls."""
 
     def load(self, version: int, step: PostedStep) -> None:
-        """Send the deltas (differences) that lead from the version sent before to `version`."""
+        """Send the deltas that lead from the version sent before to `version`."""
         self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:
         self._send(partial(self._order.add_pieces, pieces))
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Return the complete replies, or None if there are none. With `wait`, wait for one.
+        """Return the complete replies, or None if there are none.
 
-        Raises `RanksDied` if a rank ended.
+        With `wait`, wait until one arrives. Raises `RanksDied` if a rank ended.
         """
         replies: list[Reply] = []
         while self._calls and (self._calls[0].done() or (wait and not replies)):
@@ -121,7 +124,7 @@ class RanksLink:
         return replies or None
 
     def close(self) -> None:
-        """Wait for the current call of the ranks, and make no further one."""
+        """Wait for the current call of the ranks. No further call is made."""
         self._thread.shutdown(cancel_futures=True)
 
     def _send(self, message: Callable[[], None]) -> None:
@@ -133,7 +136,10 @@ class RanksLink:
             self._calls.append(self._thread.submit(self._work))
 
     def _work(self) -> Reply | None:
-        """Score one forward pass or load one version. Repeat in a further call if work is left."""
+        """Score one forward pass or load one version.
+
+        If work is left, submit a further call for it.
+        """
         while self._messages:
             self._messages.popleft()()
         reply: Reply | None = None
@@ -149,9 +155,10 @@ class RanksLink:
 
 
 class RankedOldLogitModel(RankedOldLogps):
-    """The route `old_logit_model` with trainer ranks, and a second model on ranks of its own.
+    """The route `old_logit_model` with trainer ranks, and the second model on separate ranks.
 
-    It computes `old_logp`. The trainer ranks keep the scores. They receive them with the next call.
+    The trainer ranks keep the log-probabilities that the second model computes. They receive them
+    with their next call.
     """
 
     def __init__(
@@ -181,8 +188,9 @@ class RankedOldLogitModel(RankedOldLogps):
         self._model.on_piece(piece)
 
     def collect(self, batch: Batch | None) -> None:
-        """Wait for the scores of a batch. None waits for the scores of all pieces (runs of sampled
-        tokens) that were sent.
+        """Wait for the old log-probabilities of a batch.
+
+        With None, wait for those of all tokens that were sent.
         """
         if batch is None:
             self._model.score_all()

@@ -15,16 +15,16 @@ from unstale.weights.child_process import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Name of an environment variable of Ray for machines without a cluster. If it is 0, Ray listens on
-loopback only.
+"""Name of Ray's environment variable that allows a cluster on Windows or macOS. If it is 0, Ray
+listens on loopback only.
 """
 _CONNECT_S = 10.0
 MAX_CONCURRENT = 100_000
-"""Largest number of calls that a host serves at once. A run limits its requests and episodes
+"""Largest number of calls that an actor serves at once. A run limits its requests and episodes
 itself, so it never reaches this number.
 """
 _at_end: ExitStack | None = None
-"""Functions to call at the end of the current run. None outside of a run."""
+"""Functions to be called at the end of the current run. None outside of a run."""
 
 
 def require_ray() -> None:
@@ -92,7 +92,7 @@ def _start(ray: ModuleType, options: Mapping[str, Any], gpus: Sequence[str]) -> 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Return a context with these environment variables, for processes that start in it."""
+    """Return a context with these environment variables, for processes started in it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -118,21 +118,20 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of Ray. The other lines are a traceback
-    of another process.
-    """
+    """Return the first line of an error of Ray. The others are the traceback of another process."""
     return (str(error).splitlines() or [repr(error)])[0]
 
 
 def summary(error: BaseException) -> str:
-    """Return the first and the last line of an error. Ray's messages have many lines."""
+    """Return the first and the last line of an error's text. Ray's messages have many lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)
 
 
 async def result_of(reference: Any) -> Any:
-    """Return the result of a call of an actor, to which `reference` refers. Unlike a reference,
-    this is a coroutine.
+    """Return the result of an actor's call, to which `reference` refers.
+
+    This function is a coroutine. A reference can be awaited, too, but is none.
     """
     return await reference
 
@@ -148,7 +147,7 @@ def _require_same(ray: ModuleType, address: str) -> None:
 
 
 def _resolve(address: str) -> set[tuple[str, int]]:
-    """Return the numeric addresses and the port that `host:port` stands for. Empty if unknown."""
+    """Return the numeric addresses and the port for `host:port`. Empty if the host is unknown."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -159,7 +158,7 @@ def _resolve(address: str) -> set[tuple[str, int]]:
 
 @contextmanager
 def end_after() -> Iterator[None]:
-    """Return a context for one run. It can also decorate a function.
+    """Return a context for one run, which can also decorate a function.
 
     At its end the functions of `at_end` are called. Then Ray is disconnected, unless it was
     connected before.
@@ -177,8 +176,9 @@ def end_after() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Call a function at the end of the current run (`end_after`), also after an error. Outside of
-    a run, do nothing.
+    """Call a function at the end of the current run (`end_after`), even after an error.
+
+    Outside of a run, do nothing.
     """
     if _at_end is not None:
         _at_end.callback(function)

@@ -1,4 +1,4 @@
-"""Weights as objects in Ray's store: the parts of a safetensors file, as arrays of bytes."""
+"""Weights as objects in Ray's store: the parts of a safetensors file, as byte arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from unstale.weights.store import Delta
 Part = NDArray[Any]
 """A part of a file, as bytes."""
 Reference = Any
-"""A reference to an object in Ray's store: a list of `Part`, one after the other."""
+"""A reference to an object in Ray's store: the parts of one file, in order."""
 
 FETCH_S = 600.0
 """Longest time in seconds to fetch an object with weights, perhaps from another machine."""
@@ -23,7 +23,10 @@ FETCH_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class PostedStep:
-    """The deltas from version `base` to `version`. If `base` is -1 they are applied to zeros."""
+    """The deltas that lead from version `base` to `version`.
+
+    If `base` is -1 they are applied to zeros.
+    """
 
     base: int
     version: int
@@ -33,12 +36,12 @@ class PostedStep:
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:
-    """Return the parts of a file as arrays, which Ray copies once. They share memory with it."""
+    """Return the parts of a file as arrays that share its memory. Ray copies such arrays once."""
     return [np.frombuffer(part, np.uint8) for part in parts if len(part)]
 
 
 def put(parts: Sequence[Bytes]) -> Reference:
-    """Put bytes that are given in parts into the object store. Copies them once."""
+    """Put bytes, given in parts, into Ray's object store. They are copied once."""
     return import_ray().put(arrays(parts))
 
 
@@ -47,5 +50,5 @@ def put_delta(delta: Delta) -> Reference:
 
 
 def read_delta(parts: Sequence[Part]) -> Delta:
-    """Return the delta from an object. Raises ValueError if it is damaged."""
+    """Return the delta in an object of Ray's store. Raises ValueError if it is damaged."""
     return loads(memoryview(b"".join(part.data for part in parts)))

@@ -1,6 +1,6 @@
-"""Every option of a run, in sections that follow the data flow. Importable without torch.
+"""The options of a run, in sections that follow the data flow. Importable without torch.
 
-A section is a frozen dataclass and each of its fields is an option. The type of a field holds the
+A section is a frozen dataclass and each of its fields is an option. The type of a field defines the
 allowed values, and the docstring under the field is its help text. A recipe is a function that
 returns a `RunConfig`.
 """

@@ -22,6 +22,7 @@ CorrectionMode = Annotated[str, OneOf(partial(choices, "corrections", "mode"))]
 Unit = Literal["token", "turn", "segment", "sequence"]
 Aggregate = Literal["mean", "sum", "max"]
 LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
+PlacedMode = Literal["mask", "guided", "anchor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,10 @@ class CriticConfig(Section):
     """The layers below the critic's head: those of the policy (`trunk`), or a copy of the model
     that only the critic trains (`own`).
     """
-    lr: Positive = 1e-2
-    """Learning rate of the critic's head, with Adam."""
+    memory: Share = 0.95
+    """Factor on the weight of earlier batches in the least squares of the critic's head, at each
+    optimizer step.
+    """
     own_lr: Positive = 1e-5
     """Only for `model = own`: learning rate of the copy's layers."""
     coef: NonNegative = 0.1
@@ -141,14 +144,15 @@ class CorrectionConfig(Section):
 
     @property
     def is_weight(self) -> bool:
-        """True if D weights the loss of tokens."""
+        """True if the correction's mode weights the loss of tokens by the discrepancy D."""
         return self.mode not in ("none", "mask", "k3_mask")
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """The range of D outside of which a unit is dropped. None if units are not dropped.
+        """The range of D outside of which the correction drops a unit of tokens.
 
-        With a limit in nats, it is about that of a token with probability 1/2.
+        None if it drops none. If the mode has a limit in nats, this is approximately the range for
+        a token of probability 1/2.
         """
         if self.mode in ("kpop", "k3_mask"):
             width = math.sqrt(2 * self.kl_limit)

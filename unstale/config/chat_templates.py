@@ -1,4 +1,4 @@
-"""Named chat templates, for models without a chat template."""
+"""The chat templates of this package, for models that have none."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}
 """The chat templates of this package, keyed by the value of the option `chat_template`."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CONTROL_TOKENS = {"plain": (), "chatml": _CHATML_TOKENS, "python_calls": _CHATML_TOKENS}
-"""Control tokens that each template in `NAMED` needs in the tokenizer's vocabulary."""
+"""For each template in `NAMED`, the control tokens that the tokenizer's vocabulary must have."""
 
 
 def read_template(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Check the values of options against their types, which define the allowed values."""
+"""Checks of option values against the options' types, which define the allowed values."""
 
 import argparse
 import json
@@ -27,11 +27,13 @@ from unstale.config.given import NameObject
 from unstale.config.names import unique_names, value_hint
 
 MAX_EXACT_INT = 1 << 53
-"""Largest finite number that an option may have. Up to 2^53, every integer is exact as a float."""
+"""Largest finite number that an option may have: 2^53. Up to it, every integer is exact as a
+float.
+"""
 
 
 class ConfigError(ValueError):
-    """A mistake of the user in an option.
+    """Error: a mistake of the user in an option.
 
     The message has the option, its value and what is allowed.
     """
@@ -41,7 +43,8 @@ class ConfigError(ValueError):
 class Range:
     """A rule in an option's type: the value is a number in a range.
 
-    The value must be at least `low`, at most `high`, and greater than `above`.
+    The value must be at least `low`, at most `high`, and greater than `above`, as far as these are
+    given.
     """
 
     low: float = -math.inf
@@ -64,8 +67,8 @@ class Range:
 class OneOf:
     """A rule in an option's type: the value is one of several names, such as the route names.
 
-    `table()` returns a mapping whose keys are the allowed names. It maps a name to the options that
-    are used with this name but not with every name.
+    `table()` returns a mapping whose keys are the allowed names. A name's value lists the options
+    that are used with this name but not with every name.
     """
 
     table: Callable[[], Mapping[str, Collection[str]]]
@@ -144,7 +147,10 @@ Share = Annotated[float, Range(0, 1)]
 
 
 class _OptionNames(type):
-    """The metaclass of sections. Creating a section with an unknown option raises `ConfigError`."""
+    """The metaclass of sections.
+
+    It raises `ConfigError` if a section is created with an unknown option.
+    """
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -165,14 +171,14 @@ def unknown_option(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(metaclass=_OptionNames):
-    """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
+    """A section of the configuration: a group of options, as `trainer` with `trainer.lr`.
 
     The constructor checks each option by its type, and then the combination of options. The class
     `AdvantageConfig` is the section `advantage`.
     """
 
     abstract: ClassVar[bool] = True
-    """True in a base class of sections that is not a section itself."""
+    """True in a base class that is not a section itself."""
     selector: ClassVar[str] = ""
     """The option that decides which other options of the section are used, such as `route` in
     `old_logps`. Empty if no option decides this.
@@ -182,12 +188,12 @@ class Section(metaclass=_OptionNames):
     the option must keep its default. Options that are always used are left out.
     """
     refused_unread: ClassVar[Sequence[str]] = ()
-    """Options, besides those in `read_by`, that must keep their defaults where `applies` is False
-    for them.
+    """Further options, besides those in `read_by`, that must keep their defaults where `applies`
+    returns False for them.
     """
     read_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Options whose use depends on an option other than the selector. Each is mapped to that other
-    option and the condition on its value, such as `= true`.
+    """Options whose use depends on another option than the selector. Each is mapped to that option
+    and a condition on its value, such as `= true`.
     """
 
     def __post_init__(self) -> None:
@@ -207,7 +213,7 @@ class Section(metaclass=_OptionNames):
         """
 
     def _refuse_unread(self) -> None:
-        """Raise `ConfigError` if an option that is not used has another value than its default."""
+        """Raise `ConfigError` if an option differs from its default although it is not used."""
         defaults = self.defaults()
         for name in self.unread(self._values()):
             value = getattr(self, name)
@@ -252,7 +258,10 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
-        """Return the classes that declare options of this section: several if it has variants."""
+        """Return the classes that declare options of this section.
+
+        There are several if it has variants.
+        """
         return (cls,)
 
     def with_options(self, **changes: Any) -> Self:
@@ -276,16 +285,13 @@ class Section(metaclass=_OptionNames):
         return list(rule.readers(option))
 
     def applies(self, option: str) -> bool:
-        """Return True if the section has the option and its selector's present value uses it."""
+        """Return True if the section has the option and the selector's current value uses it."""
         readers = self.readers(option)
         is_read = not readers or getattr(self, self.selector) in readers
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return, as name -> value, the options that only some values of the selector use.
-
-        Among these, the present value uses all that are returned.
-        """
+        """Return the used options that depend on the selector, with their values."""
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
         return {name: getattr(self, name) for name in names}
@@ -294,7 +300,7 @@ class Section(metaclass=_OptionNames):
 def base_of(section: type[Section]) -> Any:
     """Return the base class of a section's variants, such as `OldLogpsConfig` for a route's class.
 
-    A class of a section without variants is returned itself.
+    If the section has no variants, return its own class.
     """
     lineage = [each for each in section.__mro__ if issubclass(each, Section)]
     return next(each for each in reversed(lineage) if not vars(each).get("abstract"))
@@ -347,9 +353,9 @@ def kinds_of(kind: Any) -> tuple[Any, ...]:
 
 
 def converted(value: Any, kind: Any) -> Any:
-    """Convert the value of an option from the form used in Python or a TOML file.
+    """Convert an option's value from the form used in Python or a TOML file to the option's type.
 
-    By its type `kind`, a text becomes a path, a table JSON text, and a function or other object its
+    By the type `kind`, a text becomes a path, a table JSON text, and a function or other object its
     name. Other values are returned unchanged.
     """
     if isinstance(value, str) and Path in kinds_of(kind):
@@ -361,7 +367,7 @@ def converted(value: Any, kind: Any) -> Any:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise `ConfigError` if `value` has none of the Python types that the type `kind` allows.
+    """Raise `ConfigError` if `value` has none of the Python types that `kind` allows.
 
     `name` is the option's full name. An integer is allowed where a float is.
     """

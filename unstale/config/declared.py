@@ -1,8 +1,8 @@
-"""Find the choices of an option by reading the source of its functions, without importing torch.
+"""The choices of an option, found in the source of functions without importing torch.
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
 `@control` in corrections.py. The name of the function is the value of the option. Its keyword-only
-parameters are names of options of the same section, and get their values. `add_choice` adds
+parameters are names of options of the same section, whose values they receive. `add_choice` adds
 functions of other files. Estimators of other distributions are called without options.
 """
 
@@ -36,7 +36,10 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
-    """Add a function of any file to `choices(module, decorator)`. Its decorator calls this."""
+    """Add a function of any file to `choices(module, decorator)`.
+
+    The function's decorator calls this.
+    """
     parameters = inspect.signature(function).parameters.values()
     options = frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
     choices(module, decorator)[function.__name__] = options

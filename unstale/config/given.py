@@ -1,4 +1,4 @@
-"""Python objects given as options in place of names: functions, task sets and rows."""
+"""Python objects passed as options in place of names: functions, task sets and rows."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -13,11 +13,11 @@ OR_SINK = (
     ", or a function of the run that returns an unstale.Sink, an object with its methods write(), "
     "text() and close(), or a list of these (docs/trackers.md)"
 )
-"""What the option `trackers` accepts in a program."""
+"""The end of an error message: what the option `trackers` accepts in a Python program."""
 
 
 class Given(str):
-    """The name of a Python object that was given as an option, with the object as `value`.
+    """The name of a Python object that was passed as an option. `value` is the object.
 
     A copy that is sent to another process is a plain `str` without the object.
     """
@@ -38,7 +38,7 @@ class Given(str):
 
 @dataclass(frozen=True, slots=True)
 class NameObject:
-    """A rule in an option's type: a Python program may give an object in place of a name."""
+    """A rule in an option's type: a Python program may pass an object in place of a name."""
 
     name: Callable[[Any], Any]
     """A function that returns the name of an accepted object, and any other value unchanged."""
@@ -49,7 +49,7 @@ class NameObject:
         return value if isinstance(value, str) else self.name(value)
 
     def check(self, name: str, value: str) -> None:
-        """Do nothing, because every text is allowed as a name."""
+        """Do nothing: every text is allowed as a name."""
 
 
 def name_function(value: Any) -> Any:
@@ -120,9 +120,9 @@ def name_trackers(value: Any) -> Any:
 
 
 def name_rows(value: Any, name: str) -> Any:
-    """Return a `Given` with this name if `value` holds rows, otherwise `value` itself.
+    """Return a `Given` with this name if `value` consists of rows. Otherwise return `value` itself.
 
-    Rows are any iterable but `bytes`, such as a list or a `datasets.Dataset`.
+    Rows are any iterable except `bytes`, such as a list or a `datasets.Dataset`.
     """
     is_rows = isinstance(value, Iterable) and not isinstance(value, bytes)
     return Given(name, value) if is_rows else value

@@ -1,4 +1,4 @@
-"""Find a model's folder: a local folder, a converted GGUF file, or a folder in the hub's cache."""
+"""The search for a model's folder: a local folder, a converted GGUF file, or the hub's cache."""
 
 import math
 import re
@@ -25,7 +25,7 @@ _IGNORED = ["*/*", "consolidated*"]
 _TOKENIZER = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 """Patterns of vocabulary files. A tokenizer has at least one such file."""
 _TOKENIZER_FILES = " ".join(f"--include '*.{kind}'" for kind in ("json", "jinja", "txt", "model"))
-"""Options of `hf download` for all files but the weights."""
+"""Options of `hf download` that select all files but the weights."""
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -55,11 +55,11 @@ def is_hub_name(model: str) -> bool:
 
 
 def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
-    """Return the local folder of a model of which only a part is read. Nothing is downloaded.
+    """Return the local folder of a model, if only its tokenizer or config is read.
 
-    `model` is as in `model_folder`. `part` is the tokenizer with its chat template, or
-    `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache lacks this
-    part.
+    Nothing is downloaded. `model` is as in `model_folder`. `part` is the tokenizer with its chat
+    template, or `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache
+    lacks this part.
     """
     if file := gguf_file(model):
         return converted_folder(file)
@@ -88,7 +88,10 @@ def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
 
 @contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """Turn an error of the hub or the network into a `ConfigError` that begins with `what`."""
+    """Return a context that turns an error of the hub or the network into a `ConfigError`.
+
+    Its message begins with `what`.
+    """
     # HTTPError is the base class of its client's errors: httpx or httpx2, by its version
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -168,9 +171,10 @@ def _listed(repository: str, revision: str | None) -> list[str]:
 
 
 def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
-    """Return the missing files of a model folder: those in `listed`, and those every model needs.
+    """Return a model folder's missing files: of those listed, and those every model needs.
 
-    A file counts as missing if it is a link to nothing, as after an interrupted download.
+    `listed` has the names of the model's files on the hub. A file counts as missing if it is a link
+    to nothing, as after an interrupted download.
     """
     needed = {*(listed or []), "config.json"}
     for index in folder.glob("*.safetensors.index.json"):
@@ -190,12 +194,12 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
 
 
 def _words(names: list[str]) -> str:
-    """Return the first four names as a text, with the number of the others."""
+    """Return a text with the first four names, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
 
 
 def count_weights(folder: Path) -> Counter[str]:
-    """Return the number of weights of each dtype, such as F32, from the headers of a model's files.
+    """Return the number of weights of each dtype, such as F32, from a model's file headers.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -212,7 +216,7 @@ def count_weights(folder: Path) -> Counter[str]:
 
 
 def damaged_weights(path: Path, reason: Exception) -> ConfigError:
-    """Return the error for a file of weights that cannot be read. It names the remedy."""
+    """Return the error for a weight file that cannot be read. It tells the user what to do."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return ConfigError(
@@ -226,7 +230,7 @@ def damaged_weights(path: Path, reason: Exception) -> ConfigError:
 
 @contextmanager
 def reading(folder: Path, part: str) -> Iterator[None]:
-    """Turn any error of a library that reads or uses a model folder into `ConfigError`.
+    """Return a context that turns a library's errors about a model folder into `ConfigError`.
 
     The message names `part`, such as "tokenizer". A folder from elsewhere can cause any error, and
     libraries in Rust raise some that are no `Exception`. Errors of this package's own code, and of
@@ -249,7 +253,7 @@ def reading(folder: Path, part: str) -> Iterator[None]:
 
 
 def _is_own_mistake(error: BaseException) -> bool:
-    """Return True for an error of Python, such as a KeyError, in a line of this package."""
+    """Return True for an ordinary Python error, such as a KeyError, from this package's code."""
     expected = isinstance(error, OSError | ValueError | RuntimeError)
     if expected or type(error).__module__ != "builtins":
         return False
@@ -275,7 +279,7 @@ def require_safe_weights(folder: Path) -> None:
 
 
 def _require_shards(path: Path, key: str) -> None:
-    """Raise `ConfigError` unless a JSON file names, in `key`, only safetensors files beside it."""
+    """Raise `ConfigError` unless `key` of a JSON file names only safetensors files next to it."""
     try:
         content = read_mapping(path)
         named = content.get(key)

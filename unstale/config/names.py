@@ -21,7 +21,9 @@ RENAMED_TECHNIQUES = {
     "pick": "episode_filter",
     "stages": "hard_task_stages",
 }
-"""The former name of each renamed technique -> its present name. Its section is renamed alike."""
+"""The former name of each renamed technique, with its present name. The technique's section has the
+same name.
+"""
 RENAMED = {
     **RENAMED_TECHNIQUES,
     "checkpoint.every": "checkpoint.interval",
@@ -46,7 +48,7 @@ RENAMED = {
     "trainer.recompute": "trainer.gradient_checkpointing",
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
-"""The former name of each renamed option or section -> its present name."""
+"""The former name of each renamed option or section, with its present name."""
 
 
 def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,9 +157,9 @@ SYNONYMS = {
     "gamma": "advantage.discount",
     "algorithm.lam": "advantage.lam",
     "cliprange_value": "critic.clip",
-    "critic.optim.lr": "critic.lr, critic.own_lr; the second is of layers of its own",
+    "critic.optim.lr": "critic.own_lr, of layers of its own; the head needs no learning rate",
     "critic_warmup": "critic.warmup_steps",
-    "value_lr": "critic.lr",
+    "value_lr": "critic.own_lr",
     "vf_coef": "critic.coef",
     "scale_rewards": "advantage.estimator; grpo divides by the deviation, grpo_no_std does not",
     "norm_adv_by_std_in_grpo": "advantage.estimator; grpo_no_std does not divide",
@@ -221,7 +223,7 @@ SYNONYMS = {
     "torch_compile": "trainer.compile",
     "n_gpus_per_node": "cluster.trainers",
 }
-"""Option names of TRL, verl and prime-rl -> options of this package that do the same.
+"""Option names of TRL, verl and prime-rl, each with the option of this package that does the same.
 
 After a semicolon, a value says how the two differ. A name is found with any prefix, such as
 `actor_rollout_ref.actor.`. docs/other-trainers.md has more about most of these names.
@@ -264,7 +266,8 @@ VALUES = {
         "seq_mean_k1": "mask; with correction.unit = sequence",
     },
 }
-"""Values that TRL, verl and prime-rl have for an option -> the value here.
+"""For each option of this package, values that TRL, verl and prime-rl have, each with the value
+here.
 
 After a semicolon, the value here is followed by how the two differ.
 """
@@ -273,7 +276,7 @@ After a semicolon, the value here is followed by how the two differ.
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the (name, value) pairs of a JSON object as a dict.
 
-    Raises `ValueError` for a repeated name.
+    Raises `ValueError` if a name occurs twice.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -286,8 +289,8 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def value_hint(option: str, value: str, known: Sequence[str]) -> str:
     """Return the end of an error message about an unknown value of an option.
 
-    If another trainer has `value`, the text gives the value here that does the same. Otherwise it
-    gives the known values of similar spelling, or all known values.
+    If another trainer has `value`, the text gives the value of this package that does the same.
+    Otherwise it gives the known values of similar spelling, or all known values.
 
     >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
     '; it is action_tokens here'
@@ -302,9 +305,10 @@ def value_hint(option: str, value: str, known: Sequence[str]) -> str:
 
 
 def synonyms(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the option here for what another trainer calls `name`.
+    """Return the end of an error message about an unknown option that other trainers have.
 
-    Empty if no option in `known` is like this. The names in `known` may begin with `--`.
+    It names the option of this package for what another trainer calls `name`. Empty if no option in
+    `known` is like this. The names in `known` may begin with `--`.
 
     >>> synonyms("actor_rollout_ref.rollout.n", ["schedule.group_size"])
     '; did you mean schedule.group_size?'
@@ -326,11 +330,10 @@ def synonyms(name: str, known: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the known words most similar to `word`, or all known
-    words.
+    """Return the end of an error message: the words in `known` that are most similar to `word`.
 
-    Options whose name without the section is `word` come first, then words that begin with `word`,
-    then words of similar spelling.
+    If none is similar, all of them are listed. Options whose name without the section is `word`
+    come first, then words that begin with `word`, then words of similar spelling.
 
     >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
     '; did you mean snapshot_old?'

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from unstale.config.algorithm import Aggregate, LossAggregation, Unit
+from unstale.config.algorithm import Aggregate, LossAggregation, PlacedMode, Unit
 from unstale.config.checks import NonNegative, OneOf, Range, base_of, option_types
 from unstale.config.variants import VariantSection
 
@@ -27,12 +27,15 @@ MAX_EXPONENT = 700.0
 
 
 def exp(value: float) -> float:
-    """Return a ratio from its logarithm in nats. Infinity if the ratio is too large for a float."""
+    """Return the ratio with the given logarithm in nats.
+
+    Infinity if it is too large for a float.
+    """
     return math.exp(value) if value < MAX_EXPONENT else math.inf
 
 
 def over(unit: Unit, aggregate: str) -> str:
-    """Return in words over which tokens a ratio is aggregated, and by which aggregate.
+    """Return a text on how a ratio is aggregated: the aggregate, and the unit of tokens.
 
     >>> over("turn", "sum")
     'product over a turn'
@@ -45,7 +48,7 @@ def over(unit: Unit, aggregate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """A range of a ratio, outside of which a rule of the trainer acts on a token.
+    """A range of a ratio of probabilities, outside of which a rule of the trainer acts on a token.
 
     The ratio is D = pi_old / mu, S = pi / pi_old, or their product D S = pi / mu.
     """
@@ -66,11 +69,13 @@ class Bounds:
     above: str = ""
     name: str
     about: str
-    """The options that set the bounds."""
+    """The names of the options that set the bounds."""
     unit: str = "token"
 
     def ends(self) -> Iterator[tuple[float, str]]:
-        """Yield each bound that is finite and above 0, with a sentence on the tokens beyond it."""
+        """Yield each bound that is finite and above 0, with a sentence about the tokens beyond
+        it.
+        """
         for limit, side, sign in (
             (self.low, "below", self.below),
             (self.high, "above", self.above),
@@ -81,10 +86,10 @@ class Bounds:
                 yield limit, f"A token with {ratio} {side} {limit:g}{condition} {self.effect}."
 
     def excludes(self, log_d: float | None, log_s: float | None) -> bool | None:
-        """Return True if a token lies outside the bounds.
+        """Return True if a token's ratio lies outside the bounds.
 
-        `log_d` and `log_s` are in nats. None is returned if a needed one is None, or if the bounds
-        are on an aggregate of several tokens.
+        `log_d` and `log_s` are the token's log-ratios in nats. Return None if a needed one is None,
+        or if the bounds apply to an aggregate of several tokens.
         """
         values = [each for name, each in (("d", log_d), ("s", log_s)) if name in self.on]
         known = [each for each in values if each is not None]
@@ -93,7 +98,7 @@ class Bounds:
         return not self.low <= exp(sum(known)) <= self.high
 
     def row(self) -> dict[str, Any]:
-        """Return the bounds as a JSON object for the dashboard. A side without a bound is None."""
+        """Return the bounds as a JSON object for the dashboard. A missing bound is None."""
         return {
             "name": self.name,
             "low": self.low if self.low > 0 else None,
@@ -108,7 +113,7 @@ class ObjectiveDocs:
     """The texts of one objective in the table of objectives in docs/options.md."""
 
     loss: str
-    """The loss of a token with advantage A."""
+    """The formula of the loss of a token with advantage A."""
     source: str
     choose: str
     """The situation in which a user should choose the objective."""
@@ -122,8 +127,11 @@ class ObjectiveConfig(VariantSection):
     """
 
     selector: ClassVar[str] = "loss_type"
-    refused_unread: ClassVar = ("constant",)
-    read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
+    refused_unread: ClassVar = ("constant", "placed_cap")
+    read_with: ClassVar = {
+        "constant": ("loss_aggregation", "= constant"),
+        "placed_cap": ("placed", "= guided"),
+    }
     package: ClassVar[str] = "unstale.objectives"
     registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
     group: ClassVar[str] = "unstale.objectives"
@@ -159,20 +167,29 @@ class ObjectiveConfig(VariantSection):
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus in the loss; 0 computes none."""
 
+    placed: PlacedMode = "mask"
+    """Use of text in a reply that the policy did not sample there, such as a hint: `mask` gives it
+    no loss, `guided` weights it by its importance ratio, `anchor` imitates it (docs/placed.md).
+    """
+    placed_cap: NonNegative = 2.0
+    """Only for `placed = guided`: upper limit of Gamma, the ratio of the text's probabilities in
+    the recorded context and in the one in which it was sampled; 0 sets no limit.
+    """
+
     docs: ClassVar[ObjectiveDocs]
     ratio: ClassVar[tuple[Unit, Aggregate] | None] = None
-    """The unit and the aggregate of S that the objective always has, whatever `unit` and
-    `aggregate`. None if these options set them.
+    """The unit and the aggregate of S that the objective always uses. None if the options `unit`
+    and `aggregate` decide.
     """
     inputs: ClassVar[tuple[str, ...]] = ()
-    """Further tensors of the tokens that `surrogate` gets by name: `old_logp`, `sequence` or
+    """Further tensors over the tokens that `surrogate` receives by name: `old_logp`, `sequence` or
     `sampled`.
     """
     stops: ClassVar[bool] = True
     """True if a token outside of the bounds has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """Options of this objective -> limits beyond numerical noise, which the linter suggests where a
-    run's limits are narrower.
+    """Limits that exceed numerical noise, by option of this objective. The linter suggests them if
+    a run's limits are narrower.
     """
 
     no_limit: ClassVar[tuple[str, ...]] = ()
@@ -204,15 +221,20 @@ class ObjectiveConfig(VariantSection):
         return surrogate
 
     def limit(self) -> str:
-        """Return in words how the loss limits S, such as "a weight held within [0.8, 1.28]"."""
+        """Return a text on how the loss limits S, such as "a weight held within [0.8, 1.28]"."""
         raise NotImplementedError
 
     def bounds(self) -> Sequence[Bounds]:
-        """Return the ranges of S outside of which tokens are limited, the main one first."""
+        """Return the ranges of S outside of which the objective limits a token.
+
+        The main range comes first.
+        """
         return ()
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the sizes of log S, in nats, beyond which the objective limits a token."""
+        """Yield the absolute values of log S, in nats, beyond which the objective limits a
+        token.
+        """
         for each in self.bounds():
             if each.high < math.inf:
                 yield math.log(each.high)
@@ -220,15 +242,15 @@ class ObjectiveConfig(VariantSection):
                 yield -math.log(each.low)
 
     def weight(self, ratio: float) -> tuple[float, str] | None:
-        """Return the factor w of a loss whose gradient is -w * advantage * grad logp, and its name.
+        """Return w and its name, if the loss's gradient is -w * advantage * grad logp.
 
         `ratio` is the token's S. If the objective `stops` tokens, it must be within the bounds.
-        None if the gradient is not of this form.
+        None if the gradient does not have this form.
         """
         return None
 
     def unlimited(self, *, capped: bool) -> str:
-        """Return in words what the objective does not limit. Empty if the objective limits S.
+        """Return a text on what the objective does not limit. Empty if the objective limits S.
 
         `capped` is True if `ratio_cap` limits the weight of a token.
         """
@@ -236,7 +258,7 @@ class ObjectiveConfig(VariantSection):
 
     @property
     def bounds_s(self) -> bool:
-        """True if the objective limits S."""
+        """True if the objective limits the staleness ratio S."""
         return True
 
     @property
@@ -246,7 +268,7 @@ class ObjectiveConfig(VariantSection):
 
     @property
     def ratio_unit(self) -> Unit:
-        """The unit over which S is aggregated."""
+        """The unit of tokens over which the staleness ratio S is aggregated."""
         return self.ratio[0] if self.ratio else self.unit
 
     @property
@@ -255,29 +277,34 @@ class ObjectiveConfig(VariantSection):
 
     @property
     def is_token_weight(self) -> bool:
-        """True if the ratio of each token is a weight of its gradient, with or without a clip."""
+        """True if each token's own ratio is a factor of its gradient, with or without a clip."""
         return self.weight(1.0) is not None and self.ratio is None
 
     @property
     def clips_tokens(self) -> bool:
-        """True if `is_token_weight`, and tokens outside of the bounds have no gradient."""
+        """True if each token's own ratio weights its gradient, and clipped tokens have none."""
         return self.is_token_weight and self.stops and bool(self.bounds())
 
     @property
     def meaning(self) -> str:
-        """A clause on how the loss limits S, with the name of the objective and the unit of S."""
+        """A clause on how the loss limits S.
+
+        It names the objective and the unit over which S is aggregated.
+        """
         return f"{self.loss_type}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
 
     def applies(self, option: str) -> bool:
         if option == "constant":
             return self.loss_aggregation == "constant"
+        if option == "placed_cap":
+            return self.placed == "guided"
         return super().applies(option)
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Return the options in `values` that are refused unless they have their defaults.
+        """Return the options in `values` that the objective does not use, so must not be changed.
 
-        Options that belong to objectives other than `values["loss_type"]` are among them.
+        Options of other objectives than `values["loss_type"]` are among them.
         """
         base = ObjectiveConfig
         known = cls.variants_by_name().get(values.get("loss_type", base.loss_type), base)

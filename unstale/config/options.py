@@ -1,4 +1,4 @@
-"""Find options by their full names, such as `trainer.lr`. Parse, read and change their values."""
+"""Options by their full names, such as `trainer.lr`: parse, read and change their values."""
 
 import ast
 import inspect
@@ -34,7 +34,7 @@ class Option:
     field: str
     kind: Any
     owner: type
-    """The class that declares the option as a field. Its source has the help text."""
+    """The class that declares the option as a field. The help text is in the class's source."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Option:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The Python types that the option's value may have."""
+        """The Python types that a value of the option may have."""
         return kinds_of(self.kind)
 
     @property
@@ -55,7 +55,7 @@ class Option:
 
     @property
     def values(self) -> str:
-        """The allowed values as the help shows them: words or names of types, separated by `|`."""
+        """The allowed values in the form of the help: words or names of types, separated by `|`."""
         if self.choices:
             return "|".join(self.choices)
         names = ("none" if kind is type(None) else kind.__name__.upper() for kind in self.kinds)
@@ -68,7 +68,7 @@ class Option:
     def is_in(self, config: RunConfig) -> bool:
         """Return True if the configuration has the option.
 
-        The chosen route, objective, task and techniques decide which options it has.
+        This depends on the chosen route, objective, task and techniques.
         """
         return hasattr(section_of(config, self.section), self.field)
 
@@ -138,7 +138,10 @@ def options() -> dict[str, Option]:
 
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
-    """Return all options by full name. `registered`, the classes known now, is the cache's key."""
+    """Return all options by full name.
+
+    `registered`, the classes known at present, is the key of the cache.
+    """
     options: dict[str, Option] = {}
     for section, cls in sections().items():
         for each in cls.classes():
@@ -162,7 +165,7 @@ def _own_first(section: Any) -> list[tuple[str, Any]]:
 
 
 def _owner(section: type, field: str) -> type:
-    """Return the class that declares a field: the class of the section or one of its bases."""
+    """Return the class that declares a field: the section's own class or one of its bases."""
     return next(base for base in section.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
@@ -193,7 +196,7 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def _technique_options(
     config: RunConfig, names: str, changes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the options of the techniques `names` by technique, with new values for some.
+    """Return the options of the techniques `names`, by technique, with new values for some.
 
     `changes` may have options of techniques that are not in `names`. These are returned, too, and
     `RunConfig` refuses them.
@@ -222,7 +225,10 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
 
 
 def _innermost(name: str, value: Any) -> list[str]:
-    """Return the full names of unknown options. Options of other trainers may be nested tables."""
+    """Return the full names of unknown options in a table.
+
+    Options of other trainers may be nested.
+    """
     if name in RENAMED or not isinstance(value, dict) or not value:
         return [name]
     return [each for key, inner in value.items() for each in _innermost(f"{name}.{key}", inner)]
@@ -244,7 +250,10 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def former_name(name: str) -> str:
-    """Return `name` if this option was renamed, or its section if that was. Otherwise return ""."""
+    """Return `name` if this option was renamed, or its section's name if the section was.
+
+    Otherwise "".
+    """
     section = name.partition(".")[0]
     if name not in RENAMED and RENAMED.get(section) in sections():
         return section
@@ -283,7 +292,7 @@ def option_hint(name: str, known: Sequence[str]) -> str:
 
 
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Return a recipe's configuration with changes.
+    """Return a configuration with changes of its options.
 
     `changes` maps options of the run itself to values, and a section's name to a section object or
     to a table of some of its options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
@@ -322,8 +331,8 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a run's `config.json`, with the values of unused options reset.
 
-    Both are full name -> value. An unused option gets its default. It is removed if its section
-    lacks it, such as options of objectives that are not chosen.
+    `values` and the result map full names to values. An unused option gets its default. It is
+    removed if its section lacks it, such as options of objectives that are not chosen.
     """
     changed = dict(values)
     for name in _unread(values):
@@ -352,10 +361,10 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _unread(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options in `values` that are refused unless they have their defaults.
+    """Return the options in `values` that must keep their defaults because they are not used.
 
-    The result maps each to the option that decides whether it is used. Names are full names, and
-    options that are not in `values` have their defaults.
+    Each is mapped to the option that decides whether it is used. Names are full names, and options
+    that are not in `values` have their defaults.
     """
     found = {}
     for section, cls in sections().items():

@@ -1,4 +1,4 @@
-"""Find the plugins of a run: modules of this package and entry points of other distributions.
+"""Plugins of a run: modules of this package and entry points of other distributions.
 
 Each kind of plugin, such as routes, has a group of entry points. The name of an entry point is the
 name of the plugin, so names are known before anything is imported.
@@ -28,7 +28,8 @@ ANNEXES: Mapping[str, Sequence[str]] = {
     "unstale.techniques": ("unstale.research.techniques",),
     "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
-"""A package of `unstale` -> packages of the optional annexes whose modules count as part of it.
+"""For each package of `unstale`, the packages in the optional annexes (analysis, research) whose
+modules count as part of it.
 
 Adapters of libraries, listeners to the end of a run, and commands are only in annexes.
 """
@@ -42,8 +43,8 @@ class Plugins:
     group: str
     """The group of entry points, such as `unstale.routes`."""
     kind: Any
-    """The class of the plugins, or `Callable`. If it is a section of the configuration, plugins are
-    subclasses of it. A plugin with an attribute `name` must have the name of its entry point.
+    """The class of the plugins, or `Callable`. If it is a section of the configuration, each plugin
+    is a subclass of it. A plugin with an attribute `name` must have the name of its entry point.
     """
 
     def load(self, name: str) -> Any:
@@ -74,9 +75,9 @@ class Plugins:
         return isinstance(thing, self.kind) and getattr(thing, "name", name) == name
 
     def load_all(self, own: Collection[str] = ()) -> dict[str, Any]:
-        """Return the usable plugins by name. Print a warning, once, about each unusable plugin.
+        """Return the usable plugins by name. Warn, once, about each plugin that cannot be used.
 
-        `own` has the names of this package's own things, which no plugin can replace.
+        `own` has the names that this package itself uses, which no plugin can replace.
         """
         things = {}
         for name in added_names(self.group, own):
@@ -90,7 +91,7 @@ class Plugins:
 def added_names(group: str, own: Collection[str] = ()) -> list[str]:
     """Return the names in a group of entry points, without those in `own`.
 
-    Nothing is imported, so some may be broken. `own` has the names of this package's own things. A
+    Nothing is imported, so some may be broken. `own` has the names that this package itself uses. A
     warning is printed, once, about each plugin with such a name.
     """
     names = sorted(read_entry_points()[group])
@@ -101,7 +102,10 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 
 def owner(group: str, name: str) -> str:
-    """Return name and version of the distribution with an entry point, or of all that have it."""
+    """Return name and version of the distribution with an entry point.
+
+    If several have it, return all.
+    """
     found = [point.dist for point in read_entry_points()[group][name] if point.dist]
     return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
@@ -113,7 +117,7 @@ def problem(group: str, name: str, cause: str) -> ConfigError:
 
 
 def modules(package: str) -> dict[str, str]:
-    """Return the modules of a package of `unstale`, and those that optional packages add to it.
+    """Return the modules of a package of `unstale`, and those that the annexes add to it.
 
     The result maps the short name of a module to its full name. Nothing is imported. Subpackages
     and modules whose name begins with an underscore are left out.
@@ -132,7 +136,7 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    These are `unstale.analysis` and `unstale.research`. Empty if both are installed.
+    The annexes are `unstale.analysis` and `unstale.research`. Empty if both are installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())
@@ -144,7 +148,10 @@ def _folder(package: str) -> Path:
 
 
 def declared(package: str, attribute: str) -> Iterator[Any]:
-    """Import the modules of `modules(package)`. Yield `attribute` of each module that has it."""
+    """Import the modules of `modules(package)`.
+
+    Yield the value of `attribute` in each module that has it.
+    """
     for name in modules(package).values():
         module = import_module(name)
         if hasattr(module, attribute):

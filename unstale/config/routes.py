@@ -26,7 +26,7 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a route (a method to get `old_logp`) needs from the training loop, and its costs."""
+    """What a route (a method to compute `old_logp`) needs from the training loop, and its costs."""
 
     now: bool = False
     """True if the route's method `logps` uses its argument `now`, the log-probabilities under the
@@ -42,14 +42,17 @@ class Needs:
     if that version sampled none of its tokens.
     """
     resident_models: int = 0
-    """Number of additional models that the route (method to get `old_logp`) holds in memory."""
+    """Number of additional models in memory that the route needs."""
     trained_weights: bool = False
-    """True if the route puts past versions into the trained model for a moment to score with them.
+    """True if the route loads past versions into the trained model for a short time, to compute
+    log-probabilities with them.
     """
     averages: int = 0
-    """Number of moving averages of the weights that the method holds, each a float32 copy."""
+    """Number of moving averages of the weights that the route keeps, each a float32 copy."""
     whole_versions: bool = False
-    """True if these copies are whole versions, of which each publication replaces one."""
+    """True if the copies in `averages` are whole versions of the weights instead. Each publication
+    replaces one.
+    """
     closing: bool = False
     """True if, before an optimizer step changes the weights, generation must be paused and the
     route's method `before_update` called.
@@ -70,13 +73,13 @@ class Needs:
 
     @property
     def scores_before_update(self) -> bool:
-        """True if `before_update` must be called, because the weights are not kept."""
+        """True if `before_update` must be called, because the route does not keep past weights."""
         return self.closing or (self.idle and not self.snapshots)
 
     def placed(self, placement: str) -> "Needs":
         """Return these needs for a value of the option `placement` of routes with a second model.
 
-        `twin` keeps the second model. With `own`, the trained model scores in its place.
+        With `twin` there is a second model. With `own`, the trained model computes in its place.
         """
         if placement == "twin":
             return self
@@ -85,7 +88,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Texts: the policy that a route uses as old policy pi_old, and what the two ratios contain.
+    """Texts on a route: which policy is its old policy pi_old, and what the two ratios contain.
 
     The discrepancy D is pi_old / mu, where mu is the engine's policy that sampled the token. The
     staleness ratio S is pi / pi_old, where pi is the current policy.
@@ -100,7 +103,7 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """A description of a route, a method to get `old_logp`, for docs/old-logps.md and reports."""
+    """The description of a route (`old_logp` method), for docs/old-logps.md and reports."""
 
     policy: str
     """The policy, or the weights, under which the route computes `old_logp`."""
@@ -108,7 +111,7 @@ class RouteDocs:
     holds: str
     costs: str
     choose: str
-    """The situation in which a user should choose this method to get `old_logp`."""
+    """The situation in which a user should choose this route."""
     report: str
 
 
@@ -138,17 +141,17 @@ class OldLogpsConfig(VariantSection):
     """
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
-    """Options by full name, with the values that a run must have to use this route."""
+    """Options by full name, each with the value that a run must have to use this route."""
     recipe: ClassVar[Mapping[str, Any]] = {}
     """Options of this route that differ from their defaults in its recipe."""
     fixed: ClassVar[Mapping[str, str]] = {}
-    """Options of this route that must not change when a run is resumed: name -> reason."""
+    """Options of this route that must not change when a run is resumed, each with the reason."""
     to_free_s: ClassVar[Mapping[str, Any]] = {}
     """Options by full name, with values that let the staleness ratio S differ from 1. The linter
     suggests them where S would always be 1.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """The linter's answer to "is the route exact?", for settings with which it is not."""
+    """The linter's answer to "is the route exact?", if its options make it inexact."""
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
         return object.__new__(cls.chosen_class(route, options))
@@ -168,7 +171,7 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def partly_exact(self) -> bool:
-        """True if some or all tokens get exact values, under the weights that sampled them."""
+        """True if at least some tokens get exact values, under the weights that sampled them."""
         return self.exact
 
     @property
@@ -181,7 +184,9 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def resets(self) -> bool:
-        """True if the moving average of the weights restarts when correction drops many tokens."""
+        """True if the moving average of the weights restarts when the correction drops many
+        tokens.
+        """
         return False
 
     @property
@@ -191,14 +196,15 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def shares_deltas(self) -> bool:
-        """True if the route keeps differences between versions of the weights, which engines could
-        load, too.
+        """True if the route keeps differences between weight versions.
+
+        Engines could load them, too.
         """
         return False
 
     @property
     def scoring_ranks(self) -> int:
-        """The number of ranks that only compute old log-probabilities, besides trainer ranks."""
+        """The number of additional ranks that only compute old log-probabilities."""
         return 0
 
     def updates_per_version(self, run: "RunConfig") -> int:
@@ -206,7 +212,7 @@ class OldLogpsConfig(VariantSection):
         return 1
 
     def weight_of_now(self, run: "RunConfig") -> float | None:
-        """Return the weight of the current policy pi in a route that mixes pi and mu.
+        """Return the weight of the current policy pi in a route whose old policy mixes pi and mu.
 
         mu is the engine's policy that sampled the token. None if the route does not mix them, or if
         the weight differs between tokens.
@@ -214,7 +220,7 @@ class OldLogpsConfig(VariantSection):
         return None
 
     def s_of(self, ratio: float, run: "RunConfig") -> float:
-        """Return the staleness ratio S of a token with the largest possible lag in this run.
+        """Return the staleness ratio S of a token with the largest lag that this run allows.
 
         `ratio` is the token's whole ratio pi / mu = D S. The default is `ratio` itself, because all
         staleness is in S. An approximate route may leave a part of the staleness in D.
@@ -246,14 +252,15 @@ class OldLogpsConfig(VariantSection):
         return self.makes(scorer)
 
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Create the part of the route on each trainer rank. It is the whole route unless the route
-        has `scoring_ranks`.
+        """Create the part of the route that runs on each trainer rank.
+
+        It is the whole route, unless the route has `scoring_ranks`.
         """
         return self.make(scorer, lockstep=lockstep)
 
 
 class ExactSpec(OldLogpsConfig):
-    """Options of an exact route. Its `old_logp` of a token is under the weights that sampled it."""
+    """Options of an exact route: `old_logp` is under the weights that sampled the token."""
 
     @property
     def exact(self) -> bool:
@@ -281,8 +288,8 @@ def meaning_of_average(
 ) -> Meaning:
     """Return the `Meaning` of a route whose old policy is a moving average of the weights.
 
-    `age` continues "whose age in versions ...". `averages` is the number of averages. `placement`
-    is the route's option.
+    `age` completes the text "whose age in versions ...". `averages` is the number of averages.
+    `placement` is the route's option of this name.
     """
     copies = f"{averages} averaged and one movable copy of the weights"
     if placement == "own":
@@ -307,23 +314,25 @@ def age_of_average(spec: OldLogpsConfig, run: "RunConfig") -> float:
 
 
 def live_versions(run: "RunConfig") -> int:
-    """Return the largest number of versions whose tokens can wait for training at once."""
+    """Return the largest number of weight versions whose tokens can wait for training at once."""
     return run.schedule.staleness_bound + 1
 
 
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
-    """Return the options class of each route (way to get `old_logp`) by name, exact ones first."""
+    """Return the options class of each route (`old_logp` method) by name, exact ones first."""
     return OldLogpsConfig.variants_by_name()
 
 
 def route_names() -> list[str]:
-    """Return the names of all routes (methods to get `old_logp`), without importing plugins."""
+    """Return the names of all routes (methods to compute `old_logp`), without importing plugins."""
     known = OldLogpsConfig.variants_by_name(added=False)
     return list(dict.fromkeys([*known, *added_names(OldLogpsConfig.group)]))
 
 
 def exact_routes() -> list[str]:
-    """Return the names of the methods whose `old_logp` is exact with any settings of options."""
+    """Return the names of the routes whose `old_logp` is exact with every setting of their
+    options.
+    """
     return [name for name, spec in routes().items() if _is_exact(spec)]
 
 

@@ -21,6 +21,7 @@ from unstale.config.cluster import ClusterConfig
 from unstale.config.given import OR_SINK, NameObject, name_trackers
 from unstale.config.hub import model_folder
 from unstale.config.objectives import ObjectiveConfig
+from unstale.config.placed import check_placed
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EndpointConfig,
@@ -41,7 +42,7 @@ from unstale.config.training import (
 )
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
-"""The folder of the small model for the environment `retail`, which the package contains."""
+"""The folder of the small model that this package contains for the environment `retail`."""
 SHIPPED_POLICIES = {
     "base": SHIPPED_POLICY,
     "base-desks": SHIPPED_POLICY.with_name("base_desks"),
@@ -49,7 +50,7 @@ SHIPPED_POLICIES = {
 """The folders of the small models that come with the package, by the value of `model`."""
 
 MAX_SEED = 9e9
-"""Largest seed. Each seed has 10^9 task numbers of its own, and a task number has 63 bits."""
+"""Largest seed. Each seed reserves 10^9 task numbers, and a task number has 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +134,10 @@ class RunConfig(Section):
 
     @property
     def policy_folder(self) -> Path:
-        """The folder of the model from which the run starts: with `sft.steps`, the fine-tuned one.
+        """The folder of the model from which the run starts.
 
-        Raises `ConfigError` if the supervised start has not been made.
+        With `sft.steps`, it is the fine-tuned model. Raises `ConfigError` if the supervised start
+        has not been made.
         """
         if not self.sft.steps:
             return self.pretrained_folder
@@ -149,7 +151,10 @@ class RunConfig(Section):
 
     @property
     def pretrained_folder(self) -> Path:
-        """The folder of the model that `model` names. It is downloaded or converted if needed."""
+        """The folder of the model that the option `model` names.
+
+        The model is downloaded or converted if needed.
+        """
         return self.find_policy(fetch=True)
 
     def find_policy(self, *, fetch: bool) -> Path:
@@ -222,6 +227,8 @@ class RunConfig(Section):
         self._check_pinned()
         self._check_cluster()
         self._check_groups()
+        self._check_test_time()
+        check_placed(self)
         self._check_processes()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)
@@ -272,7 +279,7 @@ class RunConfig(Section):
             )
 
     def _check_adapters(self) -> None:
-        """Raise `ConfigError` for options with which adapters cannot be unmerged."""
+        """Raise `ConfigError` for options that do not allow unmerged adapters."""
         engine = self.engine
         if engine.adapters == "merged":
             return
@@ -296,7 +303,7 @@ class RunConfig(Section):
         _require("engine.adapters = unmerged", needed)
 
     def _check_pinned(self) -> None:
-        """Raise `ConfigError` for options with which an episode cannot keep its version."""
+        """Raise `ConfigError` for options that do not allow an episode to keep its version."""
         if not self.schedule.pin_versions:
             return
         needs, route = self.old_logps.needs, self.old_logps.route
@@ -346,8 +353,23 @@ class RunConfig(Section):
                 f"at least one must decode; got {self.engine.prefill_engines}"
             )
 
+    def _check_test_time(self) -> None:
+        """Raise `ConfigError` if labels of held-out tasks affect a run that trains on them."""
+        if not self.selection.test_time:
+            return
+        if not any(entry.without_labels for entry in chosen(self.techniques)):
+            raise ConfigError(
+                "selection.test_time must be false without the technique majority: a run that "
+                "trains on held-out tasks must not see their labels. Set --techniques majority"
+            )
+        if self.eval.keep_best != "none":
+            raise ConfigError(
+                f"eval.keep_best must be none with selection.test_time, got {self.eval.keep_best}: "
+                "the labels of the tasks that the run trains on would choose the policy"
+            )
+
     def _check_processes(self) -> None:
-        """Raise `ConfigError` for options that a rollout in several processes does not have."""
+        """Raise `ConfigError` for options that rollout in several processes does not support."""
         unreachable = "only the process of the run can call these engines"
         refused = {
             f"engine.backend = {self.engine.backend}": (
@@ -367,7 +389,7 @@ class RunConfig(Section):
                 "segments" in self.techniques.split(),
                 "its slots are shared by all episodes of the run",
             ),
-            "the technique tree": (
+            "a technique that forks episodes": (
                 any(each.slot == "strategy" for each in chosen(self.techniques)),
                 "a fork needs the finished episode, which is in the run's process",
             ),
@@ -388,7 +410,7 @@ class RunConfig(Section):
                 )
 
     def _check_trainers(self) -> None:
-        """Raise `ConfigError` for options that trainer ranks do not have."""
+        """Raise `ConfigError` for options that trainer ranks do not support."""
         lacks_ranks = self.old_logps.needs.own_process and not self.old_logps.scoring_ranks
         missing = "trainer ranks do not have it"
         untested = "torch.compile of a divided model was never tested on GPUs"
@@ -428,9 +450,9 @@ class RunConfig(Section):
 
 
 def _require(option: str, needed: Mapping[str, tuple[object, str]]) -> None:
-    """Raise `ConfigError` for the first need of an option that is not met.
+    """Raise `ConfigError` for the first requirement of an option that is not met.
 
-    `needed` has for each need whether it is met, and the reason for it.
+    `needed` has for each requirement a value that is true if it is met, and the reason for it.
     """
     for need, (is_met, reason) in needed.items():
         if not is_met:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -27,6 +28,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
 Adapters = Literal["merged", "unmerged"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
+LARGEST_BIAS = 100.0
+"""Largest number that `engine.logit_bias` adds to a logit, as in the API of OpenAI."""
+BANNED = -10_000.0
+"""The number that bans a token: exp of it is 0 in every precision, and its product with 0 is 0."""
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
     "vllm": ("fp8",),
@@ -40,7 +45,7 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
     """Return the largest staleness, in versions, that a token can have when its batch is formed.
 
     The staleness of a token is the number of versions published since it was sampled. One version
-    is published per batch. docs/staleness.md has the derivation.
+    is published for each batch. docs/staleness.md has the derivation.
 
     >>> staleness_bound(2, 16, lookahead_window=1)
     2
@@ -53,14 +58,17 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
 
 
 def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """Return bfloat16 on a GPU or a CPU with bfloat16 units, otherwise float32: the faster one."""
+    """Return the faster dtype: bfloat16 on a GPU or a CPU with bfloat16 units, else float32."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     has_products = "avx512_bf16" in flags or "amx_bf16" in flags
     return "bfloat16" if has_gpu() or has_products else "float32"
 
 
 def has_gpu() -> bool:
-    """Return True if there is an NVIDIA GPU and a torch that can use it. Nothing is imported."""
+    """Return True if there is an NVIDIA GPU and an installed torch that can use it.
+
+    Nothing is imported.
+    """
     has_driver = Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()  # Linux or WSL
     if not has_driver or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
@@ -158,6 +166,10 @@ class EngineConfig(Section):
     """Sample from tokens with at least this share of the highest probability. Sets are recorded as
     with `top_p`. Applies before the other two.
     """
+    logit_bias: str = ""
+    """Numbers that are added to the logits of tokens, as ID=NUMBER, separated by spaces. `-inf`
+    bans a token. See docs/kept-sets.md.
+    """
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
     keep_cache: bool = False
@@ -191,7 +203,10 @@ class EngineConfig(Section):
 
     @property
     def num_started(self) -> int:
-        """Number of engines that the run starts on one host, without those of `urls`."""
+        """Number of engines that the run itself starts on one host.
+
+        Servers in `urls` do not count.
+        """
         return self.processes * self.servers  # one of both is 1
 
     def applies(self, option: str) -> bool:
@@ -245,10 +260,43 @@ class EngineConfig(Section):
                 "eval.temperature = 0"
             )
         self._check_truncation()
+        if self.biases and (self.backend != "embedded" or self.bitwise):
+            other = "engine.bitwise" if self.bitwise else f"engine.backend = {self.backend}"
+            raise ConfigError(
+                f"engine.logit_bias cannot be used with {other}: only the embedded engine's own "
+                "sampling adds it to the logits as the trainer does"
+            )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The tokens of `logit_bias`, and the numbers that are added to their logits.
+
+        >>> EngineConfig(logit_bias="5=-inf 7=1.5").biases
+        ((5, -10000.0), (7, 1.5))
+        """
+        found: dict[int, float] = {}
+        for entry in self.logit_bias.split():
+            token, _, text = entry.partition("=")
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not token.isdecimal() or not (abs(value) <= LARGEST_BIAS or value == -math.inf):
+                raise ConfigError(
+                    f"engine.logit_bias has {entry!r}: write the id of a token, = and a number "
+                    f"from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or -inf for a banned token"
+                )
+            if int(token) in found:
+                raise ConfigError(f"engine.logit_bias names token {token} twice")
+            found[int(token)] = max(value, BANNED)
+        return tuple(sorted(found.items()))
 
     @property
     def truncated_by(self) -> str:
-        """The options that truncate the distribution, with their values. Empty if none does."""
+        """The sampling options that cut off a part of the distribution, with their values.
+
+        Empty if none does.
+        """
         limits = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
         return ", ".join(
             f"engine.{name} = {getattr(self, name):g}" for name, is_set in limits.items() if is_set
@@ -309,9 +357,28 @@ class RolloutConfig(Section):
 class EndpointConfig(Section):
     """The HTTP endpoint that external agents call. Other agents do not use these options."""
 
-    refused_unread: ClassVar = ("format_retries",)
-    read_with: ClassVar = {"format_retries": ("lenient", "= true")}
+    refused_unread: ClassVar = ("format_retries", "certificate_key")
+    read_with: ClassVar = {
+        "format_retries": ("lenient", "= true"),
+        "certificate_key": ("certificate", "set"),
+    }
 
+    host: str = "127.0.0.1"
+    """IP address on which the endpoint listens. With another than a loopback address, agents in
+    containers and on other machines can call it.
+    """
+    public_host: str = ""
+    """Name or address under which agents reach `host`. Empty means `host` itself.
+    """
+    certificate: str = ""
+    """PEM file with a certificate (and its chain) for TLS. Empty means no TLS.
+    """
+    certificate_key: str = ""
+    """PEM file with the private key of `certificate`. Empty means that it is in the same file."""
+    allow_plaintext: bool = False
+    """Allow a `host` that is not a loopback address without TLS. Everybody on the network between
+    can then read the token and the calls.
+    """
     lenient: bool = False
     """Ignore sampling parameters that the endpoint does not support, and count such calls, instead
     of refusing them.
@@ -321,16 +388,42 @@ class EndpointConfig(Section):
     sampled again.
     """
 
+    @property
+    def is_local(self) -> bool:
+        """True if only programs of this machine, in its network namespace, reach the endpoint."""
+        return ip_address(self.host).is_loopback
+
     def applies(self, option: str) -> bool:
-        return option == "lenient" or self.lenient
+        needed = {"format_retries": self.lenient, "certificate_key": bool(self.certificate)}
+        return needed.get(option, True)
+
+    def check_combination(self) -> None:
+        try:
+            address = ip_address(self.host)
+        except ValueError:
+            raise ConfigError(
+                "endpoint.host must be an IP address of this machine, such as 127.0.0.1 or "
+                f"0.0.0.0, got {self.host!r}"
+            ) from None
+        if address.is_unspecified and not self.public_host:
+            raise ConfigError(
+                f"endpoint.host = {self.host} is every address of this machine: set "
+                "endpoint.public_host to the one under which agents reach it"
+            )
+        if not self.is_local and not self.certificate and not self.allow_plaintext:
+            raise ConfigError(
+                f"endpoint.host = {self.host} can be reached from outside: set "
+                "endpoint.certificate for TLS, or endpoint.allow_plaintext = true if everybody on "
+                "the network between may read the token"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionConfig(Section):
     """The pool of training tasks that are used repeatedly, from which a technique may choose."""
 
-    refused_unread: ClassVar = ("candidates",)
-    read_with: ClassVar = {"candidates": ("pool", "> 0")}
+    refused_unread: ClassVar = ("candidates", "test_time")
+    read_with: ClassVar = {"candidates": ("pool", "> 0"), "test_time": ("pool", "> 0")}
 
     pool: Count = 0
     """Number of training tasks in the pool, which are used repeatedly with different random
@@ -341,8 +434,13 @@ class SelectionConfig(Section):
     technique chooses the next one.
     """
 
+    test_time: bool = False
+    """Only with `pool` above 0: take the pool from the held-out tasks, to train on them without
+    their labels (the technique `majority`).
+    """
+
     def applies(self, option: str) -> bool:
-        return option != "candidates" or self.pool > 0
+        return option == "pool" or self.pool > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Find the folder of the policy that a supervised start makes."""
+"""The folder of the policy that a supervised start makes."""
 
 import json
 from dataclasses import asdict
@@ -23,7 +23,7 @@ def start_folder(config: "RunConfig") -> Path:
 
 
 def start_options(config: "RunConfig") -> dict[str, Any]:
-    """Return everything on which a supervised start depends: options and the weights' files."""
+    """Return everything that determines a supervised start: options and the weights' files."""
     weights = sorted(config.pretrained_folder.glob("*.safetensors"))
     return {
         "model": config.model,

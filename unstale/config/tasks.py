@@ -1,15 +1,14 @@
 """The options of tasks, and the environments that the option `task.env` can name.
 
 - `NAME`: an `EnvSpec` that a module in `unstale/envs` or `unstale/research/envs` assigns to `ENV`,
-or that an entry point of another distribution names.
-- `LIBRARY:NAME`: `unstale/research/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`.
-The extra that installs the library has the library's name. Modules with an underscore are parts of
-these.
-- `NAME:SOURCE`: an environment like `NAME` whose spec takes a source, such as `dataset:FILE`. An
-adapter with options has such a module (`tau2`).
-- `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
+or that an entry point of another distribution names. - `LIBRARY:NAME`:
+`unstale/research/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The extra that
+installs the library has the library's name. Modules with an underscore are parts of these. -
+`NAME:SOURCE`: an environment like `NAME` whose spec takes a source, such as `dataset:FILE`. An
+adapter with options has such a module (`tau2`). - `MODULE:FACTORY`: a function or class of the
+user's code, called without arguments.
 
-Importing it imports neither torch nor an environment.
+Importing this module imports neither torch nor an environment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,12 +106,14 @@ def shipped_envs() -> Mapping[str, EnvSpec]:
 
 @cache
 def envs() -> Mapping[str, EnvSpec]:
-    """Return the declarations of all environments, by name."""
+    """Return the declarations of all environments by name, those of other distributions
+    included.
+    """
     return {**shipped_envs(), **ADDED.load_all(shipped_envs())}
 
 
 def libraries() -> dict[str, str]:
-    """Return the module of each adapter of an environment library, by the library's name."""
+    """Return the adapter module of each environment library, by the library's name."""
     found = modules("unstale.adapters")
     return {name.replace("_", "-"): module for name, module in found.items()}
 
@@ -129,7 +130,7 @@ def find_spec(env: str) -> EnvSpec | None:
 
 
 def task_class(env: str) -> type[TaskConfig]:
-    """Return the class with the options of an environment, `TaskConfig` or a subclass.
+    """Return the class that declares the options of an environment: `TaskConfig` or a subclass.
 
     `env` is a value of the option `task.env`. Raises `ConfigError` if it is unknown.
     """

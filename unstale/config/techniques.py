@@ -68,17 +68,18 @@ ON_BATCH: frozenset[Slot] = frozenset(
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
-    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "halves"
+    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "answers", "halves"
 ]
 """A need of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
-a pool of tasks that come again, `texts` a task set with a text of each task, `halves` the gradients
-of two halves of a step's groups (one more copy of the gradient in memory).
+a pool of tasks that come again, `texts` a task set with a text of each task, `answers` a task set
+that reads the answer of an episode, `halves` the gradients of two halves of a step's groups (one
+more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """The source of a technique's formula: the authors' code, their paper, notes of others, only the
-paper's abstract, or our own reading where the sources leave something open.
+paper's abstract, or an interpretation where these leave something open (`own reading`).
 """
 
 
@@ -92,7 +93,7 @@ class Entry:
     """
     slot: Slot
     rows: tuple[int, ...] = ()
-    """The rows of `unstale techniques --all` to which the technique belongs."""
+    """The numbers of the rows of `unstale techniques --all` to which the technique belongs."""
     makes: Callable[[Any], Any]
     """A function that returns the technique's object. Its argument is an instance of `options`."""
     options: type[Section]
@@ -118,8 +119,11 @@ class Entry:
     a configuration.
     """
     complete: Callable[[Any, "RunConfig"], Any] = lambda options, config: options
-    """A function that fills in options whose default depends on the run, and returns all options.
+    """A function that fills in options whose default depends on the run, and returns the whole
+    section.
     """
+    without_labels: bool = False
+    """True if the technique replaces the environment's rewards by some that need no solution."""
     needs_repeats: Callable[[Any], str] = lambda options: ""
     """A function that returns the option that makes the technique need repeated tasks (a pool, or a
     list that repeats). Empty if the technique does not need them.
@@ -138,8 +142,8 @@ class Entry:
 
 ADDED = Plugins("unstale.techniques", Entry)
 SECTIONS: set[str] = set()
-"""The names of all fields of `RunConfig`, which no technique may have. `RunConfig`'s module adds
-them.
+"""The names of all fields of `RunConfig`, which no technique may have as its name. `RunConfig`'s
+module adds them.
 """
 
 
@@ -158,7 +162,7 @@ def techniques() -> Mapping[str, Entry]:
 
 
 def chosen(names: str) -> tuple[Entry, ...]:
-    """Return the techniques that `names`, a value of the option `techniques`, lists, in its order.
+    """Return the techniques in `names`, a value of the option `techniques`, in the same order.
 
     Raises `ConfigError` for an unknown name, for a name that occurs twice, and for two techniques
     of the same slot in `EXCLUSIVE`.
@@ -243,7 +247,7 @@ def check_needs(config: "RunConfig") -> None:
 
 
 def require_sequences(config: "RunConfig", size: int, option: str) -> None:
-    """Raise `ConfigError` if a batch may have fewer sequences than minibatches.
+    """Raise `ConfigError` if a batch may have fewer sequences than there are minibatches.
 
     `size` is the smallest number of episodes of a group. The message names `option`, which sets it.
     """

@@ -104,7 +104,7 @@ class TrainerConfig(Section):
 
     @property
     def steps_per_batch(self) -> int:
-        """Number of optimizer steps on a batch, in all passes."""
+        """Number of optimizer steps on a batch, over all epochs."""
         return self.minibatches_per_batch * self.epochs_per_batch
 
     def check_combination(self) -> None:
@@ -128,7 +128,7 @@ class TrainerConfig(Section):
     def scoring_tokens(self, *, on_gpu: bool) -> int:
         """Return the largest number of tokens in a forward pass without gradient.
 
-        0 means as many as fit into memory. Such a pass keeps the activations of one layer at a
+        0 means as many as fit into memory. Such a pass keeps the activations of only one layer at a
         time, so more tokens fit than with gradient. On a GPU, larger passes start fewer kernels and
         gather divided weights less often.
         """

@@ -1,4 +1,4 @@
-"""Sections with variants: the selector chooses a class, which declares its own options.
+"""Sections with variants: an option (the selector) chooses a class that declares further options.
 
 The selector is an option such as `old_logps.route`. A variant is a class in a file of the section's
 package, in an entry point of another distribution, or in any other imported file. It sets the
@@ -60,7 +60,7 @@ class VariantSection(Section):
 
     @classmethod
     def own_options(cls) -> dict[str, set[str]]:
-        """Return the name of every variant -> the names of the options that not every one has.
+        """Return, for each variant's name, the names of the options that not every variant has.
 
         It is empty for a variant of another distribution that cannot be imported.
         """
@@ -75,8 +75,8 @@ class VariantSection(Section):
     def chosen_class(cls, name: str, options: Mapping[str, Any]) -> Any:
         """Return the class of the variant `name`.
 
-        "" stands for the default variant if `cls` is the section's base class, otherwise for `cls`.
-        Raises `ConfigError` for an unknown variant or an option that the variant lacks.
+        If `name` is "", return the default variant if `cls` is the section's base class, otherwise
+        `cls`. Raises `ConfigError` for an unknown variant or an option that the variant lacks.
         """
         section, own = section_name(cls), getattr(cls, cls.selector)
         chosen: Any = cls
@@ -105,7 +105,10 @@ class VariantSection(Section):
         return [base_of(cls), *cls.variants_by_name().values()]
 
     def changed(self) -> dict[str, Any]:
-        """Return the options, but the selector, that differ from their defaults: name -> value."""
+        """Return the options that differ from their defaults, with their values.
+
+        The selector is left out.
+        """
         return {
             option.name: getattr(self, option.name)
             for option in fields(self)
@@ -145,7 +148,10 @@ class VariantSection(Section):
 
 @cache
 def _import_variants(base: type[VariantSection], added: bool) -> None:
-    """Import every variant, so that it is registered."""
+    """Import every variant, so that it is registered.
+
+    `added` includes entry points of other distributions.
+    """
     for module in modules(base.package).values():
         import_module(module)
     known = base.registered.items()

@@ -1,5 +1,4 @@
-"""Durability: journal, checkpoints and the virtual clock of deterministic runs, to resume a killed
-run.
+"""Durability: the journal, checkpoints and virtual clock with which a killed run can be resumed.
 
 The training loop uses the Protocols of this file. Their methods are described in `journal.Journal`
 and `checkpoint.Checkpoints`. The planner simulates runs with implementations that write nothing.
@@ -19,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class RunJournal(Protocol):
-    """The methods of the journal that a run calls. The journal records every episode on disk."""
+    """The journal's methods that a run calls.
+
+    The journal is a database of a run's episodes on disk.
+    """
 
     def __enter__(self) -> Self: ...
 
@@ -55,7 +57,7 @@ class RunJournal(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """The methods for checkpoints that the training loop calls."""
+    """The checkpoint methods that the training loop calls."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint: ...
 

@@ -1,4 +1,6 @@
-"""The policy of a run with the best evaluation, and the end of a run that finds no better one."""
+"""The policy with the best evaluation of a run, and the early end of a run that no longer
+improves.
+"""
 
 import json
 import math
@@ -11,15 +13,15 @@ from unstale.config import EvalConfig
 from unstale.durability.run_folder import write_whole
 
 BEST = "best"
-"""Folder of the best policy in a run folder, with the file `RECORD` beside the weights."""
+"""Folder of the best policy in a run folder. It has the weights and the file `RECORD`."""
 RECORD = "evaluation.json"
 
 
 def read_best(run: Path) -> Mapping[str, Any]:
-    """Return the record of a run's best policy: how it was measured, its value, step and version,
-    and the steps of later evaluations that were no better.
+    """Return the record of a run's best policy: its metric, the value, its step and version.
 
-    Empty if the run keeps none.
+    The record also lists the steps of later evaluations that were no better. It is empty if the run
+    keeps no best policy.
     """
     try:
         return dict(json.loads((run / BEST / RECORD).read_text(encoding="utf-8")))
@@ -28,19 +30,20 @@ def read_best(run: Path) -> Mapping[str, Any]:
 
 
 class BestPolicy:
-    """Keeps the policy with the best evaluation so far in the folder `best` of a run.
+    """A copy of the policy with the best evaluation so far, in the folder `best` of a run.
 
-    Evaluations are compared by `eval.keep_best`. Of two equal ones, the first is the best. A
-    resumed run keeps the best policy if evaluations are made as before. It forgets evaluations from
-    the step at which it resumes on, because it repeats these.
+    Evaluations are compared by the metric `eval.keep_best`. Of two equal ones, the first is the
+    best. A resumed run continues with the recorded best policy if its evaluation options are
+    unchanged. Evaluations from the step at which it resumes on are deleted, because they are
+    repeated.
     """
 
     def __init__(
         self, run: Path, config: EvalConfig, save: Callable[[Path], None], *, step: int
     ) -> None:
-        """Read what is kept in the folder `run`. `step` is the step from which the run starts.
+        """Read the record in the run folder `run`. `step` is the step from which the run starts.
 
-        `save` writes the present policy as a Hugging Face folder.
+        `save` writes the current policy as a Hugging Face folder.
         """
         self._folder = run / BEST
         self._replaced = run / f"{BEST}.replaced"
@@ -67,10 +70,11 @@ class BestPolicy:
         return 0 < self._patience <= len(self._record.get("worse", ()))
 
     def add(self, step: int, version: int, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation after `step`. Save the policy and return True if it is the best.
+        """Compare the evaluation after `step` with the best one.
 
-        `metrics` are those of the evaluation. A failed evaluation, whose metric is NaN, is ignored.
-        Raises `OSError` if the policy cannot be written. The best one before is then kept.
+        If it is better, save the policy and return True. `metrics` are the results of the
+        evaluation. A failed evaluation, whose metric is NaN, is ignored. Raises `OSError` if the
+        policy cannot be written. The earlier best policy is then kept.
         """
         value = metrics[self._metric]
         if math.isnan(value):

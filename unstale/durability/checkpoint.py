@@ -78,14 +78,17 @@ class Stateful(Protocol):
     """
 
     def state(self) -> Mapping[str, Any]:
-        """Return the current state. Tensors are not copied; only an optimizer step changes them."""
+        """Return the component's current state.
+
+        Tensors are not copied. Only an optimizer step may change them.
+        """
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints and weight versions of a run folder.
+    """A writer and reader of the checkpoints and weight versions in a run folder.
 
     `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
     keeps. If the components are divided among `peers`, all ranks call `snapshot`, `write`, `load`
@@ -114,7 +117,7 @@ class Checkpoints:
         """Names of the checkpoints that `prune` could not remove."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        """Collect the state of the run for a checkpoint.
+        """Return the current state of the run as a checkpoint, which is not yet written.
 
         Without `copies`, the weights must not change until the checkpoint is written.
         """
@@ -128,13 +131,13 @@ class Checkpoints:
         return Checkpoint(progress, source.version, states, weights, identity(self._journal))
 
     def save(self, progress: Progress, source: VersionedWeights) -> str:
-        """Collect the state of the run, write it as a checkpoint, and return its name."""
+        """Write the current state of the run as a checkpoint. Return the checkpoint's name."""
         return self.write(self.snapshot(progress, source))
 
     def write(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, verify it on disk and return its name. Older checkpoints are kept.
 
-        Raises `CheckpointError` if the checkpoint cannot be written. An incomplete one is removed.
+        Raises `CheckpointError` if it cannot be written. Files of the failed attempt are removed.
         """
         name = f"step{checkpoint.progress.step:06d}-version{checkpoint.version:06d}"
         final = self._folder / name
@@ -159,9 +162,9 @@ class Checkpoints:
 
     @contextmanager
     def _remove_after_error(self, partial: Path) -> Iterator[None]:
-        """Return a context that removes a folder if its body raises `CheckpointError`.
+        """Return a context that removes the folder `partial` if its body raises `CheckpointError`.
 
-        The disk may be full, and the run still has to write its last rows. Only the first rank
+        The disk may be full, and the run must still write its last log rows. Only the first rank
         removes the folder.
         """
         try:
@@ -173,9 +176,9 @@ class Checkpoints:
 
     @contextmanager
     def _first_rank(self) -> Iterator[bool]:
-        """Return a context in which the first rank works while the other ranks wait.
+        """Return a context whose body has work for the first rank only.
 
-        The context's value is True on the first rank.
+        The other ranks wait at its end. The context's value is True on the first rank.
         """
         with self._peers.fail_together((OSError,)):
             yield self._peers.rank == 0
@@ -206,7 +209,7 @@ class Checkpoints:
             return read_parts(folder, body, layout, self._peers)
 
     def require_journal(self, name: str) -> None:
-        """Raise `CheckpointError` if a checkpoint was written with the journal of another run."""
+        """Raise `CheckpointError` if the checkpoint belongs to the journal of another run."""
         folder = self._folder / name
         with wrap_file_errors(folder):
             number = int(read_manifest(folder).get("journal", 0))
@@ -217,7 +220,10 @@ class Checkpoints:
             )
 
     def _read_manifest(self, folder: Path) -> dict[str, Any]:
-        """Return the content of a manifest. All ranks call this, and any error is raised on all."""
+        """Return the content of a checkpoint's manifest.
+
+        All ranks call this. If it fails on one rank, all ranks raise the error.
+        """
         with self._peers.fail_together((OSError,)):
             is_visible = (folder / MANIFEST).is_file()
         visible = self._peers.gather(is_visible)
@@ -232,9 +238,9 @@ class Checkpoints:
     def prune(self, known: Collection[str] | None = None) -> dict[str, str]:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
 
-        `known` are the checkpoints that the journal recorded. If given, all others are removed,
-        too. Return why checkpoints could not be removed, by their names. Later calls ignore these
-        checkpoints.
+        `known` are the names of the checkpoints in the journal. If given, checkpoints that it does
+        not name are removed, too. Return an error text for each checkpoint that could not be
+        removed. Later calls ignore these checkpoints.
         """
         usable = [
             (version, path)
@@ -256,7 +262,7 @@ class Checkpoints:
         return causes
 
     def remove_after(self, version: int) -> None:
-        """Remove the versions after `version`, because a deterministic run publishes them again."""
+        """Remove the files of all later versions. A deterministic run will publish them again."""
         for number, path in self._list_versions():
             if number > version:
                 _remove(path)
@@ -266,17 +272,17 @@ class Checkpoints:
     ) -> None:
         """Write the weights of a version and flush them to disk.
 
-        `delta` is the difference from the previous version. Without it all weights are written. A
-        version that a checkpoint contains is written too, because the checkpoint may turn out to be
-        damaged later.
+        `delta` is the difference from the previous version. If it is given, only the difference is
+        written. A version that a checkpoint contains is written too, because the checkpoint may
+        turn out to be damaged later.
         """
         self.write_delta(delta or all_of(version, weights))
 
     def write_delta(self, delta: Delta) -> None:
-        """Write a version, given by its difference, and flush it to disk. All ranks must call this.
+        """Write a version, given as the difference from the previous one, and flush it to disk.
 
-        If the ranks divide the difference, each writes its part. Otherwise the first rank writes
-        it.
+        All ranks must call this. If the ranks divide the difference, each writes its part.
+        Otherwise the first rank writes all of it.
         """
         is_divided = delta.starts is not None
         partial = self._versions / f"{delta.version:06d}.part"
@@ -304,9 +310,9 @@ class Checkpoints:
                     flush_to_disk(self._versions)
 
     def read_weights(self, name: str) -> dict[str, Tensor]:
-        """Return the whole weights of a checkpoint for a forward pass, by the parameter's name.
+        """Return all weights of a checkpoint, as a forward pass uses them, by the parameter's name.
 
-        Raises `CheckpointError` unless its files are complete and unchanged.
+        Raises `CheckpointError` unless the checkpoint's files are complete and unchanged.
         """
         folder = self._folder / name
         with wrap_file_errors(folder):
@@ -314,9 +320,9 @@ class Checkpoints:
             return read_whole_policy(folder, body) if is_divided(body) else read_policy(folder)
 
     def adapter_base(self, name: str) -> int:
-        """Return the checksum of the model on which the adapters of a checkpoint were trained.
+        """Return the checksum of the base model of a checkpoint's LoRA adapters.
 
-        0 without adapters.
+        0 if the checkpoint has no adapters.
         """
         folder = self._folder / name
         with wrap_file_errors(folder):
@@ -324,7 +330,7 @@ class Checkpoints:
             return int(dict(states[TRAINER]["mapping"]).get("base", 0))
 
     def weights(self, version: int) -> dict[str, Tensor]:
-        """Return the weights of a version, from a checkpoint and the differences after it.
+        """Return the weights of a version, computed from a checkpoint and the differences after it.
 
         Raises LookupError if the version is no longer on disk.
         """
@@ -353,7 +359,10 @@ class Checkpoints:
 
     @property
     def steps(self) -> dict[int, str]:
-        """Names of the checkpoints by step, oldest first. If a step has several, the newest."""
+        """The checkpoint of each step, by step, oldest first.
+
+        If a step has several, the newest is named.
+        """
         return {int(name.removeprefix("step").partition("-")[0]): name for name in self.names}
 
     @property
@@ -371,10 +380,10 @@ class Checkpoints:
 def _advance(
     weights: dict[str, Tensor], deltas: Sequence[Delta], current: int
 ) -> dict[str, Tensor]:
-    """Apply a difference to the weights of version `current`. Return the new weights.
+    """Add the difference of one version to the weights of version `current`.
 
-    The difference is one delta, or one delta for each rank's shards. A delta with base -1 has all
-    weights, as the difference from zeros.
+    Return the new weights. `deltas` has one delta, or one for each rank's part of the weights. A
+    delta with base -1 has all weights, as the difference from zeros.
     """
     if len({(delta.base, delta.version) for delta in deltas}) != 1:
         raise ValueError(f"its {len(deltas)} parts are not of one version")
@@ -399,7 +408,10 @@ def _remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> str:
-    """Remove a folder, or as many of its files as possible. Return the cause of a failure."""
+    """Remove a folder, or as many of its files as possible.
+
+    Return the error text, or "" on success.
+    """
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -409,6 +421,6 @@ def _remove_folder(path: Path) -> str:
 
 
 def _list_by_version(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return `(version, path)` of the entries of a folder with matching names, oldest first."""
+    """Return `(version, path)` of a folder's entries whose names match `pattern`, oldest first."""
     matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)

@@ -38,22 +38,22 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 TRAINER = "trainer"
-"""Name of the component whose state grows with the model. It is stored in torch's distributed
-format, which a run with another number of shards can read.
+"""Name of the component whose state grows with the model. Its tensors are stored in torch's
+distributed format, which a run with another number of ranks can read.
 """
 WEIGHTS_PREFIX = f"/{TRAINER}/weights/"
-"""First part of the names of the trainer's weights. The weights of a forward pass are these in
-another precision.
+"""Beginning of the names of the trainer's weights in a checkpoint. The weights of a forward pass
+are these in another precision.
 """
 POLICY_PREFIX = "/policy/"
-"""First part of the names of forward-pass weights that are not the trainer's weights in another
-precision.
+"""Beginning of the names of those forward-pass weights that cannot be computed from the trainer's
+weights.
 """
 
 MIN_FILE_BYTES = 8 << 20
 MAX_FILES = 64
-"""Approximate largest number of files with the trainer's state, which are written one after the
-other. Writing a file takes memory for two copies of the file.
+"""Approximate largest number of files for the trainer's state. They are written one after the
+other, and writing takes memory for two copies of one file.
 """
 _READ_BYTES = 1 << 20
 _SHORTAGES = (
@@ -63,7 +63,9 @@ _SHORTAGES = (
     "unable to mmap",
     "Too many open files",
 )
-"""Texts of torch's errors if memory or file descriptors run out. Most of them have no class."""
+"""Parts of the messages of torch's errors when memory or file descriptors run out. Most of these
+errors have no class of their own.
+"""
 
 
 class CheckpointError(RuntimeError):
@@ -72,9 +74,9 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Training progress. `step` is the number of steps done.
+    """Training progress at a checkpoint. `step` is the number of steps done.
 
-    The last step's weights are not yet published, and its metrics are not yet logged.
+    The weights of the last step are not yet published, and its metrics are not yet logged.
     """
 
     step: int = 0
@@ -86,35 +88,36 @@ class Progress:
 class Checkpoint:
     """The full state of a run at one moment, except the episodes, which are in the journal.
 
-    The state has the components' own tensors, or copies of the trainer's tensors. Without copies,
-    it must be written before the next optimizer step.
+    The tensors in it are either copies, or the components' own tensors. In the second case it must
+    be written before the next optimizer step.
     """
 
     progress: Progress
     version: int
     states: Mapping[str, Any]
-    """The state of each component, by the component's name. Before it is written, copies of the
-    forward-pass weights are a `Difference`.
+    """The state of each component, by the component's name. A tensor in it that repeats a
+    forward-pass weight is stored as a `Difference`.
     """
     policy: Mapping[str, Tensor]
     """The weights that a forward pass uses, by the parameter's name."""
     journal: int = 0
-    """The random number that identifies the run's journal, see `journal.identity`. 0 if unknown."""
+    """The random number that identifies the run's journal (`journal.identity`). 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor as bitwise difference from the weight `name`, which has its shape and dtype."""
+    """A tensor, as bitwise difference from the weight `name` of the same shape and dtype."""
 
     name: str
     encoded: Encoded
 
 
 def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return a state in which copies of `weights` are replaced by differences from `weights`.
+    """Return a state in which copies of weights are replaced by differences from the weights.
 
-    A tensor is a copy if it has the name, shape and dtype of a weight. A tensor that will change,
-    such as the version store's full copy of the weights, is captured this way without another copy.
+    A tensor repeats a weight if it has the weight's name, shape and dtype. Tensors that will change
+    later, such as the version store's full copy of the weights, are stored this way without another
+    copy.
     """
     match state:
         case Tensor() if name in weights and _alike(state, weights[name]):
@@ -140,7 +143,7 @@ def copied(state: Any) -> Any:
 
 
 def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write all files of a checkpoint into an existing folder, flush them and read them back.
+    """Write a checkpoint's files into an existing folder, flush them to disk and read them back.
 
     Raises `CheckpointError` if the files read back differ from the state.
     """
@@ -171,14 +174,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def state_file(rank: int) -> str:
-    """Return the name of the file with a rank's tensors other than the trainer's."""
+    """Return the name of the file for a rank's tensors that do not belong to the trainer."""
     return f"{STATE.removesuffix('.safetensors')}-{rank:05d}.safetensors" if rank else STATE
 
 
 def write_manifest(checkpoint: Checkpoint, folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest of all files in a folder, flush them to disk, and read the manifest back.
+    """Write the manifest with the checksums of all files in a folder. Flush all of them to disk.
 
-    `content` has further fields. Raises `CheckpointError` if the manifest reads back differently.
+    `content` has further fields of the manifest. Raises `CheckpointError` if the manifest reads
+    back differently.
     """
     files = list_files(folder)
     progress = [checkpoint.progress.step, dict(checkpoint.progress.row)]
@@ -236,7 +240,10 @@ def read_policy(folder: Path) -> dict[str, Tensor]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of the manifest. Raises ValueError for a wrong format or checksum."""
+    """Return the content of a checkpoint's manifest.
+
+    Raises ValueError if its format or checksum is wrong.
+    """
     manifest = json.loads((folder / MANIFEST).read_bytes())
     body = manifest["body"]
     if manifest["checksum"] != zlib.crc32(json.dumps(body, allow_nan=False).encode()):
@@ -247,15 +254,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError if a file's size or checksum is not the one in the manifest."""
+    """Raise ValueError if the size or checksum of the file `name` differs from the manifest."""
     if _size_and_checksum(folder / name) != manifest["files"][name]:
         raise ValueError(f"{name} was changed after it was written")
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON values. Tuples become lists.
+    """Return a component's state as JSON values. Tuples become lists.
 
-    The state's tensors are added to `tensors`, by their path in the state.
+    The tensors in it are moved to `tensors`, by their path in the state.
     """
     match value:
         case None | bool() | int() | str():
@@ -283,7 +290,7 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Tensor]) -> Any:
-    """Return the state that was given to `to_json`.
+    """Return the state from which `to_json` made `tree` and `tensors`.
 
     Differences from the weights in `policy` become whole tensors again. Raises ValueError or
     KeyError for any other input.
@@ -315,7 +322,7 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Ten
 
 @contextmanager
 def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
-    """Turn errors of a file's content into a `CheckpointError` that names the file.
+    """Return a context that turns errors of a file into a `CheckpointError` with its name.
 
     Three kinds of errors are not changed, because the content may be undamaged: an OSError for an
     existing file, a lost connection to another rank, and a lack of memory or file descriptors.
@@ -344,7 +351,7 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
 
 
 def _is_unrelated(error: Exception, path: Path) -> bool:
-    """Return True if an error says nothing about the content of `path`.
+    """Return True if an error does not show that the content of `path` is damaged.
 
     Such errors are a lost connection to another rank, and a lack of memory or file descriptors.
     """
@@ -358,9 +365,9 @@ def _is_unrelated(error: Exception, path: Path) -> bool:
 def _load_trainer(
     folder: Path, shapes: Mapping[str, Any], wanted: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Load the trainer's tensors, or only those named in `wanted`.
+    """Load the trainer's tensors from a checkpoint folder, or only those named in `wanted`.
 
-    Their sizes come from the files, so a damaged manifest cannot exhaust the memory.
+    The files give the sizes of the tensors, so a damaged manifest cannot exhaust the memory.
     """
     found: dict[str, list[Any]] = {}
     tensors: dict[str, Tensor] = {}
@@ -381,10 +388,10 @@ def _load_trainer(
 
 
 def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a forward pass from a manifest's `body` and a checkpoint's tensors.
+    """Return a checkpoint's forward-pass weights, from the `body` of its manifest and its tensors.
 
-    Weights of the trainer are converted to the precision of the forward pass, and not copied if
-    they have it already.
+    Trainer weights are converted to the precision of the forward pass. They are not copied if they
+    have it already.
     """
     return {
         name: tensors[WEIGHTS_PREFIX + name].to(getattr(torch, dtype))
@@ -395,9 +402,9 @@ def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
 
 
 def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
-    """Return True if a forward-pass weight is the trainer's weight in another precision.
+    """Return True if the weight `name` is the trainer's weight, converted to its dtype.
 
-    The comparison is bit for bit.
+    The comparison is bit for bit. `tensors` has the trainer's weights.
     """
     trained = tensors.get(WEIGHTS_PREFIX + name)
     if trained is None or trained.shape != weight.shape:
@@ -406,7 +413,9 @@ def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
 
 
 def read_back(paths: Iterable[Path], written: Mapping[str, Tensor]) -> bool:
-    """Return True if the files contain exactly these tensors, bit for bit."""
+    """Return True if the files contain exactly the tensors `written`, bit for bit, and no
+    others.
+    """
     unread = dict(written)
     for path in paths:
         if path.suffix != ".safetensors":
@@ -425,7 +434,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _divide(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return for each tensor the number of the file in which it is written, from 1."""
+    """Return the number of the file in which each tensor is written, from 1."""
     limit = max(MIN_FILE_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // MAX_FILES)
     files: dict[str, int] = {}
     number = 1
@@ -462,7 +471,7 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Silence the warning that torch.distributed is not initialised, and unwrap torch's errors."""
+    """Return a context without torch.distributed's warning that it is not initialised."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled", category=UserWarning

@@ -52,20 +52,21 @@ _FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)
 _OPTIMIZER = re.compile(rf"/{TRAINER}/optimizer/state/(\d+)/.*")
 
 Layout = Mapping[str, Tensor]
-"""The trainer's weights by name, in the optimizer's order, which show how tensors are divided among
+"""The trainer's weights by name, in the optimizer's order. They show how tensors are divided among
 ranks.
 """
 
 
 def is_divided(body: Mapping[str, Any]) -> bool:
-    """Return True if several ranks wrote the checkpoint with this manifest."""
+    """Return True if several ranks wrote the checkpoint whose manifest has the content `body`."""
     return "parts" in body
 
 
 def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
-    """Write a checkpoint. All ranks must call this function, each with its own state.
+    """Write a checkpoint from several ranks.
 
-    Raises ValueError, on all ranks, if the files read back differ from the state.
+    All ranks must call this function, each with its own state. Raises ValueError, on all ranks, if
+    the files read back differ from the state.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -101,9 +102,10 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
 def read_parts(
     folder: Path, body: Mapping[str, Any], layout: Layout, peers: RankGroup
 ) -> Checkpoint:
-    """Read a checkpoint. All ranks must call this function, and each receives its own state.
+    """Read a checkpoint on several ranks.
 
-    `body` is the content of the manifest. Raises ValueError, on all ranks, if a file was changed.
+    All ranks must call this function, and each receives its own state. `body` is the content of the
+    manifest. Raises ValueError, on all ranks, if a file was changed.
     """
     with peers.fail_together(_FILE_ERRORS):
         files = sorted(list_files(folder).keys() - {MANIFEST})
@@ -152,8 +154,9 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def _first_copy(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what each rank wrote to the manifest. Of several copies of the model, only the first
-    counts.
+    """Return the manifest entries of the ranks that hold the first copy of the model.
+
+    If the model has several copies, the ranks of the others wrote the same.
     """
     written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
     return written[: len(written) // body.get("replicas", 1)]
@@ -165,9 +168,10 @@ def _whole(
     written: Sequence[Mapping[str, Any]],
     files: Sequence[Mapping[str, Tensor]],
 ) -> Tensor:
-    """Return a whole weight of a forward pass. `trained` is the trainer's weight, if it has one.
+    """Return a whole forward-pass weight, joined from the parts of all ranks.
 
-    A rank's part is in the rank's file, unless it is `trained` in another precision.
+    `trained` is the trainer's weight of this name, or None. A rank's part is in the rank's file,
+    unless it equals `trained` in another precision.
     """
     parts = [
         files[rank][POLICY_PREFIX + name]
@@ -182,7 +186,7 @@ def _whole(
 def _load(
     targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS
 ) -> dict[str, Tensor]:
-    """Read the trainer's tensors into `targets`: with all ranks together, or in one process."""
+    """Read the trainer's tensors into `targets`. Several ranks (`peers`) read together."""
     alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))
     with plain_errors():
@@ -191,9 +195,10 @@ def _load(
 
 
 def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
-    """Return a tensor into which a checkpoint's tensor can be read. Its values are 0.
+    """Return a tensor of zeros into which the checkpoint's tensor `name` can be read.
 
-    It is divided among the ranks like the weight to which it belongs, or whole.
+    It is divided among the ranks like the weight to which it belongs. If it belongs to none, it is
+    whole.
     """
     dtype, size = getattr(torch, shape[0]), list(shape[1:])
     like = layout.get(name.removeprefix(WEIGHTS_PREFIX))
@@ -209,9 +214,9 @@ def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
 def _divided_anew(
     folder: Path, body: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the states and weights of this rank from a checkpoint of another number of ranks.
+    """Return this rank's states and weights from a checkpoint that another number of ranks wrote.
 
-    Needs memory for all weights of a forward pass, and for the copies of weights in every part.
+    This takes memory for all weights of a forward pass, and for the weights in every rank's part.
     """
     wholes = read_whole_policy(folder, body)
     states = []
@@ -234,13 +239,13 @@ def _divided_anew(
 
 
 def _chunk(whole: Tensor, rank: int, count: int) -> Tensor:
-    """Return the part of a weight that one of `count` ranks had."""
+    """Return the part of the weight `whole` that belongs to rank `rank` of `count` ranks."""
     chunks = whole.chunk(count)
     return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
 def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout) -> Any:
-    """Return this rank's state from the states of all ranks that wrote the checkpoint.
+    """Return this rank's state from the values `name` of all ranks that wrote the checkpoint.
 
     Tensors with the name of a weight are parts of that weight. All other values are the same on
     every rank.
@@ -263,9 +268,9 @@ def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout
 def _join_store(
     states: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout
 ) -> Mapping[str, Any]:
-    """Return the state of a version store in which every version is this rank's part.
+    """Return the state of this rank's version store from the states of several ranks.
 
-    A version store keeps past versions of the weights.
+    A version store keeps past versions of the weights, here this rank's part of each.
     """
     storage: Literal["full", "delta"] = "full" if states[0]["full"] else "delta"
     stores = []

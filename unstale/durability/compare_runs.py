@@ -16,7 +16,7 @@ from unstale.durability.run_folder import METRICS, RunFolder
 from unstale.weights.bits import words
 
 MEASURED = ("_s", "/busy_share")
-"""Endings of the names of metrics that depend on the real clock. They are not compared."""
+"""Endings of the names of metrics that depend on the real clock. Such metrics are not compared."""
 
 MAX_LISTED = 5
 """Largest number of differences that are listed for one file or table."""
@@ -25,12 +25,12 @@ _POLICY = Path("policy") / "model.safetensors"
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return the differences of two run folders as sentences. Equal runs have none.
+    """Return a sentence for each difference between two run folders. Equal runs have none.
 
     All checkpoints and versions that both folders have, the trained policy, the journal and the
-    metrics are compared. Times, and metrics with the endings in `MEASURED`, are not compared. Nor
-    is a table that only one journal has, because the other journal has an older format. Raises
-    `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
+    metrics are compared. Times, and metrics with the endings in `MEASURED`, are not compared. A
+    table that only one journal has is ignored, because the other journal has an older format.
+    Raises `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
     found += _limit(str(_POLICY), _compare(_trained_policy(one), _trained_policy(other)))
@@ -56,13 +56,15 @@ def _compare_checkpoints(one: Path, other: Path) -> list[str]:
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's contents without step and version, which are in its name."""
+    """Return a checkpoint's contents, except step and version, which are in the checkpoint's
+    name.
+    """
     row = checkpoint.progress.row
     return {"row": row, "states": checkpoint.states, "policy": checkpoint.policy}
 
 
 def _trained_policy(run: Path) -> dict[str, Tensor]:
-    """Return the trained weights. Empty if the run has not ended."""
+    """Return the weights that a run saved at its end. Empty if the run has not ended."""
     return load_file(run / _POLICY) if (run / _POLICY).exists() else {}
 
 
@@ -71,7 +73,7 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _rows(journal: JournalReader, table: str, shared: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of a table without times.
+    """Return the rows of a journal's table, without times.
 
     The checksums of rows (seals) are left out as well, because they include the times. `counts` has
     one row for each table. Only those of the tables in `shared` are returned, sorted by name,
@@ -89,7 +91,10 @@ def _rows(journal: JournalReader, table: str, shared: Sequence[str]) -> list[dic
 
 
 def _compare(one: Any, other: Any, name: str = "") -> Iterator[str]:
-    """Describe the differences of two trees of mappings, lists, tensors, numbers and text."""
+    """Yield a text for each difference between two trees of mappings, lists and other values.
+
+    `name` is the place of the trees in the whole.
+    """
     match one, other:
         case Tensor(), Tensor():
             alike = one.shape == other.shape and one.dtype == other.dtype
@@ -114,7 +119,9 @@ def _compare(one: Any, other: Any, name: str = "") -> Iterator[str]:
 
 
 def _is_measured(name: str) -> bool:
-    """Return True for a metric that depends on the clock. Only names of metrics have a `/`.
+    """Return True for the name of a metric that depends on the real clock.
+
+    Only names of metrics have a `/`. Other names, such as those of weights, give False.
 
     >>> names = ("publish/duration_s", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")
     >>> [_is_measured(name) for name in names]
@@ -124,7 +131,7 @@ def _is_measured(name: str) -> bool:
 
 
 def _limit(where: str, found: Iterable[str]) -> list[str]:
-    """Return at most `MAX_LISTED` differences with their location, and the number of the others."""
+    """Return the first `MAX_LISTED` differences at `where`, and the number of the others."""
     texts = list(found)
     listed = [f"{where}: {text}" for text in texts[:MAX_LISTED]]
     if len(texts) > MAX_LISTED:

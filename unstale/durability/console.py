@@ -1,6 +1,6 @@
 """The console of all commands. It escapes control characters in text.
 
-So no text of a model, an environment or a run can control the terminal.
+So no text of a model, an environment or a run can control the user's terminal.
 """
 
 import io
@@ -27,7 +27,7 @@ file.
 
 
 def keep_outputs() -> None:
-    """Keep the present standard output and error for consoles, even if other code replaces them.
+    """Store the current standard output and error for consoles, in case other code replaces them.
 
     If other code closes one of the two, consoles write to the other.
     """
@@ -36,7 +36,10 @@ def keep_outputs() -> None:
 
 
 def _opened(file: IO[str]) -> tuple[int, int] | None:
-    """Return device and inode of an open file. Descriptor numbers are reused after closing."""
+    """Return device and inode of an open file, which identify it. None if it is closed.
+
+    A descriptor number does not identify a file, because it is reused after closing.
+    """
     try:
         status = os.fstat(file.fileno())
     except (OSError, ValueError, AttributeError):
@@ -104,7 +107,7 @@ def escaped_prints() -> Iterator[None]:
 
 
 def escape_logs() -> None:
-    """Show control characters as escapes in warnings and logs, such as those of transformers."""
+    """Escape control characters in warnings and log messages, such as those of transformers."""
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def escaped_record(*arguments: Any, **options: Any) -> logging.LogRecord:
@@ -120,9 +123,9 @@ def escape_logs() -> None:
 
 
 def escape_tracebacks() -> None:
-    """Show control characters as escapes in the tracebacks that Python prints by itself.
+    """Escape control characters in the tracebacks of unhandled errors.
 
-    These are tracebacks of unhandled errors: in the main thread, in other threads, in `__del__`.
+    Python prints these itself: for the main thread, for other threads and for `__del__`.
     """
 
     def show(

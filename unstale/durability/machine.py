@@ -1,4 +1,4 @@
-"""Describe the machine and the code for result tables, and lock a folder for one process."""
+"""Descriptions of the machine and code for result tables, and the lock of a folder."""
 
 import fcntl
 import platform
@@ -13,7 +13,7 @@ from unstale.config import ConfigError
 from unstale.weights.child_process import cores
 
 LOCK_S = 1.0
-"""Seconds in which another process may still release the lock of a folder."""
+"""Seconds to wait for another process that is about to release the lock of a folder."""
 
 
 def machine() -> str:
@@ -25,7 +25,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Return the versions of Python, torch and transformers as text."""
+    """Return a text with the versions of Python, torch and transformers."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"Python {platform.python_version()}, {packages}"
 
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def _lock(file: int) -> None:
-    """Lock a file, with retries, because a killed command's process ends a moment later."""
+    """Lock an open file. Retry for `LOCK_S` seconds: a killed command ends a moment later."""
     until = time.monotonic() + LOCK_S
     while True:
         try:
@@ -62,7 +62,7 @@ def _lock(file: int) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[int]:
-    """Lock a folder for this process and those that inherit the yielded file descriptor.
+    """Lock a folder for this process and the processes that inherit the yielded file descriptor.
 
     Raises `ConfigError` if another process has locked the folder, or if it cannot be locked.
     """

@@ -22,46 +22,50 @@ MAX_GROUPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """The progress of a run, and the episodes in its journal. The default describes a new run."""
+    """The progress of a run and the unfinished work in its journal. The default is a new run."""
 
     progress: Progress = field(default_factory=Progress)
     requests: tuple[GroupRequest, ...] = ()
-    """Groups that no checkpoint was trained on, in the order in which they were started."""
+    """Groups that no checkpoint was trained on, in the order in which they were started, with their
+    recorded episodes.
+    """
     admitted: int = 0
-    """Number of groups started so far."""
+    """Number of groups that were started so far."""
     place: int = 0
-    """Index of the next training task."""
+    """Index of the next training task in the sequence of tasks."""
     episodes: int = 0
-    """Number of episodes begun so far."""
+    """Number of episodes that were begun so far."""
     quarantined: frozenset[Task] = frozenset()
     """Tasks that failed too often and are not tried again."""
     failed_shares: tuple[float, ...] = ()
-    """The share of failed episodes of the last finished groups, in the order of their start."""
+    """The share of failed episodes in each of the last finished groups, in the order in which the
+    groups began.
+    """
     visits: Mapping[Task, int] = field(default_factory=dict)
     """Number of groups started on each task. Empty if the run has no pool of tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """The state of a run as `load_resume_state` reads it from its folder."""
+    """The state of a run that `load_resume_state` has read from its folder."""
 
     state: ResumeState
     checkpoint: Checkpoint
     highest: int
-    """Highest version number that was published."""
+    """The highest version number that was ever published."""
     version_gaps: tuple[tuple[int, int], ...]
-    """Version numbers that resumes skipped, in the form of `Policy.version_gaps`. Those in damaged
-    checkpoints are included.
+    """Version numbers that resumes skipped, in the form of `Policy.version_gaps`. Numbers that only
+    damaged checkpoints used are included.
     """
     metrics: list[dict[str, Any]]
-    """Metrics of the steps before the checkpoint's step. That step's metrics are logged again."""
+    """Metrics of the steps before the checkpoint's step, whose own metrics are logged again."""
 
 
 class Recoverable(Protocol):
     """A component that needs the weights of earlier versions after a resume.
 
-    `past` has, by version, the sampled pieces (runs of tokens) that no batch has contained.
-    `weights` reads the weights of a version from disk.
+    `past` has, by version, the sampled tokens that no batch has contained yet. `weights` reads the
+    weights of a version from disk.
     """
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None: ...
@@ -73,12 +77,13 @@ def load_resume_state(
     config: RunConfig,
     on_event: Callable[..., None],
 ) -> StoredRun:
-    """Read the state of a run. Set its journal back to the newest undamaged checkpoint.
+    """Read the state of a run, and set its journal back to the newest undamaged checkpoint.
 
     A checkpoint is undamaged if every file has its recorded checksum. A deterministic run also
     deletes everything newer than the checkpoint, because it is computed again. The results of an
-    evaluation at the checkpoint's step are kept for the metrics of this step, which are logged
-    again. Raises `CheckpointError` if all checkpoints are damaged.
+    evaluation at the checkpoint's step are kept, because the metrics of this step are logged again.
+    `on_event` is called for damaged checkpoints. Raises `CheckpointError` if all checkpoints are
+    damaged.
     """
     with Journal.read(run) as reader:
         rows = reader.checkpoints()
@@ -119,12 +124,12 @@ def restore(
     policy: Policy,
     parts: tuple[OldLogps, Recoverable],
 ) -> ResumeState:
-    """Restore every component from a stored run. Return the state of the run.
+    """Restore every component from a stored run. Return the state from which the run continues.
 
-    `parts` are the route that computes old log-probabilities, and the auditor. They receive the
-    sampled pieces (runs of tokens) that no batch has contained, so that the route can score these
-    again. If versions after the checkpoint were published, the policy gets a higher version number,
-    because no published number may be used twice.
+    `parts` are the component that computes old log-probabilities, and the auditor. They receive the
+    sampled tokens that no batch has contained yet, so that these can be scored again. If versions
+    after the checkpoint were published, the policy gets a higher version number, because no
+    published number may be used twice.
     """
     old_logps, auditor = parts
     try:
@@ -163,7 +168,10 @@ def restore(
 
 
 def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState:
-    """Write the first checkpoint of a new run. Return the state of the run: nothing has begun."""
+    """Write the first checkpoint of a new run.
+
+    Return the state of a run that has done nothing yet.
+    """
     _save(run, checkpoints, Progress(), policy)
     return ResumeState()
 
@@ -193,9 +201,9 @@ def _newest_sound(
     rows: Sequence[CheckpointRow],
     on_event: Callable[..., None],
 ) -> tuple[CheckpointRow, Checkpoint]:
-    """Return the newest recorded checkpoint whose files are undamaged.
+    """Return the newest checkpoint in the journal whose files are undamaged.
 
-    Raises `CheckpointError` if there is none.
+    Raises `CheckpointError` if there is none. `on_event` is called for each damaged one.
     """
     cause: CheckpointError | None = None
     for row in reversed(rows):

@@ -34,17 +34,19 @@ TOKENIZER = "tokenizer.json"
 """Name of the file with the policy's tokenizer, which turns the journal's tokens into text."""
 
 MAX_OBJECT_BYTES = 32 << 20
-"""Largest size in bytes of a JSON file that is read, because the folder may be untrusted."""
+"""Largest size in bytes of a JSON file to be read. The limit exists because the folder may come
+from an untrusted source.
+"""
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Largest size in bytes of a `config.json` that is read. A run writes about 10 kB."""
+"""Largest size in bytes of a `config.json` to be read. A run writes about 10 kB."""
 
 MAX_ERROR_BYTES = 100_000
-"""Largest number of bytes of `error.txt` that are read."""
+"""Largest number of bytes that are read of a run's `error.txt`."""
 
 
 def plain(value: Any) -> Any:
-    """Return a value in a form that JSON can express. Non-finite numbers become None.
+    """Return a value in a form that JSON can express. NaN and infinity become None.
 
     >>> plain({1: float("nan"), "path": Path("runs"), "ok": (1, 2.5)})
     {'1': None, 'path': 'runs', 'ok': [1, 2.5]}
@@ -88,22 +90,22 @@ def show_controls(text: str) -> str:
 
 
 _STEERING = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters that JSON may contain unescaped: those of terminals above 0x7e, and those that
-change the direction of text.
+"""Control characters that JSON may contain unescaped: terminal controls above 0x7e, and characters
+that change the direction of text.
 """
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON, in which NaN and infinity are null.
+    """Return a value as valid JSON text, in which NaN and infinity are null.
 
-    All control characters are escaped, also those that JSON allows, so that a terminal can show it.
+    All control characters are escaped, so that the text can be shown on a terminal.
     """
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, would survive a power cut."""
+    """Wait until a file, or the list of files in a folder, is safe from a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -112,10 +114,10 @@ def flush_to_disk(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file in one step. If its path is a symbolic link, the link is replaced.
+    """Replace a file's content in one step. If `path` is a symbolic link, the link is replaced.
 
-    With `durable`, wait until the new content would survive a power cut. Otherwise the file may be
-    empty after a power cut.
+    With `durable`, wait until the new content is safe from a power cut. Otherwise the file may be
+    empty after one.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
@@ -129,7 +131,7 @@ def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 class RunLog:
-    """Writes the metrics, events and configuration of a run.
+    """A writer of a run's metrics, events and configuration.
 
     `clock` returns seconds. The run's time is 0 when the log is created.
     """
@@ -140,9 +142,11 @@ class RunLog:
         self._start = clock()
         self._files: dict[str, IO[str]] = {}
         self._before: frozenset[Path] | None = None
-        """The entries of the folder before `create`. None for a log that `reopen` returned."""
+        """The paths that were in the folder before `create`. None for a log that `reopen`
+        returned.
+        """
         self._is_new = False
-        """True if `create` made the folder."""
+        """True if the folder did not exist before `create`."""
 
     @classmethod
     def create(
@@ -168,10 +172,10 @@ class RunLog:
 
     @classmethod
     def reopen(cls, path: Path, *, clock: Callable[[], float] = time.monotonic) -> Self:
-        """Continue the log of a run folder, from the time of its last event.
+        """Return a log that continues the log of a run folder, from the time of its last event.
 
         An incomplete last line, which a kill left, is removed. The configuration and the error of
-        the run stay as they are until `begin_again`.
+        the run stay unchanged until `begin_again`.
         """
         events = list(read_jsonl(path / EVENTS))
         write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in events))
@@ -180,9 +184,10 @@ class RunLog:
         return log
 
     def begin_again(self, config: Any) -> None:
-        """Write the configuration of a resumed run, and remove the error that ended it before.
+        """Write the configuration of a resumed run, and remove the error that ended the run before.
 
-        Call this method when no later check can refuse the configuration. A later resume reads it.
+        Call it only after all checks of the configuration, because the next resume reads what it
+        writes.
         """
         self._write_config(config)
         (self.path / ERROR).unlink(missing_ok=True)
@@ -190,7 +195,7 @@ class RunLog:
     def discard(self) -> None:
         """Remove all files added to the folder since `create`, and the folder if it was new.
 
-        Files that another program still writes may remain.
+        Files that another program is still writing may remain.
         """
         assert self._before is not None, "only a log that `create` returned can be discarded"
         self.close()
@@ -205,33 +210,39 @@ class RunLog:
                 self.path.rmdir()
 
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content of `metrics.jsonl` by these rows, which come from the journal."""
+        """Replace the content of `metrics.jsonl` by these rows. They come from the journal."""
         self.close()
         write_whole(self.path / METRICS, "".join(dumps(row) + "\n" for row in metrics))
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the run began, including the time before a resume."""
         return self._clock() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of a step. `time_s` is added unless it is given."""
+        """Write the metrics of a step.
+
+        `time_s`, the run's time, is added unless `metrics` has it.
+        """
         self._append(METRICS, {"step": step, "time_s": round(self.seconds, 3), **metrics})
 
     def event(self, kind: str, **fields: Any) -> None:
         self._append(EVENTS, {"time": round(self.seconds, 3), "kind": kind, **fields})
 
     def write_last_event(self, kind: str, **fields: Any) -> None:
-        """Write an event without the file object, which a signal may have interrupted."""
+        """Write an event without the open file object, whose write a signal may have
+        interrupted.
+        """
         row = dumps({"time": round(self.seconds, 3), "kind": kind, **fields})
         descriptor = os.open(self.path / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.write(descriptor, f"{row}\n".encode(errors="replace"))
 
     @contextmanager
     def span(self, lane: str, label: str = "") -> Iterator[None]:
-        """Write an event of kind "span" with start and end of the context's body.
+        """Return a context for an activity.
 
-        The event is also written if the body fails.
+        At its end, an event of kind "span" with start and end is written. The event is also written
+        if the body fails.
         """
         start = round(self.seconds, 3)
         try:
@@ -241,7 +252,7 @@ class RunLog:
             self.event("span", lane=lane, start=start, end=end, label=label)
 
     def failed(self, error: str) -> None:
-        """Write the error that ended the run."""
+        """Write the error that ended the run to `error.txt`."""
         (self.path / ERROR).write_text(show_controls(error.rstrip()) + "\n", encoding="utf-8")
 
     def close(self) -> None:
@@ -268,7 +279,7 @@ class RunLog:
 
 
 class BrokenFile(ValueError):
-    """Error: a JSON-lines file has a line before its last that is not a JSON object."""
+    """Error: a JSON-lines file has a line, other than its last, that is not a JSON object."""
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
@@ -297,9 +308,9 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 
 class RunFolder:
-    """Reads the files of one run, which may be active, killed or failed.
+    """A reader of the files of one run, which may be active, killed or failed.
 
-    `gaps` describes what was missing or damaged in the files read so far.
+    `gaps` describes the missing and damaged parts of the files read so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -314,7 +325,10 @@ class RunFolder:
             )
 
     def config(self) -> Row:
-        """Return the options in `config.json` by their present names. Empty if it is damaged."""
+        """Return the options in `config.json`, under their current names.
+
+        Empty if the file is damaged.
+        """
         if not self.holds(CONFIG):
             self.add_gap(f"{CONFIG} is missing")
         return present_names(self.read_object(CONFIG, max_bytes=MAX_CONFIG_BYTES))
@@ -324,7 +338,7 @@ class RunFolder:
         return list(self.rows(METRICS))
 
     def rows(self, name: str) -> Iterator[Row]:
-        """Yield the objects of a JSON-lines file up to the first line that cannot be read."""
+        """Yield the objects of the JSON-lines file `name` up to the first unreadable line."""
         if not self.holds(name):
             self.add_gap(f"{name} is missing")
             return
@@ -334,10 +348,10 @@ class RunFolder:
             self.add_gap(f"{error}; what follows it was not read")
 
     def error(self) -> str:
-        """Return the error that ended the run, or an empty string.
+        """Return the error that ended the run, or "" if there is none.
 
-        If the file is larger than `MAX_ERROR_BYTES`, its end is returned, because a traceback ends
-        with the error.
+        If the file is larger than `MAX_ERROR_BYTES`, only its end is returned, because a traceback
+        ends with the error.
         """
         if not self.holds(ERROR):
             return ""
@@ -350,7 +364,7 @@ class RunFolder:
         return text.decode(errors="replace").strip()
 
     def holds(self, name: str) -> bool:
-        """Return True if the file exists.
+        """Return True if the run folder has a regular file `name`.
 
         Symbolic links do not count, because links in an untrusted folder could reveal your files.
         """

@@ -1,4 +1,4 @@
-"""An event loop with virtual time, for deterministic runs: the order of events never varies.
+"""An event loop with virtual time, for deterministic runs: the order of events is always the same.
 
 When no task can continue, the clock advances to the next timer. A call in another thread stops the
 loop in real time, and its result is available `WORK_S` virtual seconds later. In these seconds
@@ -36,7 +36,7 @@ class Stalled(RuntimeError):
 
 
 class RunLoop(asyncio.SelectorEventLoop):
-    """An event loop for runs. If user code calls `stop` on it, `EnvError` is raised."""
+    """An event loop for runs. If the user's code calls `stop` on it, `EnvError` is raised."""
 
     def stop(self) -> None:
         if OCCUPANCY.current:
@@ -80,7 +80,7 @@ class VirtualLoop(RunLoop):
         return result
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Do nothing, because no call uses that executor.
+        """Do nothing: no call uses that executor.
 
         asyncio would end it in a thread, for which virtual time cannot wait.
         """
@@ -105,7 +105,7 @@ def _set_result(work: "Future[T]", result: "asyncio.Future[T]") -> None:
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """A selector that advances the virtual clock instead of waiting."""
+    """A selector that, instead of waiting, advances the virtual clock to the next timer."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def _report_lost(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log errors that no task receives, without the text of the error, whose `__str__` may hang."""
+    """Log an error that no task receives. Its text is left out, because its `__str__` may hang."""
     error = context.get("exception")
     kind = f" ({type(error).__name__})" if error else ""
     logging.getLogger("asyncio").error("%s%s", context.get("message"), kind)
@@ -136,11 +136,12 @@ def run(
     virtual: bool = False,
     on_stuck: Callable[[str], None] = lambda message: None,
 ) -> T:
-    """Run a coroutine like `asyncio.run`. With `virtual`, time is virtual.
+    """Run a coroutine like `asyncio.run`. With `virtual`, its time is virtual.
 
-    An event loop that already runs in this thread, such as Jupyter's, waits meanwhile. User code
-    that blocks the event loop is interrupted. If that is not possible, `on_stuck` is called with a
-    message and the process ends. At the end, user code that never ends is not waited for.
+    An event loop that already runs in this thread, such as Jupyter's, waits meanwhile. Code of the
+    user that blocks the event loop is interrupted. If that is not possible, `on_stuck` is called
+    with a message and the process ends. At the end, code of the user that never returns is not
+    waited for.
     """
     outer = asyncio.events._get_running_loop()
     asyncio.events._set_running_loop(None)

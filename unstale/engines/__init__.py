@@ -1,4 +1,8 @@
-"""The engine interface. An engine samples tokens, and returns log-probabilities and a version."""
+"""The interface of engines.
+
+An engine samples tokens and returns, with them, their log-probabilities and the version of the
+weights that sampled them.
+"""
 
 import time
 from collections import Counter
@@ -39,23 +43,30 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     known_experts: tuple[int, int] = (-1, 0)
-    """`(version, rows)`: the caller has the routed experts of the first `rows` tokens under
-    `version`. A reply of this version may leave them out. -1: the caller has none.
+    """`(version, rows)`: the caller already has the routed experts of the first `rows` tokens under
+    the weights `version`, so a reply sampled by this version need not return them again. `(-1, 0)`:
+    the caller has none.
     """
     sampled: int = 0
-    """Number of tokens of the reply that earlier requests returned."""
+    """Number of tokens of the same reply that earlier requests of an interrupted or split reply
+    returned.
+    """
     version: int = -1
-    """The version whose adapters must sample the reply, if the engine is a `VersionedEngine`. -1 is
-    the version that was loaded last.
+    """Version of the LoRA adapters that must sample the reply, if the engine is a
+    `VersionedEngine`. -1 is the version that was loaded last.
     """
     remaining: int = 0
-    """Largest number of tokens that the rest of the reply may have, if the reply is requested in
-    several parts of `max_tokens`. 0 means `max_tokens`.
+    """Largest number of tokens that the rest of the reply may have, if the caller requests the
+    reply in several parts of `max_tokens` each. 0 means `max_tokens`.
     """
 
     @property
     def truncation(self) -> Truncation:
-        """The part of the distribution to sample from. If it is true, replies have kept sets."""
+        """The part of the distribution to sample from, by `top_p`, `top_k` and `min_p`.
+
+        It is falsy if nothing is cut off. Otherwise replies have the set of kept tokens at each
+        position.
+        """
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     @property
@@ -64,7 +75,10 @@ class SamplingParams:
         return max(self.remaining, self.max_tokens)
 
     def first_routed(self, version: int) -> int:
-        """Return the index of the first token whose experts a reply of `version` must return."""
+        """Return the index of the first token whose experts a reply by version `version` returns.
+
+        0 if the caller has no experts of this version.
+        """
         known, rows = self.known_experts
         return rows if known == version else 0
 
@@ -123,12 +137,12 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
 
 
 def check_load(update: Update, version: int, current: int, *, sampling: bool, deltas: bool) -> None:
-    """Raise the errors of `Engine.load` that do not depend on names and shapes.
+    """Raise the errors of `Engine.load` that do not depend on names and shapes of weights.
 
-    These are ValueError for a negative version and for a delta that the engine cannot use, and
-    RuntimeError while the engine samples. `current` is the version of the engine's weights, -1
-    before the first. `sampling` is true if the engine is not interrupted. `deltas` is true if the
-    engine accepts a `Delta`.
+    ValueError: `version` is negative, or `update` is a delta that the engine cannot use.
+    RuntimeError: the engine is sampling. `current` is the version of the engine's weights, -1
+    before the first load. `sampling` is True if the engine is not interrupted. `deltas` is True if
+    the engine accepts a `Delta`.
     """
     if version < 0:
         raise ValueError(f"version must be >= 0, got {version}")
@@ -141,14 +155,17 @@ def check_load(update: Update, version: int, current: int, *, sampling: bool, de
 
 
 def check_resume(current: int) -> None:
-    """Raise RuntimeError if `current`, the version of the engine's weights, is -1 (no weights)."""
+    """Raise RuntimeError if the engine has no weights.
+
+    `current` is the version of its weights, -1 without weights.
+    """
     if current < 0:
         raise RuntimeError("the engine has no weights to sample from: load them before resume")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """The settings of one reply that differ from the run's sampling options."""
+    """A reply's token limit and end test, which replace the run's sampling options."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
@@ -162,9 +179,10 @@ class GenerationOptions:
         return self.find_end(tokens) is not None
 
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
-        """Return the newly sampled piece, cut where `find_end` ends the reply.
+        """Return the newly sampled tokens `piece`, cut where `find_end` ends the reply.
 
-        `before` are the reply's earlier tokens.
+        `before` are the reply's earlier tokens. If `find_end` returns None, return the whole
+        `piece`.
         """
         length = self.find_end((*before, *piece.tokens))
         if length is None:
@@ -179,10 +197,10 @@ ReplyStop = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of one call of `Engine.sample`: tokens of one version, and why they end.
+    """The result of one call of `Engine.sample`. One version of the weights sampled its tokens.
 
-    `stop` is "stop" after a stop token, "length" at a token limit, and "interrupted" by `interrupt`
-    or the death of an engine. An interrupted reply may have no tokens.
+    `stop` is "stop" after a stop token, "length" at a token limit, and "interrupted" after
+    `interrupt` or the death of the engine. An interrupted reply may have no tokens.
     """
 
     piece: Sampled
@@ -190,15 +208,17 @@ class Reply:
 
 
 REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s")
-"""The counters that every engine has: sampled tokens, context tokens that were computed again after
-weight updates and the seconds this took, seconds busy, seconds idle.
+"""The counters that every engine returns. `reprefill_tokens` counts context tokens that were
+computed again because a weight update dropped them from the cache, and `reprefill_s` the seconds
+for that.
 """
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return an engine's counters as metrics, with its tokens per second and its busy share.
+    """Return an engine's counters as metrics.
 
-    Names get the prefix `engine/`, unless they contain a slash, as `engine_0/version` does.
+    Tokens per second and the share of busy time are added. Names get the prefix `engine/`, unless
+    they contain a slash, as `engine_0/version` does.
 
     >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
@@ -210,7 +230,9 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def per_second(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return `sampled_tokens_per_s` and `busy_share`, computed from an engine's counters."""
+    """Return `sampled_tokens_per_s` and `busy_share` (0 to 1), computed from an engine's
+    counters.
+    """
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
     return {
         "sampled_tokens_per_s": counters["sampled_tokens"] / elapsed,
@@ -219,18 +241,18 @@ def per_second(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """The seconds spent on each of several named activities.
+    """A record of the seconds spent on each of several named activities.
 
-    If an activity runs several times at once, the seconds of each are added.
+    If an activity runs several times at once, the seconds of all its runs are added.
     """
 
     def __init__(self, *names: str) -> None:
         self._spent = dict.fromkeys(names, 0.0)
         self.running = Counter[str]()
-        """Number of calls of `on` that wait now, by activity."""
+        """Number of calls of `on` that are in progress, for each activity."""
 
     async def on(self, name: str, work: Awaitable[_T]) -> _T:
-        """Return the result of `work`. Add the time it took to the activity `name`."""
+        """Await `work` and return its result. Add the seconds it took to the activity `name`."""
         start = time.monotonic()
         self.running[name] += 1
         try:
@@ -243,30 +265,32 @@ class Stopwatch:
         self._spent[name] += seconds
 
     def read(self, component: str) -> dict[str, float]:
-        """Return each activity's seconds since the last call, as metrics `component/name_s`."""
+        """Return the seconds of each activity since the last call, as metrics
+        `component/name_s`.
+        """
         spent = self._spent
         self._spent = dict.fromkeys(spent, 0.0)
         return {f"{component}/{name}_s": seconds for name, seconds in spent.items()}
 
 
 class EngineDied(RuntimeError):
-    """Error: the engine has failed. `start` makes it usable again, but without weights."""
+    """Error: the engine has failed. `Engine.start` makes it usable again, but without weights."""
 
 
 class GenerationControl(Protocol):
     """The methods of an `Engine` that the training loop calls."""
 
     async def start(self) -> None:
-        """Start the engine, or start it again. Until `load` and `resume`, calls of `sample` wait.
+        """Start the engine, or start it again.
 
-        A second start discards weights, caches and counters. Calls of `sample` that are pending at
-        that time raise `EngineDied`.
+        Calls of `sample` then wait until `load` and `resume`. A second start discards weights,
+        caches and counters. Calls of `sample` that are pending at that time raise `EngineDied`.
         """
 
     async def interrupt(self) -> None:
-        """Make every pending `sample` return the tokens it has, and wait until all have returned.
+        """Make every pending call of `sample` return the tokens sampled so far.
 
-        Later calls of `sample` wait for `resume`.
+        Wait until all calls have returned. Later calls of `sample` wait for `resume`.
         """
 
     async def close(self) -> None:
@@ -282,7 +306,7 @@ class Engine(GenerationControl, Protocol):
 
     Every returned token has a log-probability in nats, under the distribution from which it was
     sampled, temperature included. It also has the version of the weights that sampled it. The
-    engine sets this version under the lock that guards weight changes.
+    engine reads this version under the lock that guards weight changes.
     """
 
     takes_deltas: bool
@@ -298,17 +322,17 @@ class Engine(GenerationControl, Protocol):
         ...
 
     async def stage(self, update: Update, version: int) -> None:
-        """Prepare a later `load` of this update, while the engine samples.
+        """Prepare a later `load` of the same update while the engine samples.
 
-        The engine's version does not change. Calling `stage` is optional: a `load` of an update
-        that was not staged does all of the work itself. Raises ValueError like `load`.
+        The engine's weights and version do not change. Calling `stage` is optional: without it,
+        `load` does all of the work. Raises ValueError like `load`.
         """
 
     async def load(self, update: Update, version: int) -> None:
         """Load the weights of `version`. Must be called between `interrupt` and `resume`.
 
         Raises ValueError, and changes nothing, if names or shapes of the weights do not fit the
-        model, or if a delta does not begin at the engine's version.
+        model, or if `update` is a delta from another version than the engine's.
         """
 
     async def resume(self) -> None:
@@ -318,15 +342,15 @@ class Engine(GenerationControl, Protocol):
 class VersionedEngine(Engine, Protocol):
     """An engine that adds LoRA adapters of several versions to the outputs of layers, unmerged.
 
-    Every load adds a version. Requests of several versions are sampled at once. No cached context
-    is used by another version than the one that computed it.
+    Every load adds a version. Requests of different versions are sampled in the same batch. A
+    cached context is only used by the version that computed it.
     """
 
     async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
-        """Add an earlier version than the one that was loaded last, also while the engine samples.
+        """Add adapters of a version that is older than the last loaded one.
 
-        Raises ValueError if the adapters do not fit the model.
+        Allowed while the engine samples. Raises ValueError if the adapters do not fit the model.
         """
 
     async def keep_versions(self, versions: Collection[int]) -> None:
-        """Drop all versions but these, the last, and those of requests that are being sampled."""
+        """Drop all adapters except those of `versions`, the last version and running requests."""

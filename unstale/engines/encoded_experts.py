@@ -27,11 +27,11 @@ _PART = 1 << 18
 
 
 def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
-    """Return the JSON of a reply without its routed experts, and the experts.
+    """Return the JSON of a reply without its routed experts, and these experts.
 
-    The experts are a JSON string with its quotes, as a view of `body`. An empty string takes their
-    place in the returned JSON. Without compiled code, or unless exactly one key is `NAME` and its
-    value is a string without escapes, return `body` and None.
+    The experts are a JSON string with its quotes, as a view of `body`. An empty string replaces
+    them in the returned JSON. Return `body` and None if there is no compiled code, or unless
+    exactly one key is `NAME` and its value is a string without escapes.
     """
     library = _library()
     first, last = ctypes.c_int64(), ctypes.c_int64()
@@ -47,9 +47,9 @@ def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
 
 
 def decode_base64(text: memoryview) -> NDArray[np.uint8]:
-    """Return the bytes that a JSON string (with its quotes) has in base64.
+    """Return the bytes that a JSON string, given with its quotes, encodes in base64.
 
-    Raises ValueError if it is invalid.
+    Raises ValueError if the string is not valid base64.
     """
     if bytes(text[:1]) != b'"':
         raise ValueError("base64 must be a JSON string")

@@ -1,9 +1,9 @@
-"""Share the servers of a run with its rollout processes.
+"""Engines whose servers are shared by the run's process and its rollout processes.
 
 The run's process starts the servers and loads the weights. Its pool has a `SharedEngine` for each
 server. A rollout process has a pool with a `FollowedEngine` for each, which sends its requests to
 the server itself. An `EngineHub` sends every change of a server's state to all rollout processes.
-Only after all of them have received their interrupted replies does `SharedEngine.interrupt` return.
+`SharedEngine.interrupt` returns only after all of them have received their interrupted replies.
 """
 
 import asyncio
@@ -20,36 +20,38 @@ from unstale.engines.pool import EnginePool
 from unstale.engines.remote import RemoteEngine
 
 DRAIN_S = 60.0
-"""Seconds in which a rollout process must have received its interrupted replies."""
+"""Seconds within which a rollout process must have received the replies of an interrupted
+server.
+"""
 _T = TypeVar("_T")
 
 
 class EngineOpened(msgspec.Struct, tag=True):
-    """A server samples with the weights of `version`."""
+    """A message to rollout processes: the server samples with the weights of `version`."""
 
     engine: int
     epoch: int
-    """Number of the server's start. Messages of an earlier epoch are outdated."""
+    """Number of the server's start, from 0. Messages about an earlier start are outdated."""
     url: str
     version: int
 
 
 class EngineVerified(msgspec.Struct, tag=True):
-    """The probe of the version that a server loaded last has passed."""
+    """A message to rollout processes: the server's new weights passed the probe."""
 
     engine: int
     epoch: int
 
 
 class EngineClosed(msgspec.Struct, tag=True):
-    """A server is interrupted. The answer is `EngineDrained`."""
+    """A message to rollout processes: a server is interrupted. They answer with `EngineDrained`."""
 
     engine: int
     ask: int
 
 
 class EngineEnded(msgspec.Struct, tag=True):
-    """A server has died, or is started again."""
+    """A message to rollout processes: a server has died, or is being started again."""
 
     engine: int
     epoch: int
@@ -57,13 +59,13 @@ class EngineEnded(msgspec.Struct, tag=True):
 
 
 class EngineDrained(msgspec.Struct, tag=True):
-    """The rollout process has received all replies of a server, and sent their pieces."""
+    """The answer to `EngineClosed`: the rollout process has all replies of the server."""
 
     ask: int
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """A rollout process found that a server does not work."""
+    """A message to the run's process: a rollout process found that a server does not work."""
 
     engine: int
     epoch: int
@@ -71,7 +73,7 @@ class EngineFailed(msgspec.Struct, tag=True):
 
 
 class EngineCounters(msgspec.Struct, tag=True):
-    """What a rollout process counted of a server since its last message of this kind."""
+    """A message to the run's process: a server's counters since the last such message."""
 
     engine: int
     counters: dict[str, float]
@@ -82,10 +84,10 @@ Finding = EngineDrained | EngineFailed | EngineCounters
 
 
 class EngineHub:
-    """The rollout processes that use the engines, and the state of each engine.
+    """The connections from the run's process to the rollout processes that use its engines.
 
-    `attach` gives a process the present state of all engines. `on_late` of a process is called if
-    it does not drain in time.
+    A process that `attach` adds receives the current state of all engines. Its `on_late` is called
+    with a reason if it does not return its replies in time.
     """
 
     def __init__(self) -> None:
@@ -94,10 +96,15 @@ class EngineHub:
         self._keys = itertools.count()
         self._asks = itertools.count()
         self._waiting: dict[int, tuple[set[int], asyncio.Event]] = {}
-        """For each unanswered `EngineClosed`: the processes that must still answer."""
+        """For each `EngineClosed` without all answers: the processes that must still answer, and an
+        event that is set when none is left.
+        """
 
     def attach(self, send: Callable[[StateChange], None], on_late: Callable[[str], None]) -> int:
-        """Add a process. Return its key."""
+        """Add a rollout process, to which `send` sends messages.
+
+        Return the key that identifies it.
+        """
         key = next(self._keys)
         self._members[key] = (send, on_late)
         for engine in self.engines:
@@ -106,7 +113,7 @@ class EngineHub:
         return key
 
     def detach(self, key: int) -> None:
-        """Remove a process, which is no longer waited for."""
+        """Remove a rollout process. Calls that wait for its answer stop waiting."""
         self._members.pop(key, None)
         for ask in [*self._waiting]:
             self._answered(ask, key)
@@ -116,9 +123,9 @@ class EngineHub:
             send(change)
 
     def close(self, engine: int) -> Coroutine[None, None, None]:
-        """Tell all processes that an engine is interrupted.
+        """Notify all rollout processes that an engine is interrupted.
 
-        Return a coroutine that waits until they have all its replies.
+        Return a coroutine that waits until they have received all replies of the engine.
         """
         ask = next(self._asks)
         waiting, answered = self._waiting[ask] = ({*self._members}, asyncio.Event())
@@ -145,7 +152,7 @@ class EngineHub:
                 answered.set()
 
     def receive(self, key: int, finding: Finding) -> None:
-        """Handle what a process found."""
+        """Handle a message from the rollout process `key`."""
         match finding:
             case EngineDrained(ask):
                 self._answered(ask, key)
@@ -156,7 +163,7 @@ class EngineHub:
 
 
 class SharedEngine:
-    """An engine on a server that rollout processes use, too. It is the run's side.
+    """An engine of the run's process on a server that rollout processes use, too.
 
     Each call also changes the state of the server in the rollout processes.
     """
@@ -165,7 +172,9 @@ class SharedEngine:
         self.engine = engine
         self.takes_deltas = engine.takes_deltas
         self.on_death: Callable[[EngineDied], None] = lambda died: None
-        """Called when a rollout process found that the server died, or its probe failed."""
+        """Called when a rollout process reports that the server died, or when the server's probe
+        failed.
+        """
         self._number = number
         self._hub = hub
         self._epoch = 0
@@ -173,12 +182,12 @@ class SharedEngine:
         self._opened: EngineOpened | None = None
         self._is_verified = False
         self._counted: dict[int, defaultdict[str, float]] = {}
-        """The counters of each rollout process since `metrics` was called."""
+        """The counters that each rollout process sent since `metrics` was last called."""
         self._verifying: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> Sequence[StateChange]:
-        """The messages that give a new rollout process the state of this engine."""
+        """The messages that inform a new rollout process of this engine's state."""
         if self._opened is None:
             return ()
         verified = EngineVerified(self._number, self._epoch)
@@ -223,9 +232,10 @@ class SharedEngine:
         await self.engine.close()
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters of all processes since the last call.
+        """Return the counters of this process and all rollout processes since the last call.
 
-        A server is busy for at least as long as it is for the process that uses it most.
+        `busy_s` is the largest of their values, at most the elapsed time. Other counters are
+        summed.
         """
         totals = defaultdict[str, float](float, self.engine.metrics())
         elapsed = totals["busy_s"] + totals["idle_s"]
@@ -241,13 +251,16 @@ class SharedEngine:
         return dict(totals)
 
     def count(self, key: int, counters: Mapping[str, float]) -> None:
-        """Add the counters of a rollout process."""
+        """Add the counters that the rollout process `key` sent."""
         totals = self._counted.setdefault(key, defaultdict(float))
         for name, value in counters.items():
             totals[name] += value
 
     def found_dead(self, epoch: int, reason: str) -> None:
-        """End the server that a rollout process found dead, unless it was started again since."""
+        """End the server of start number `epoch`, because a rollout process found it dead.
+
+        Do nothing if the server was started again since.
+        """
         if epoch != self._epoch:
             return
         try:
@@ -258,7 +271,7 @@ class SharedEngine:
         self.on_death(died)
 
     async def _verify(self) -> None:
-        """Notify the rollout processes when the probe has passed."""
+        """Wait for the probe of the loaded version. Notify the rollout processes of the result."""
         epoch, version = self._epoch, self._version
         try:
             await self.engine.verified()
@@ -272,7 +285,10 @@ class SharedEngine:
             self._hub.broadcast(EngineVerified(self._number, epoch))
 
     async def _reporting(self, call: Awaitable[_T]) -> _T:
-        """Await a call of the engine. If the engine died, the rollout processes are notified."""
+        """Await a call of the engine.
+
+        If it raises `EngineDied`, notify the rollout processes and re-raise.
+        """
         try:
             return await call
         except EngineDied as died:
@@ -286,10 +302,11 @@ class SharedEngine:
 
 
 class FollowedEngine:
-    """An engine on a server that the run's process controls. It is a rollout process's side.
+    """An engine of a rollout process on a server that the run's process controls.
 
-    Only the run's messages change its state. `start`, `load` and the like change nothing: they let
-    an `EnginePool` route requests around a server that died, until the run has started it again.
+    Only messages from the run's process change its state. `stage`, `load`, `interrupt` and `resume`
+    do nothing. `start` waits for the run to restart a dead server, so that an `EnginePool` sends
+    requests to other servers meanwhile.
     """
 
     takes_deltas = False
@@ -300,7 +317,10 @@ class FollowedEngine:
         make: Callable[[str], RemoteEngine],
         report: Callable[[Finding], None],
     ) -> None:
-        """`make` returns an engine for the server at a URL. `report` sends a finding to the run."""
+        """`make` returns an engine for the server at a URL.
+
+        `report` sends a message to the run's process.
+        """
         self._number = number
         self._make = make
         self._report = report
@@ -312,7 +332,7 @@ class FollowedEngine:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def change(self, change: StateChange) -> None:
-        """Follow a change of the server's state."""
+        """Apply a message about the server's state."""
         match change:
             case EngineOpened():
                 self._open(change)
@@ -353,13 +373,16 @@ class FollowedEngine:
             self._probe.exception()  # marks it as retrieved: no reply may wait for it
 
     def _lost(self, died: EngineDied) -> None:
-        """Tell the run that the server does not work, unless it was the run that ended it."""
+        """Report to the run's process that the server does not work, unless the run ended it."""
         if self._up.is_set():
             self._end(str(died))
             self._report(EngineFailed(self._number, self._epoch, str(died)))
 
     async def start(self) -> None:
-        """Wait until the run has started the server again. The first call does not wait."""
+        """Wait until the run's process has started the server again.
+
+        The first call does not wait.
+        """
         if self._was_up:
             await self._up.wait()
 
@@ -387,13 +410,13 @@ class FollowedEngine:
         return {}
 
     def report_counters(self) -> None:
-        """Send the run what was counted since the last call."""
+        """Send the run's process the counters since the last call."""
         if self._engine is not None and (counters := self._engine.metrics()):
             self._report(EngineCounters(self._number, dict(counters)))
 
 
 def require_servers(engines: Sequence[object]) -> None:
-    """Raise ValueError if other processes cannot send requests to one of the engines."""
+    """Raise ValueError if an engine is not an HTTP server, so that no other process can use it."""
     for engine in engines:
         if not isinstance(engine, RemoteEngine):
             raise ValueError(
@@ -404,9 +427,9 @@ def require_servers(engines: Sequence[object]) -> None:
 
 
 def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
-    """Return a pool of the same engines, which the rollout processes of `hub` use, too.
+    """Return a pool of the same servers for the run's process.
 
-    Raises ValueError like `require_servers`.
+    They are shared with the rollout processes of `hub`. Raises ValueError like `require_servers`.
     """
     require_servers(pool.engines)
     hub.engines = [
@@ -424,6 +447,6 @@ def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
 
 
 def restart_dead(pool: EnginePool, hub: EngineHub) -> None:
-    """Let a pool made of the hub's engines restart those that a rollout process found dead."""
+    """Let `pool`, which has the hub's engines, restart those that a rollout process found dead."""
     for engine in hub.engines:
         engine.on_death = partial(pool.report_death, engine)

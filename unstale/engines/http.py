@@ -33,11 +33,16 @@ Body = bytes | mmap
 """
 
 ROUNDS_TO_CALLER = 4
-"""Iterations of the event loop until a reply reaches its episode: one for each task in between."""
+"""Iterations of the event loop until a parsed reply reaches its episode: one for each task on the
+way.
+"""
 
 
 class HttpError(OSError):
-    """Error: a server answered with a status of 300 or more. The text has the start of the body."""
+    """Error: a server answered with an HTTP status of 300 or more.
+
+    The message has the start of the response body.
+    """
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text[:2000]}")
@@ -196,11 +201,11 @@ _LOCKS = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 @asynccontextmanager
 async def parsing_turn() -> AsyncIterator[None]:
-    """Return a context in which only this task parses a large response in a thread.
+    """Return a context in which no other task parses a large response in a thread.
 
-    Each event loop has one such turn at a time: several threads would not be faster, and each would
-    make the event loop wait. So the turn ends only `ROUNDS_TO_CALLER` iterations after the context,
-    when the caller has processed the result.
+    There is one such context at a time in each event loop: several threads would not be faster, and
+    each would make the event loop wait. The next task may enter only `ROUNDS_TO_CALLER` iterations
+    after this one leaves, when the caller has processed the result.
     """
     loop = asyncio.get_running_loop()
     lock = _LOCKS.setdefault(loop, asyncio.Lock())
@@ -219,10 +224,11 @@ def _release_after(loop: asyncio.AbstractEventLoop, lock: asyncio.Lock, rounds: 
 
 
 def _encode_json(body: Any) -> bytes:
-    """Return a value as JSON text. Values that orjson refuses, such as lone surrogates, use `json`.
+    """Return a value as JSON text.
 
-    Raises ValueError for numbers that are not finite. orjson writes them as null, so a text with
-    null is made again by `json`, which refuses such numbers.
+    Values that orjson refuses, such as lone surrogates, are written by `json`. Raises ValueError
+    for numbers that are not finite. orjson writes them as null, so a text with null is written
+    again by `json`, which refuses such numbers.
     """
     try:
         content = orjson.dumps(body, option=_AS_JSON)
@@ -245,7 +251,10 @@ _AS_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 
 
 def _not_finite(value: Any, name: str = "the body") -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each number in a JSON value that is not finite."""
+    """Yield the path and the text of each number in a JSON value that is NaN or infinite.
+
+    `name` is the path of the value itself.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         yield name, str(value)
     elif isinstance(value, Mapping):
@@ -300,9 +309,9 @@ async def _read_body(
 
 
 async def _read_large(reader: asyncio.StreamReader, size: int) -> mmap:
-    """Read `size` bytes in parts, between which the event loop can do other work.
+    """Read `size` bytes in parts, so that the event loop can run other tasks between them.
 
-    Python would copy megabytes in one `bytes` object at once, and no other thread could run.
+    Python would copy megabytes into one `bytes` object at once, and no other thread could run.
     """
     content = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
     while (at := content.tell()) < size:

@@ -36,13 +36,14 @@ from unstale.records import Sampled
 from unstale.threads import in_thread
 
 MAX_LAG_S = 120.0
-"""Seconds that a call waits for the other engines of an elastic pool once one has answered.
+"""Seconds that a call of all engines of an elastic pool waits for the others once one has answered.
 
 An engine that takes longer is treated as dead. The pool restarts it without waiting for it.
 """
 
 MAX_LISTED = 32
-"""Largest number of engines of a pool that have metrics of their own. It bounds a row of metrics.
+"""Number of engines of a pool that have metrics of their own. The limit keeps rows of metrics
+short.
 """
 
 
@@ -51,27 +52,29 @@ class WeightsReplaced(LookupError):
 
 
 class _Member:
-    """One engine of a pool, with its state."""
+    """One engine of a pool, with the pool's record of its state."""
 
     def __init__(self, engine: Engine, *, prefills: bool) -> None:
         self.engine = engine
         self.prefills = prefills
-        """True if the engine belongs to the prefill group."""
+        """True if the engine belongs to the group for requests with much new context (prefill)."""
         self.cached = CachedPrefixes()
         self.num_running = 0
         self.load = 0
         """Sum of the loads of the engine's running requests (`request_weight`)."""
         self.up = False
         self.generation = 0
-        """Number of successful starts by the pool. If it changed during a call, the engine died
-        since the call began.
+        """Number of successful starts by the pool. If the number changed during a call, the engine
+        died since the call began.
         """
         self.num_restarts = 0
         """Number of successful restarts since metrics were last read."""
         self.version = -1
         """Version of the weights that the engine loaded last, -1 before the first."""
         self.versions: set[int] = set()
-        """The versions that a `VersionedEngine` has."""
+        """The versions whose adapters the engine has, if it is a `VersionedEngine`. Otherwise
+        empty.
+        """
         self.adding = asyncio.Lock()
         """Held while an earlier version is added to the engine."""
         self.restart: asyncio.Task[None] | None = None
@@ -80,7 +83,7 @@ class _Member:
     def metrics(self, counters: Mapping[str, float]) -> dict[str, float]:
         """Return the engine's state, and shares and rates computed from its counters, as metrics.
 
-        `counters` is empty for an engine that does not work.
+        `counters` is empty for an engine that does not work. Then only the state is returned.
         """
         found = {
             "up": float(self.up),
@@ -104,14 +107,16 @@ class Recovery:
     """The rules by which a pool restarts engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
-    """A function that returns the full weights of a version, even if the pool is still loading that
-    version. If it raises `WeightsReplaced`, the engine waits for the pool's next version.
+    """A function that returns the full weights of a version, which may be one that the pool is
+    still loading. If it raises `WeightsReplaced`, a restarted engine waits for the pool's next
+    version.
     """
     restarts: int = 0
     """Number of restarts allowed in a run, for all engines together."""
     on_event: Callable[..., None] = lambda kind, **_: None
-    """A function called with an event and its details, for the run's log: `engine_lost`,
-    `engine_restarted`, `engine_back`, or `engine_joined` for the first start in an elastic pool.
+    """A function called with the kind of an event and its details, for the run's log. Kinds are
+    `engine_lost`, `engine_restarted`, `engine_back`, and `engine_joined` for the first start in an
+    elastic pool.
     """
 
 
@@ -129,8 +134,8 @@ class EnginePool:
     engine works and none can be restarted.
 
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
-    caches when the weights change. With `load_tokens`, a request weighs more the longer its context
-    is (`request_weight`).
+    caches when the weights change. With `load_tokens`, a request with a longer context counts as
+    more load (`request_weight`).
 
     With `phases`, the engines are divided into a prefill and a decode group. A request is sent to a
     group by its number of new context tokens and its expected reply length (`routing.choose`).
@@ -174,9 +179,11 @@ class EnginePool:
         self.patience_s = patience_s
         self._version = -1
         self._version_changed = asyncio.Event()
-        """Set when `_version` changes, and then replaced by a new event."""
+        """An event that is set when `_version` changes. A new event then replaces it."""
         self._running = False
-        """True while the engines shall sample. Restarted engines must reach this and `_version`."""
+        """True between `resume` and `interrupt`. A restarted engine is resumed only while it is
+        True.
+        """
         self._starts = 0
         self._restarts = 0
         self._reported_restarts = 0
@@ -241,13 +248,16 @@ class EnginePool:
                 return Reply(Sampled((), (), self._version), "interrupted")
 
     def report_death(self, engine: Engine, died: EngineDied) -> None:
-        """Restart an engine that died without a call of this pool that noticed it."""
+        """Restart an engine whose death was not noticed by a call of this pool.
+
+        `died` has the reason.
+        """
         for member in self._members:
             if member.engine is engine:
                 self._lose(member, member.generation, died)
 
     def require_prospects(self) -> None:
-        """Raise the last error if no engine works and none is being restarted."""
+        """Raise the last engine's error if no engine works and none is being restarted."""
         self._pending_restarts()
 
     def is_idle(self) -> bool:
@@ -255,14 +265,17 @@ class EnginePool:
         return not any(member.num_running for member in self._members)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Stage the update in all working engines. Engines that restart later load all weights."""
+        """Stage the update in all working engines.
+
+        Engines that restart later load full weights instead.
+        """
         await self._call_all(lambda engine: engine.stage(update, version))
 
     async def interrupt(self) -> None:
         """Interrupt the working engines.
 
-        Engines that restart are not waited for: they will load the next version. The weights of the
-        current one may no longer be available.
+        Engines that are restarting are not waited for. They will load the next version, because the
+        weights of the current one may no longer be available.
         """
         self._running = False
         await self._call_all(lambda engine: engine.interrupt())
@@ -286,16 +299,16 @@ class EnginePool:
                 member.cached = CachedPrefixes()
 
     async def keep_versions(self, versions: Collection[int]) -> None:
-        """Let all engines, which must be a `VersionedEngine`, drop all versions but these."""
+        """Drop all versions except `versions` in every engine. Each must be a `VersionedEngine`."""
         kept = {*versions, self._version}
         for member in self._members:
             member.versions &= kept
         await self._call_all(lambda engine: cast(VersionedEngine, engine).keep_versions(versions))
 
     async def _provide(self, member: _Member, version: int) -> None:
-        """Add a version that a request names to the engine, if the engine lacks it.
+        """Add the adapters of `version` to the engine, if the engine lacks them.
 
-        An engine that started again has only the version that was loaded last.
+        A restarted engine has only the version that was loaded last.
         """
         if version < 0 or version in member.versions:
             return
@@ -357,7 +370,10 @@ class EnginePool:
         return totals | self._by_engine(dict(zip(map(id, members), counters, strict=True)))
 
     def _by_engine(self, counters: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Return the metrics of single engines. `counters` has their counters by `id(member)`."""
+        """Return the separate metrics of the first engines.
+
+        `counters` has each engine's counters by `id(member)`.
+        """
         return {
             f"engine_{number}/{name}": value
             for number, member in enumerate(self._members[:MAX_LISTED])
@@ -369,7 +385,7 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _hash_blocks(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the block hashes of a context, or nothing if the pool has only one engine."""
+        """Return the hashes of a context's token blocks. Empty if the pool has only one engine."""
         return hash_blocks(tokens) if len(self._members) > 1 else []
 
     def _route(self, blocks: Sequence[int]) -> _Member:
@@ -423,9 +439,10 @@ class EnginePool:
         call: Callable[[Engine], Awaitable[None]],
         members: "Sequence[_Member] | None" = None,
     ) -> None:
-        """Call every working engine, or those of `members`. Restart those that die during the call.
+        """Call every working engine, or only the engines in `members`.
 
-        An error other than `EngineDied` is raised after all engines have answered.
+        Restart those that die during the call. An error other than `EngineDied` is raised after all
+        engines have answered.
         """
         self._pending_restarts()
         members = self._up if members is None else members
@@ -446,7 +463,10 @@ class EnginePool:
                 raise result
 
     async def _cancel_stragglers(self, calls: "Sequence[asyncio.Future[None]]") -> None:
-        """Wait for one call that succeeds, then `MAX_LAG_S` for the others. Cancel the rest."""
+        """Wait for one of the calls to succeed, then at most `MAX_LAG_S` for the others.
+
+        Cancel those left.
+        """
         pending = {*calls}
         answered = False
         try:
@@ -460,7 +480,7 @@ class EnginePool:
                 call.cancel()
 
     def _pending_restarts(self) -> "list[asyncio.Task[None]]":
-        """Return the tasks that restart engines.
+        """Return the running tasks that restart engines.
 
         Raise the last error if no engine works and none is being restarted.
         """
@@ -485,9 +505,9 @@ class EnginePool:
                 ) from self._error
 
     def _lose(self, member: _Member, generation: int, died: EngineDied) -> None:
-        """Begin to restart an engine that died.
+        """Mark an engine as down and begin to restart it. `died` has the reason.
 
-        Do nothing if the engine is down or was restarted since `generation` was read.
+        Do nothing if it is already down, or was restarted since `generation` was read.
         """
         if not member.up or member.generation != generation:
             return
@@ -507,7 +527,7 @@ class EnginePool:
     async def _restart(self, member: _Member, died: EngineDied | None) -> None:
         """Restart an engine and load the pool's version. Repeat if it dies meanwhile.
 
-        `died` is None for a first start, which does not count as a restart. It runs in a separate
+        `died` is None for a first start, which does not count as a restart. This runs in a separate
         task, so that the cancellation of a request does not cancel the restart. When no restart is
         left, it closes the engine and raises `EngineDied`.
         """
@@ -551,10 +571,10 @@ class EnginePool:
         )
 
     async def _bring_up_to_date(self, engine: Engine) -> None:
-        """Load the pool's version into a restarted engine, and let it sample if the others do.
+        """Load the pool's version into a restarted engine.
 
-        If the pool's version changes meanwhile, the engine loads again. If the weights of a version
-        are no longer available, it waits for the next version.
+        Resume the engine if the pool is sampling. If the pool's version changes meanwhile, load
+        again. If the weights of a version are no longer available, wait for the next version.
         """
         version = -1
         running = False
@@ -592,7 +612,7 @@ class EnginePool:
 
 
 def _is_complete(reply: Reply, params: SamplingParams) -> bool:
-    """Return True if the whole reply has ended, not only the part that was requested.
+    """Return True if the whole reply has ended, not only the part that this request asked for.
 
     Return False for a reply that ends with a stop text, which only the caller can find.
     """
@@ -605,7 +625,7 @@ def _is_complete(reply: Reply, params: SamplingParams) -> bool:
 def _busy_shares(
     members: Sequence[_Member], counters: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the busy shares of the prefill and the decode group.
+    """Return the mean share of time in which the prefill and the decode group are busy, 0 to 1.
 
     A group without a working engine is left out.
     """
@@ -624,9 +644,9 @@ def _busy_shares(
 
 
 def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
-    """Raise the first error of the ended tasks `starts` that is not `EngineDied`.
+    """Raise the first error, other than `EngineDied`, of the ended tasks `starts`.
 
-    Such an error means that an engine rejects its settings. A restart would not help.
+    Such an error means that an engine rejects its settings, so a restart would not help.
     """
     for start in starts:
         error = None if start.cancelled() else start.exception()
@@ -635,7 +655,10 @@ def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
 
 
 def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
-    """Return a pool that restarts `engine`, or the engines of the pool `engine`, when they die."""
+    """Return a pool that restarts its engines when they die.
+
+    `engine` is a single engine, or a pool whose engines the new pool gets.
+    """
     if not isinstance(engine, EnginePool):
         return EnginePool([engine], recovery)
     return EnginePool(

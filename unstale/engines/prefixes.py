@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 BLOCK = 16
 """Number of tokens in a block. The blocks of a server's cache have this length or a multiple."""
 _MAX_BLOCKS = 1 << 17
-"""Largest number of blocks to remember, which limits memory. The older half is dropped first."""
+"""Largest number of token blocks to remember, which limits memory. The older half is dropped
+first.
+"""
 
 
 class EpisodeTokens(list[int]):
-    """The tokens of an episode. Tokens may only be appended.
+    """The tokens of an episode, a list to which tokens may only be appended.
 
-    The list keeps the hashes and checks of its tokens, so that each call computes only those of
-    appended tokens. Pickled, it becomes a plain list.
+    The list stores the block hashes and id checks of its tokens, so that they are computed only
+    once for each token. Pickling turns it into a plain list.
     """
 
     __slots__ = ("_blocks", "_num_valid", "_vocab_size")
@@ -32,9 +34,9 @@ class EpisodeTokens(list[int]):
         return self._blocks
 
     def unchecked(self, vocab_size: int) -> list[int]:
-        """Return the tokens that no earlier call found to be in a vocabulary of this size.
+        """Return the tokens whose ids were not yet checked against a vocabulary of this size.
 
-        If all of them are in it, later calls leave them out.
+        If all returned ids are below `vocab_size`, later calls do not return them again.
         """
         if vocab_size != self._vocab_size:
             self._num_valid, self._vocab_size = 0, vocab_size
@@ -47,7 +49,7 @@ class EpisodeTokens(list[int]):
 class CachedPrefixes:
     """A set of prefixes of token sequences, in whole blocks of `BLOCK` tokens.
 
-    A sequence is given by its blocks, see `hash_blocks`.
+    A sequence is passed as its block hashes (`hash_blocks`).
 
     >>> seen = CachedPrefixes()
     >>> seen.add(hash_blocks(range(100)))
@@ -57,7 +59,9 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._newer: set[int] = set()
-        """The blocks that were added last. With each block, it has all blocks before it."""
+        """The hashes of recently added blocks. A block is always in the same half as all blocks
+        before it.
+        """
         self._older: set[int] = set()
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -95,7 +99,9 @@ def hash_blocks(tokens: Sequence[int]) -> Sequence[int]:
 
 
 def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int]) -> list[int]:
-    """Return the block hashes of a context and its reply. `known` are the hashes of the context.
+    """Return the block hashes of a context followed by its reply.
+
+    `known` are the hashes of the context.
 
     >>> known = hash_blocks(range(40))
     >>> add_blocks(range(40), range(40, 70), known) == hash_blocks(range(70))
@@ -106,9 +112,10 @@ def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int
 
 
 def _hashes(tokens: Sequence[int], known: Sequence[int], before: int = 0) -> list[int]:
-    """Return the hashes of all blocks of `tokens` after the `known` ones.
+    """Return the hashes of all blocks of `tokens` after the blocks whose hashes are `known`.
 
-    Without `known`, `before` is the hash of the block before `tokens`, or 0.
+    If `known` is empty, `before` is the hash of the block before `tokens`, or 0 at the start of a
+    sequence.
     """
     number = known[-1] if known else before
     hashes = []

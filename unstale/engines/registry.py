@@ -18,11 +18,13 @@ from unstale.model.lora import Merging
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What an engine on a server needs of a model whose weights it does not load."""
+    """The facts about a model that an engine needs if it does not load the model's weights
+    itself.
+    """
 
     vocab_size: int
     routed: tuple[bool, ...] = ()
-    """True for each layer with a router. Empty if the engine records no experts."""
+    """For each layer, True if it has an expert router. Empty if the engine records no experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,11 @@ class EngineOptions:
     url: str = ""
     """The URL of a running server. If it is empty, the engine starts a process."""
     args: tuple[str, ...] = ()
-    """More command-line flags for the server's process. Flags that the run sets are refused."""
+    """Additional command-line flags for the server's process. Flags that the run itself sets are
+    refused.
+    """
     python: str = ""
-    """The Python interpreter of a vLLM server. Empty uses that of this process."""
+    """Path of the Python interpreter for a vLLM server. Empty: the interpreter of this process."""
     gpu_memory_utilization: float = 0.0
     """Share of GPU memory for the process. 0 leaves the default of the server."""
     dtype: Dtype = "bfloat16"
@@ -53,7 +57,7 @@ class EngineOptions:
     """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty: all GPUs."""
     number: int = 0
     """Number of the engine on its host, from 0. An embedded engine computes on the GPU with this
-    index among the GPUs that it may use.
+    index, modulo the number of GPUs that it may use.
     """
     gpus_each: int = 0
     """Number of GPUs for each server of a host. The server with number 0 takes the first ones of
@@ -63,6 +67,10 @@ class EngineOptions:
     """Number of replies sampled at once. Further requests wait. The embedded engine caches as many
     contexts. With a few more than there are concurrent episodes, the context of an episode is still
     cached at its next turn.
+    """
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and the numbers that are added to their logits before the temperature (embedded
+    engine only).
     """
     max_context: int = 2048
     """Largest number of tokens in a sequence. A reply that reaches it ends with the reason
@@ -102,7 +110,7 @@ class EngineOptions:
     """Return, with every reply, the experts that an MoE model chose for each token."""
     sizes: ModelSizes | None = None
     """If given, another process loads the weights into the server at `url`, and this engine only
-    samples (`RemoteEngine.follow`).
+    sends requests (`RemoteEngine.follow`).
     """
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
@@ -120,7 +128,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A backend: the function that makes its engines, and what these engines accept."""
+    """An engine backend: the function that makes its engines, and what they accept."""
 
     make: Callable[[EngineOptions], Engine]
     """A function that makes an engine. It raises `ValueError` for options that the backend cannot
@@ -131,22 +139,29 @@ class EngineSpec:
     servers.
     """
     takes_packed: bool = False
-    """True if the engine accepts packed weights: values and scales of `EngineOptions.quantise`."""
+    """True if the engine accepts packed weights: quantised values and scales in the format
+    `EngineOptions.quantise`.
+    """
     adapter_deltas: bool = False
-    """True if the engine accepts deltas of LoRA adapters. It must keep the adapters that it loaded.
+    """True if the engine accepts deltas of LoRA adapters, for which it keeps the adapters that it
+    loaded last.
     """
     deltas_in_parts: bool = False
     """True if the engine accepts a `DeltaInParts`, such as one delta from each trainer rank."""
     keeps_sets: bool = False
-    """True if replies of truncated sampling have kept sets. Other engines refuse truncation."""
+    """True if replies of truncated sampling (`top_p`, `top_k`, `min_p`) list the kept tokens. Other
+    engines refuse truncation.
+    """
     unmerged: bool = False
-    """True if its engines can be a `VersionedEngine`, with the adapters of several versions."""
+    """True if the backend's engines can be a `VersionedEngine`, which holds the adapters of several
+    versions.
+    """
     reads_gpu: bool = False
     """True if an engine on this machine can read weights in the memory of the trainer's GPU."""
 
 
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the declaration of an engine backend by its name, the value of `engine.backend`.
+    """Return the declaration of an engine backend. `backend` is a value of `engine.backend`.
 
     Raises `ConfigError` if another package adds the backend but it cannot be used.
     """
@@ -157,10 +172,10 @@ def engine_spec(backend: str) -> EngineSpec:
 
 
 def packs_weights(config: RunConfig) -> bool:
-    """Return True if the engine receives packed weights: values and scales of `engine.quantise`.
+    """Return True if the engine receives weights as quantised values and scales.
 
-    Later versions are sent as differences, which only a single engine can use: it loads every
-    version. LoRA runs and clusters send whole weights.
+    Later versions are then sent as differences, which only a run with a single engine can use: that
+    engine loads every version. LoRA runs and clusters send whole weights.
     """
     engine, cluster = config.engine, config.cluster
     is_single = engine.processes == 1 and not cluster.trainers and not cluster.engine_hosts

@@ -3,8 +3,8 @@
 Two checks find a server that does not sample from the weights it was sent. First, the server
 returns the version that sampled each token, which must be the version loaded last. Second, after
 every load the engine samples a few tokens (the probe) and compares their log-probabilities with
-those of the trainer's model under the same weights. No reply of this version is returned before
-they agree. See docs/engines.md.
+those of the trainer's model under the same weights. A reply is returned only after the probe of its
+version has passed. See docs/engines.md.
 """
 
 import asyncio
@@ -62,24 +62,30 @@ from unstale.weights.store import Delta
 HANG_S = 60.0
 """Seconds without an answer after which a server is treated as dead."""
 PAUSE_S = 0.2
-"""Seconds in which the pause of a server usually ends the replies to another process."""
+"""Seconds after which a paused server has usually ended the replies to requests of another
+process.
+"""
 LOAD_S = 600.0
-"""Seconds after which a start, a load or a probe fails. These take longer than a request."""
+"""Seconds after which a start, a load or a probe fails. The limit for requests (`HANG_S`) would be
+too short.
+"""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.2}
-"""Default of `engine.probe_tolerance` in nats, by `engine.dtype` or `engine.quantise`. Errors by
-rounding are smaller, even if only one of trainer and server rounds activations. SmolLM2 (135M) in
-bfloat16 is 0.04 from float32 on the tokens of the probe, and 0.06 from a server in bfloat16. It is
-0.48 from a server that ignores the temperature.
+"""Largest allowed probe error in nats if `engine.probe_tolerance` is 0, by `engine.dtype` or
+`engine.quantise`.
+
+Errors by rounding are smaller, even if only one of trainer and server rounds activations. For
+example, SmolLM2 (135M) in bfloat16 is 0.04 from float32 on the tokens of the probe, and 0.06 from a
+server in bfloat16. It is 0.48 from a server that ignores the temperature.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
-"""Sampling parameters of the probe. A probe at temperature 1 would not find a server whose
+"""Sampling parameters of the probe. Its temperature is not 1, so that it finds a server whose
 log-probabilities ignore the temperature.
 """
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
 """The value that vLLM sends for a token that has no log-probability."""
 _MAX_LOGP = 1e-3
-"""Nats that a log-probability must be below. Values above 0 come from rounding."""
+"""Nats that a log-probability must be below. Values slightly above 0 are rounding errors."""
 NO_EXPERTS = memoryview(b"null")
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
@@ -90,7 +96,10 @@ class ProbeFailed(EngineDied):
 
 
 class VersionSpan(msgspec.Struct):
-    """A part of a server's reply that one version sampled. The part ends before token `end`."""
+    """A part of a server's reply, sampled by one version of the weights.
+
+    It ends before the token with index `end`.
+    """
 
     version: str
     end: int
@@ -104,17 +113,18 @@ class ServerReply:
     logps: tuple[float, ...]
     """The log-probability of each token, in nats."""
     logp_tokens: tuple[int, ...]
-    """The token ids to which the server's log-probabilities belong. They must equal `tokens`."""
+    """The token ids to which the values in `logps` belong. They must equal `tokens`."""
     versions: tuple[tuple[str, int], ...]
     """For each part of the reply that one version sampled: the version as text, and the index of
-    the token after the part.
+    the first token after the part.
     """
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
     routed_experts: memoryview = NO_EXPERTS
-    """Routed experts as JSON text in the server's own encoding. They begin at the first token that
-    the request asked for. The text is null or an empty string if there are none.
+    """Routed experts as JSON text in the server's own encoding. The first row belongs to the first
+    token for which the request asked experts. The text is null or an empty string if there are
+    none.
     """
 
     @property
@@ -134,8 +144,8 @@ class RemoteEngine(ABC):
     HEALTH_PATH: ClassVar[str]
     GENERATE_PATH: ClassVar[str]
     MIN_TEMPERATURE: ClassVar[float]
-    """Lowest temperature above 0 that the server applies. It changes lower ones, so the engine
-    refuses them.
+    """Lowest temperature above 0 that the server applies unchanged. The engine refuses lower
+    ones.
     """
     REPLY: ClassVar[Any] = Any
     """The msgspec type of a reply's JSON. Fields that the type does not name are skipped, which
@@ -166,9 +176,11 @@ class RemoteEngine(ABC):
         self._version = -1
         """The version that was loaded last."""
         self.versions: set[int] = set()
-        """The versions that a request may name. Only a `VersionedEngine` has any."""
+        """The versions that a request may name. Empty unless the engine is a `VersionedEngine`."""
         self._staged: tuple[Update, int, Mapping[str, Tensor]] | None = None
-        """The last staged update, its version, and the weights that `_share` made of it."""
+        """The last staged update, its version, and the weights that `_share` returned for it. None
+        if nothing is staged.
+        """
 
     @cached_property
     def _reference(self) -> ReferenceModel:
@@ -180,7 +192,10 @@ class RemoteEngine(ABC):
         )
 
     def _model_sizes(self) -> ModelSizes:
-        """Return the sizes of the model. Raises ValueError if it has too few positions."""
+        """Return the facts about the model that checks of replies need.
+
+        Raises ValueError if the model has too few positions for `max_context`.
+        """
         self.options.check_context(self._reference.max_positions)
         routed = self._reference.routed_layers() if self.options.record_experts else ()
         return ModelSizes(self._reference.vocab_size, routed)
@@ -194,26 +209,30 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _pause(self, *, keep_cache: bool) -> None:
-        """Stop all replies on the server. Drop the server's cache unless `keep_cache` is set."""
+        """Stop all replies on the server. Clear its prefix cache unless `keep_cache` is set."""
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Stop the requests with these IDs, which reached the server after the pause."""
+        """Stop the requests with these ids, which reached the server after it was paused."""
 
     @abstractmethod
     async def _load_weights(self, folder: Path, version: int) -> None:
-        """Make the server load the weight file in `folder` as `version`, and be able to sample."""
+        """Make the server load the weight file in `folder` as `version`.
+
+        Afterwards it must be able to sample.
+        """
 
     @abstractmethod
     async def _loaded_version(self) -> str:
         """Return the version of the server's weights, as text.
 
-        The server's engine process must answer this itself, so that a frozen process is noticed.
+        The server's engine process must answer this request itself, so that a frozen process is
+        noticed.
         """
 
     @abstractmethod
     async def _unpause(self) -> None:
-        """End the server's pause, which `_load_weights` may already have ended."""
+        """End the server's pause. `_load_weights` may already have ended it."""
 
     @abstractmethod
     def _request_body(
@@ -222,7 +241,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply:
-        """Return a reply from its decoded JSON, which has the type `REPLY`.
+        """Return a reply from the decoded JSON `body`, which has the type `REPLY`.
 
         Called in a thread for large replies. Raises LookupError, TypeError or ValueError if the
         JSON is malformed.
@@ -238,8 +257,8 @@ class RemoteEngine(ABC):
     async def start(self) -> None:
         """Start the server, or connect to a running one.
 
-        Raises ValueError if the server lacks what a run needs, and `EngineDied` if it does not
-        answer.
+        Raises ValueError if the server lacks a feature that a run needs, and `EngineDied` if it
+        does not answer.
         """
         await self._end_session("the engine was started again")
         session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
@@ -294,7 +313,7 @@ class RemoteEngine(ABC):
     async def _experts_in_thread(
         self, session: "_Session", encoded: memoryview, first: int, stop: int
     ) -> RoutedExperts:
-        """Call `_read_experts` in a thread, because experts of long texts are megabytes."""
+        """Call `_read_experts` in a thread, because the experts of long sequences are megabytes."""
 
         async def read() -> RoutedExperts:
             async with parsing_turn():
@@ -308,7 +327,7 @@ class RemoteEngine(ABC):
     def _read_experts(self, encoded: memoryview, first: int, stop: int) -> RoutedExperts:
         """Return the routed experts of a sequence of `stop` tokens, from the token `first` on.
 
-        Raises ValueError if the encoded experts are invalid, or have rows for more tokens.
+        Raises ValueError if `encoded` is invalid or has rows for more tokens.
         """
         decoded = self._decode_experts(encoded)
         experts = pack_experts(decoded, self._num_experts, routed=self.sizes.routed)
@@ -336,7 +355,7 @@ class RemoteEngine(ABC):
         await self._drain(session)  # some requests reached the server after the pause
 
     async def _drain(self, session: "_Session") -> None:
-        """End the pending requests on the server, and wait until all have returned."""
+        """End the pending requests on the server, and wait until their calls have returned."""
         while left := len(session.pending):
             async with self._deadline(session, HANG_S, "aborted replies did not return"):
                 while len(session.pending) == left:
@@ -369,7 +388,7 @@ class RemoteEngine(ABC):
         await self._load_weights(weights.folder, version)
 
     def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
-        """Write the weights to the file for the server, or apply a delta to the file's weights.
+        """Write weights to the file that the server reads, or apply a delta to those in it.
 
         Return the weights in the file. If the update is a file with exactly these weights, that
         file is used. Runs in a thread.
@@ -398,17 +417,17 @@ class RemoteEngine(ABC):
         await self._verified(self._live_session())
 
     def fail(self, reason: str) -> EngineDied:
-        """Make all calls fail until the next start, for a reason that another process found.
+        """Make all calls fail until the next start, for a `reason` that another process found.
 
-        Return the error. The server is killed if this engine started it.
+        Return the error that the calls raise. The server is killed if this engine started it.
         """
         return self._fail(self._live_session(), reason)
 
     def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
         """Sample from a server that another process has started and loaded with `version`.
 
-        Called in the server's event loop in place of `start`, `load` and `resume`. Replies are
-        returned when `probe`, which stands for that of the other process, has passed.
+        Called on the engine's event loop in place of `start`, `load` and `resume`. Replies are
+        returned when `probe` is done: the other process sets it when its probe has passed.
         """
         session = self._session
         if session is None or session.error:
@@ -423,12 +442,14 @@ class RemoteEngine(ABC):
         session.open.set()
 
     def unfollow(self, reason: str) -> None:
-        """Make all calls fail until the next `follow`: the other process lost the server."""
+        """Make all calls fail until the next `follow`, because the other process lost the
+        server.
+        """
         if self._session is not None:
             self._session.end(reason)
 
     async def leave(self) -> None:
-        """Sample nothing until the next `follow`. Wait until all pending replies have returned.
+        """Send no requests until the next `follow`. Wait until all pending replies have returned.
 
         The other process pauses the server meanwhile. Raises `EngineDied` like `interrupt`.
         """
@@ -448,7 +469,7 @@ class RemoteEngine(ABC):
         await in_thread(self._close_weights)
 
     def _close_weights(self) -> None:
-        """Remove the file of the weights. A thread may still write it for a cancelled `stage`."""
+        """Remove the weight file. A thread may still be writing it for a cancelled `stage`."""
         with self._weights.changing():
             self._weights.close()
 
@@ -477,7 +498,10 @@ class RemoteEngine(ABC):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request to the server. Raises ValueError if the server rejects it."""
+        """Send one request to the server and return its reply.
+
+        Raises ValueError if the server rejects it.
+        """
         request = self._request_body(request_id, tokens, params)
         try:
             reply: ServerReply = await self._http.call(
@@ -504,7 +528,7 @@ class RemoteEngine(ABC):
         return reply if routed_experts is None else replace(reply, routed_experts=routed_experts)
 
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
-        """Return the tokens and log-probabilities of a reply.
+        """Return the tokens and log-probabilities of a reply, after checking them.
 
         Raises `EngineDied` if another version than `version` sampled a token, or if a token has no
         valid log-probability.
@@ -536,7 +560,7 @@ class RemoteEngine(ABC):
     ) -> None:
         """Sample tokens and compare their log-probabilities with those of the trainer's model.
 
-        Raises `ProbeFailed` if the mean absolute error exceeds `options.probe_tolerance`.
+        Raises `ProbeFailed` if the mean absolute error in nats exceeds `options.probe_tolerance`.
         """
         try:
             errors = await self._probe_errors(session, version, weights)
@@ -561,9 +585,10 @@ class RemoteEngine(ABC):
     async def _probe_errors(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> Tensor:
-        """Sample tokens. Return the absolute errors of their log-probabilities, in nats.
+        """Sample tokens on the server.
 
-        The true values are those of the trainer's model with `weights`.
+        Return the absolute errors of their log-probabilities, in nats. The true values are those of
+        the trainer's model with `weights`.
         """
         prompt = self._probe_prompt(version)
         request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
@@ -584,7 +609,7 @@ class RemoteEngine(ABC):
         return (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
 
     def _expected_logps(self, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
-        """Return the log-probabilities of all `tokens` but the first under `weights`, `[T - 1]`.
+        """Return the trainer's log-probabilities of all `tokens` except the first, `[T - 1]`.
 
         Runs in a thread.
         """
@@ -592,7 +617,10 @@ class RemoteEngine(ABC):
             return self._reference.logps(weights, tokens, temperature=_PROBE_PARAMS.temperature)
 
     def _probe_prompt(self, version: int) -> list[int]:
-        """Return random prompt tokens, which are the same for every engine that loads `version`."""
+        """Return random prompt tokens for the probe.
+
+        All engines that load `version` get the same ones.
+        """
         noise = torch.Generator().manual_seed(version)
         length = min(_PROBE_PROMPT, self.options.max_context - 1)
         tokens: list[int] = torch.randint(
@@ -603,8 +631,8 @@ class RemoteEngine(ABC):
     async def _wait_until_reachable(self, session: "_Session") -> None:
         """Wait until the server answers.
 
-        Raises `EngineDied` at the first failure if this engine did not start the server and the
-        server has never answered, or if the process that this engine started has ended.
+        Raises `EngineDied` if the process that this engine started has ended, or at the first
+        failed request to a server of another owner that never answered before.
         """
         timeout_s = LOAD_S if self.server is not None else HANG_S
         async with self._deadline(session, timeout_s, "not ready"):
@@ -627,7 +655,7 @@ class RemoteEngine(ABC):
     ) -> None:
         """Send a command to the server.
 
-        Raises `EngineDied` if the server refuses the command or takes longer than `timeout_s`
+        Raises `EngineDied` if the server refuses the command or does not answer within `timeout_s`
         (default: `HANG_S`). If the refusal contains the text `retry_on`, the command is sent again
         until `timeout_s` is over.
         """
@@ -651,7 +679,7 @@ class RemoteEngine(ABC):
     ) -> AbstractAsyncContextManager[None]:
         """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
 
-        `failure` is the reason in the error's text.
+        `failure` is the reason given in the error's text.
         """
         return deadline(seconds, partial(self._fail, session), failure)
 
@@ -669,7 +697,10 @@ class RemoteEngine(ABC):
         return self._session
 
     async def _while_alive(self, session: "_Session", awaitable: Awaitable[_T]) -> _T:
-        """Wait for a result. Raises `EngineDied` if the server or a request to it fails."""
+        """Await a result of the server.
+
+        Raises `EngineDied` if the server or a request to it fails.
+        """
         try:
             return await session.while_alive(awaitable)
         except OSError as error:
@@ -685,9 +716,10 @@ class RemoteEngine(ABC):
             raise self._fail(session, reason)
 
     def _fail(self, session: "_Session", reason: str) -> EngineDied:
-        """Return the error to raise for a failure of the server.
+        """End the session because of a failure of the server. Return the error to raise.
 
-        All calls until the next start fail, too. The server is killed if this engine started it.
+        All calls until the next start raise it, too. The server is killed if this engine started
+        it.
         """
         if session.error:
             return EngineDied(session.error)
@@ -701,7 +733,10 @@ class RemoteEngine(ABC):
 
 
 def _reading(weights: Update) -> AbstractContextManager[None]:
-    """Return a context in which `weights` that are in a shared file are not changed."""
+    """Return a context in which a weight file that other threads may change stays unchanged.
+
+    `weights` may also be in no file.
+    """
     return weights.reading() if isinstance(weights, SharedWeights) else contextlib.nullcontext()
 
 
@@ -742,7 +777,7 @@ def _describe_fault(reply: ServerReply) -> str:
 
 @contextlib.contextmanager
 def malformed_as_connection_error() -> Iterator[None]:
-    """Return a context that raises ConnectionError in place of errors from a malformed answer."""
+    """Return a context that turns errors from a malformed answer into ConnectionError."""
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:
@@ -750,13 +785,15 @@ def malformed_as_connection_error() -> Iterator[None]:
 
 
 class _Session(EngineSession):
-    """The state of a remote engine from one start to the next."""
+    """The state of a remote engine between one start and the next."""
 
     def __init__(self, check_health: "Callable[[_Session], Awaitable[None]]", *, keep_cache: bool):
         super().__init__(partial(check_health, self))
         self.usage = UsageCounters(keep_cache=keep_cache)
         self.probe: asyncio.Future[None] | None = None
-        """The probe of the version that was loaded last."""
+        """A future that is done when the probe of the last loaded version passed. None before the
+        first load.
+        """
 
     def begin(self, request_id: str) -> None:
         self.usage.begin()

@@ -1,4 +1,4 @@
-"""Rules by which a pool of engines chooses an engine for a request.
+"""Rules by which a pool of engines chooses the engine for a request.
 
 The engines may be divided into two groups: one for requests with much new context (prefill), one
 for the others (decode). P/D-Serve divides engines like this, and RollArt maps phases to hardware.
@@ -11,25 +11,25 @@ from dataclasses import dataclass, replace
 
 MAX_EXTRA_REPLIES = 8
 """The largest load that an engine with a useful cache may have beyond the least loaded engine. A
-request without context has load 1.
+request with a short context has load 1.
 """
 CACHED_TOKENS_PER_REPLY = 128
-"""Number of cached context tokens that outweigh one more reply on an engine. For a small model,
-computing them takes as long as the wait for that reply.
+"""Number of cached context tokens that compensate for one more reply on an engine. For a small
+model, computing them takes as long as the wait for that reply.
 """
 FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
-"""A request goes to the other group if an engine there has cached more than this many tokens more
-of its context. They outweigh `MAX_EXTRA_REPLIES` replies.
+"""A request is sent to the other group if an engine there has cached more than this many context
+tokens more than the engine of its own group. They compensate for `MAX_EXTRA_REPLIES` replies.
 """
 _KEPT = 50
-"""Number of reply lengths that are kept. With more, the mean would follow a change too late."""
+"""Number of last reply lengths in the mean. With more, the mean would follow a change too late."""
 
 
 def request_weight(context: int, load_tokens: int) -> int:
     """Return the load of a request with `context` tokens: 1 + floor(context / load_tokens).
 
-    The load is 1 if `load_tokens` is 0. The context counts because each sampled token attends to
-    all of it. The formula is AgentMath's, with w_base = 1.
+    The load is 1 if `load_tokens` is 0. Long contexts count more because each sampled token attends
+    to all of its context. The formula is AgentMath's, with w_base = 1.
     """
     return 1 + (context // load_tokens if load_tokens else 0)
 
@@ -39,7 +39,9 @@ class Phases:
     """The division of a pool's engines into a prefill group and a decode group."""
 
     prefill_engines: int = 0
-    """Number of engines in the prefill group: the first ones of the pool. 0 makes no groups."""
+    """Number of engines in the prefill group: the first ones of the pool. 0: the pool has no
+    groups.
+    """
     ratio: float = 8.0
     """A request belongs to the prefill group if it has more than this many new context tokens for
     each expected token of its reply.
@@ -69,26 +71,28 @@ class Candidate:
     cached: int
     """Number of the request's context tokens that the engine has cached."""
     is_free: bool
-    """False if the engine already runs as many requests as it can, so that it rejects this one."""
+    """False if the engine already runs as many requests as it can, so that this request would
+    wait.
+    """
     prefills: bool = False
     """True if the engine belongs to the prefill group."""
     takes_prefill: bool = True
     """False if the engine rejects requests of the prefill group."""
     pending: int = 0
-    """Number of context tokens of other requests that the engine has to compute first."""
+    """Number of context tokens of other requests that the engine must compute first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The engine for a request."""
+    """The engine that was chosen for a request."""
 
     index: int
-    """The engine's index among the candidates."""
+    """The engine's index in the list of candidates."""
     has_place: bool
-    """False if all engines reject the request, so that it waits."""
+    """False if no engine can run the request at once, so that it waits at this engine."""
     rejects: int
-    """Number of engines that are preferred to this one, but have no place or other context to
-    compute.
+    """Number of engines that are preferred to this one, but cannot run the request at once or must
+    first compute other contexts.
     """
     is_prefill: bool
     """True if the request belongs to the prefill group."""
@@ -97,13 +101,13 @@ class Choice:
 def choose(
     candidates: Sequence[Candidate], *, context: int, reply_tokens: float, phases: Phases
 ) -> Choice:
-    """Choose an engine by the phase of a request with `context` tokens.
+    """Choose an engine for a request with `context` tokens, by the group to which it belongs.
 
-    The request's group is prefill if the decode engine with most of its context cached would still
-    have to compute too many tokens (`Phases.is_prefill`), else decode. The request is sent to an
-    engine of its group. It is sent to the other group if only that one has a place, or if an engine
-    there has cached more than `FOREIGN_TOKENS` more of its context. If all engines reject it, it
-    waits in its group. A group without a working engine is ignored.
+    The group is prefill if the decode engine with most of the context cached would still have to
+    compute too many tokens (`Phases.is_prefill`), else decode. The request is sent to an engine of
+    its group. It is sent to the other group if only that group has a free engine, or if an engine
+    there has cached more than `FOREIGN_TOKENS` more of its context. If no engine is free, it waits
+    in its group. A group without a working engine is ignored.
 
     >>> prefill = Candidate(load=1, cached=0, is_free=True, prefills=True)
     >>> decode = Candidate(load=5, cached=0, is_free=True)
@@ -131,13 +135,13 @@ def choose(
 def choose_in(
     candidates: Sequence[Candidate], group: Sequence[int], *, is_prefill: bool = False
 ) -> Choice:
-    """Choose an engine of a group, which is given by indices of `candidates`.
+    """Choose an engine of a group. `group` has the indices of its engines in `candidates`.
 
     The preferred engine has the least load and context to compute, where `CACHED_TOKENS_PER_REPLY`
     tokens count as a load of 1. Engines whose load is more than `MAX_EXTRA_REPLIES` above the least
-    come last. Engines without a place are skipped. An engine with pending context of other requests
-    is skipped if computing the request's context elsewhere takes fewer tokens. If no engine has a
-    place, the request waits at the preferred one.
+    come last. Engines that cannot run the request at once are skipped. An engine with pending
+    context of other requests is skipped if computing the request's context elsewhere takes fewer
+    tokens. If no engine can run the request at once, it waits at the preferred one.
     """
     most = min(candidates[index].load for index in group) + MAX_EXTRA_REPLIES
 
@@ -179,11 +183,11 @@ class ReplyLengths:
         self._lengths: deque[int] = deque(maxlen=_KEPT)
 
     def add(self, tokens: int) -> None:
-        """Add the length of a complete reply, in tokens, including parts of earlier requests."""
+        """Add the length in tokens of a complete reply, parts from earlier requests included."""
         self._lengths.append(tokens)
 
     def expected(self, max_tokens: int, sampled: int = 0) -> float:
-        """Return the expected length of the rest of a reply, at most `max_tokens` tokens.
+        """Return the expected number of tokens in the rest of a reply, at most `max_tokens`.
 
         The reply has `sampled` tokens so far. The result is the mean rest of the recorded replies
         that were longer than that, or `max_tokens` if none was.

@@ -30,8 +30,8 @@ Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 least `max_tokens`.
 """
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""A function of the context with the reply so far. It is awaited before each token, and so controls
-the speed.
+"""A function of the context, the reply's tokens so far included. It is awaited before each token,
+so it controls the speed.
 """
 
 
@@ -69,7 +69,7 @@ class ScriptedEngine:
         self._parameters = parameters
         self.version = -1
         self._pending: dict[asyncio.Timeout, None] = {}
-        """A timer for each pending reply. When it expires, the reply ends early."""
+        """A timer for each pending reply. When the timer expires, the reply ends early."""
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()

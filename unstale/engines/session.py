@@ -1,6 +1,6 @@
-"""The state of an engine that runs in other processes, and functions that wait for its answers.
+"""The state of an engine that runs in another process, and functions that await its answers.
 
-A wait fails when the engine dies, or after a time limit.
+Such a wait raises an error when the engine dies, or after a time limit.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class EngineSession:
-    """The state of an engine that runs in other processes, from one start to the next.
+    """The state of an engine that runs in other processes, between one start and the next.
 
     The caller's function `check_health` is awaited every `CHECK_S` seconds while replies are
     pending. It must raise `EngineDied` if the engine does not work.
@@ -25,7 +25,7 @@ class EngineSession:
 
     def __init__(self, check_health: Callable[[], Awaitable[None]]) -> None:
         self.error = ""
-        """The reason why the session ended. Empty while it lasts."""
+        """The reason why the session ended. Empty while it is in progress."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
         """Set while the engine may sample, from `resume` to `interrupt`."""
@@ -50,7 +50,10 @@ class EngineSession:
             self.quiet.set()
 
     async def while_alive(self, awaitable: Awaitable[_T]) -> _T:
-        """Await and return a result. Raises `EngineDied` if the session ends first."""
+        """Await `awaitable` and return its result.
+
+        Raises `EngineDied` if the session ends first.
+        """
         task = asyncio.ensure_future(awaitable)
         try:
             while not task.done():
@@ -71,7 +74,8 @@ class EngineSession:
     def _check_due(self) -> bool:
         """Return True if the last health check was `CHECK_S` seconds ago or more.
 
-        The caller must then check: this time is recorded as that of the last check.
+        The caller must then check the engine's health: the current time is recorded as that of the
+        last check.
         """
         now = time.monotonic()
         due = now >= self._checked_at + CHECK_S
@@ -86,8 +90,8 @@ async def deadline(
 ) -> AsyncIterator[None]:
     """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
 
-    `died` makes this error from the text "<what> within <seconds> s". `what` is a failure, such as
-    "no answer".
+    `died` makes this error from the text "<what> within <seconds> s". `what` names the failure,
+    such as "no answer".
     """
     try:
         async with asyncio.timeout(seconds):

@@ -29,7 +29,7 @@ class UsageCounters:
         self._current = CachedPrefixes()
         """Contexts that were computed with the current weights."""
         self._older = CachedPrefixes()
-        """Contexts that were computed with the previous weights. With `keep_cache`, with any
+        """Contexts that were computed with the previous weights. With `keep_cache`, those of all
         earlier weights.
         """
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -37,22 +37,22 @@ class UsageCounters:
         self._busy_since: float | None = None
 
     def begin(self) -> None:
-        """Count the time from now on as busy, until `end`."""
+        """Count the time as busy from this call until `end`."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
 
     def end(self) -> None:
-        """Count the time from now on as idle, until `begin`."""
+        """Count the time as idle from this call until `begin`."""
         if self._busy_since is not None:
             self._counters["busy_s"] += time.monotonic() - self._busy_since
             self._busy_since = None
 
     def probed(self, error: float) -> None:
-        """Record a probe's mean log-probability error, in nats. The largest since `read` counts."""
+        """Record the mean log-probability error of a probe, in nats. `read` returns the largest."""
         self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], error)
 
     def loaded(self) -> None:
-        """Record a weight update: cached contexts are from now on those of older weights."""
+        """Record a weight update: all contexts cached so far belong to older weights."""
         if self._keep_cache:
             self._current.update(self._older)
         self._older = self._current
@@ -81,10 +81,10 @@ class UsageCounters:
         return clean
 
     def read(self) -> dict[str, float]:
-        """Return the counters since the last call, and set them to 0.
+        """Return the counters since the last call, and reset them to 0.
 
-        `reprefill_s`, the time for computing dropped contexts again, is estimated: its share of the
-        busy time is taken as the share of these tokens in all computed tokens.
+        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate: the busy
+        time is divided in proportion to the tokens.
         """
         if self._busy_since is not None:
             self.end()

@@ -22,8 +22,8 @@ from unstale.weights.child_process import visible_gpus
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 _WORKER = "unstale_vllm_worker"
-"""The module name of `vllm_worker.py` in the server's process. Nothing else of this package can be
-imported there, so the interpreter needs only the packages of vLLM.
+"""The name under which `vllm_worker.py` is imported in the server's process. No other module of
+this package can be imported there, so the interpreter needs only the packages of vLLM.
 """
 EXTENSION = f"{_WORKER}.Extension"
 _CHECK_S = 60.0
@@ -35,7 +35,7 @@ _MAX_SOCKET_BYTES = 107
 _SOCKET_NAME_BYTES = 36
 """Length of the longest name of a socket in the server's folder: vLLM uses random UUIDs."""
 ACTIVATIONS_SHARE = 0.15
-"""Share of GPU memory that is left free for the trainer's activations and caches."""
+"""Share of GPU memory that a server leaves free for the trainer's activations and caches."""
 QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """The value of vLLM's `--quantization` for each value of `EngineOptions.quantise`. `fp8_per_block`
 uses the blocks of `model.quantisation.FORMATS`, and quantises bfloat16 weights at each load.
@@ -55,7 +55,7 @@ _OPTIONS = {
     "--max-lora-rank": "trainer.lora_rank",
     _MEMORY_FLAG: "engine.gpu_memory_utilization",
 }
-"""Flags of vLLM that an option of the run sets, with this option's name."""
+"""Flags of vLLM that an option of the run sets, each with the option's name."""
 
 
 class VllmServer:
@@ -66,7 +66,7 @@ class VllmServer:
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
-        """Prepare the command. `start` starts the server.
+        """Prepare the command that starts the server. `start` runs it.
 
         vLLM adds the class `extension` to its workers. Raises ValueError if `options.args` has a
         flag that the run sets, the path of `TMPDIR` is too long, the Python interpreter is missing,
@@ -81,7 +81,7 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
         self._lock = threading.Lock()
-        """The lock that `start` and `close` hold, because they run in threads."""
+        """A lock that `start` and `close` hold, because they run in different threads."""
         self._arguments = [
             f"--model={options.model_folder.resolve()}",
             f"--uds={self._folder}/http",
@@ -124,11 +124,11 @@ class VllmServer:
         return self._process.pid
 
     def start(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """End the present process, if there is one, and start a new one.
+        """End the present server process, if there is one, and start a new one.
 
         The call does not wait until the server can answer requests. No process is started if
         `is_wanted` returns False. `close` may run in another thread before or after this call, so
-        whoever calls `close` must first let `is_wanted` return False.
+        whoever calls `close` must first make `is_wanted` return False.
         """
         with self._lock:
             self._end()
@@ -202,9 +202,9 @@ class VllmServer:
 
 
 def _weight_flags(options: EngineOptions) -> list[str]:
-    """Return the flags for the weights with which a server starts, and for its adapters.
+    """Return the flags that choose a server's initial weights and allow LoRA adapters.
 
-    Raises ValueError for a rank that vLLM does not have.
+    Raises ValueError for a LoRA rank that vLLM does not support.
     """
     if options.adapters == "merged" or options.merging is None:
         return ["--load-format=dummy"]
@@ -218,7 +218,9 @@ def _weight_flags(options: EngineOptions) -> list[str]:
 
 
 def require_vllm(python: str) -> None:
-    """Raise ValueError if vLLM is not installed for the interpreter `python` ("": this one)."""
+    """Raise ValueError if vLLM is not installed for the interpreter `python` ("": this
+    process's).
+    """
     if python:
         _require_vllm_of(python, find_python(python))
     elif find_spec("vllm") is None:
@@ -265,7 +267,7 @@ def _require_vllm_of(python: str, path: str) -> None:
 
 
 def _socket_folder() -> Path:
-    """Return the path of a new folder for sockets, without creating the folder.
+    """Return a free path for a folder of sockets. The folder is not created.
 
     Raises ValueError if the paths of the sockets would be too long.
     """
@@ -304,7 +306,7 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
 def gpus_here() -> list[str]:
     """Return the GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`.
 
-    No GPU is initialised for that.
+    The call initialises no GPU.
     """
     if not torch.cuda.is_available():
         return []
@@ -316,9 +318,9 @@ def gpus_here() -> list[str]:
 
 
 def _own_gpus(options: EngineOptions) -> Sequence[str]:
-    """Return the GPUs of the server with `options.number`, of those that its host may use.
+    """Return the GPUs for the server with `options.number`, taken from the GPUs of its host.
 
-    Raises ValueError if there are too few.
+    Empty: it may use all. Raises ValueError if its host has too few.
     """
     gpus = options.gpus or gpus_here()
     if not options.gpus_each or not gpus:
@@ -341,9 +343,9 @@ def can_quantise(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int) -> float:
     """Return the share of one GPU's memory that a server may use next to the trainer.
 
-    `weights` is the model's number of weights, and `total` the GPU's memory in bytes.
-    `trainer_bytes` and `engine_bytes` are bytes per weight. Another 15% of the memory are left for
-    the trainer's activations. Raises ValueError if trainer and server do not fit together.
+    `weights` is the number of parameters of the model, and `total` the GPU's memory in bytes.
+    `trainer_bytes` and `engine_bytes` are bytes for each parameter. A further 15% of the memory is
+    left for the trainer's activations. Raises ValueError if trainer and server do not fit together.
 
     >>> gpu_share(4_000_000_000, total=140_000_000_000, trainer_bytes=18, engine_bytes=2)
     0.33
@@ -361,7 +363,7 @@ def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int
 
 
 def server_environment(modules: Path, *, python: str, threads: int) -> dict[str, str]:
-    """Return the environment variables of a server.
+    """Return the environment variables for a server's process.
 
     `modules` is the folder from which the server imports `vllm_worker.py`. The server's sockets are
     in the parent of this folder. Variables of this process replace the defaults, but not those that

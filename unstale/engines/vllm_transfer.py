@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 PACKET_BYTES = 1 << 28
-"""Size in bytes above which a packet of weights is sent.
+"""Size in bytes after which a packet of weights is sent.
 
 A packet ends with the tensor that exceeds this size, so it may be larger by one tensor. The trainer
 holds the tensors of a packet and their copy, the workers up to two packets.
@@ -28,25 +28,28 @@ holds the tensors of a packet and their copy, the workers up to two packets.
 
 
 class TransferGroup(Protocol):
-    """The trainer and all workers of a server. Methods block. Other threads may call `close`."""
+    """A communication group of the trainer (rank 0) and all workers of a server. Methods block.
+
+    Only `close` may be called by another thread.
+    """
 
     id: str
     """The identifier with which workers join the group: for NCCL, 128 bytes in base64."""
     device: torch.device
-    """The device of the data to broadcast."""
+    """The device of the tensors that `broadcast` sends."""
 
     def join(self, size: int) -> None:
-        """Join the group as rank 0. Waits for all `size` members."""
+        """Join the group as rank 0. Wait until all `size` members have joined."""
         ...
 
     def broadcast(self, data: Tensor) -> None:
-        """Send bytes to all workers. Returns when the memory of `data` may be used again."""
+        """Send bytes to all workers. Return when the memory of `data` may be used again."""
         ...
 
     def close(self) -> None:
         """Close the group. A `broadcast` that waits for a dead worker then ends.
 
-        A `join` that waits may continue to wait. If it ends later, the group is closed then.
+        A `join` may continue to wait. If it succeeds later, the group is closed then.
         """
         ...
 
@@ -55,7 +58,7 @@ MakeGroup = Callable[[], TransferGroup]
 
 
 class NcclGroup:
-    """A group over NCCL, with the first GPU of this process as the trainer's."""
+    """An NCCL group. The trainer uses the first GPU of this process."""
 
     def __init__(self) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -96,7 +99,7 @@ class NcclGroup:
 
 
 def nccl_groups() -> MakeGroup:
-    """Return the function that makes NCCL groups.
+    """Return the function that makes NCCL groups of trainer and workers.
 
     Raises ValueError if this process has no CUDA GPU or no vLLM.
     """
@@ -114,7 +117,7 @@ def nccl_groups() -> MakeGroup:
 
 
 def join_request(group: TransferGroup, size: int) -> dict[str, Any]:
-    """Return the body of the request with which the workers join a group of `size` members."""
+    """Return the body of the HTTP request that makes the workers join a group of `size` members."""
     return {
         "init_info": {
             "nccl_unique_id_b64": group.id,
@@ -128,7 +131,9 @@ def join_request(group: TransferGroup, size: int) -> dict[str, Any]:
 
 
 def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the body of the request that makes the workers receive `weights`, in this order."""
+    """Return the body of the HTTP request that makes the workers receive `weights`, in this
+    order.
+    """
     return {
         "update_info": {
             "names": list(weights),
@@ -139,7 +144,10 @@ def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def send(group: TransferGroup, weights: Mapping[str, Tensor]) -> None:
-    """Send weights in packets. A packet ends with the tensor that exceeds `PACKET_BYTES`."""
+    """Send weights to the group in packets.
+
+    A packet ends with the tensor that exceeds `PACKET_BYTES`.
+    """
     packet: list[Tensor] = []
     size = 0
     for tensor in weights.values():

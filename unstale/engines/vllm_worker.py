@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 TERMINATE_S = 5
-"""Seconds that the server has to end after SIGTERM. Then its processes are killed."""
+"""Seconds that the server may take to end after SIGTERM. Then its processes are killed."""
 
 
 class Extension:
@@ -24,7 +24,7 @@ class Extension:
     reload_weights: Any
 
     def unstale_quantization(self) -> list[str | None]:
-        """Return a list with one entry: the server's `--quantization`, or None if it has none."""
+        """Return a list with one entry: the server's `--quantization`, or None without it."""
         return [self.vllm_config.model_config.quantization]
 
     def unstale_load(self, path: str) -> None:
@@ -38,10 +38,11 @@ class Extension:
         self.unstale_repack()
 
     def unstale_repack(self) -> None:
-        """Convert the weights of linear layers again. Only vLLM's CPU build needs this.
+        """Convert the weights of linear layers to vLLM's CPU format again.
 
-        That build converts an output head that is tied to the embedding only when it creates the
-        model. A load changes the embedding, but not the converted head.
+        Only vLLM's CPU build needs this. That build converts an output head that is tied to the
+        embedding only when it creates the model. A load changes the embedding, but not the
+        converted head.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def end_with_parent() -> None:
-    """Wait until standard input closes, which means that the parent has ended. End the server then.
+    """Wait until standard input closes, which means that the parent has ended. Then end the server.
 
     SIGTERM is sent first, because a kill leaves the server's shared memory behind. `TERMINATE_S`
     seconds later a shell kills the process group, because this process may have ended by then.

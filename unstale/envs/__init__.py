@@ -1,6 +1,6 @@
 """The Protocols of environments and task sets. An environment exchanges messages with the policy.
 
-A task set creates the environments. `chat.py` converts messages to tokens.
+A task set creates the environments of its tasks. `chat.py` converts messages to tokens.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,9 @@ MAX_REWARD = 1e15
 MAX_FACT = 1e300
 """Largest absolute value of a fact (see `Turn.facts`), so that the sum over a batch is finite."""
 _TASKS_PER_SEED = 10**9
-"""Number of task numbers reserved for each seed of a run, so that two seeds never share a task."""
+"""Number of task numbers reserved for each seed of a run, so that two runs with different seeds
+share no task.
+"""
 
 
 def tool_schema(
@@ -66,7 +68,7 @@ ROLES: tuple[str, ...] = get_args(Message.__annotations__["role"])
 
 
 class EnvError(Exception):
-    """Error of an environment. The episode is retried, and then counts as failed."""
+    """Error of an environment. The episode is tried again, and counts as failed if this goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,9 @@ class Turn:
 
 
 def read_rewards(rewards: Any, source: str = "Turn.") -> dict[str, float]:
-    """Return rewards by name. A single number is stored as `{"reward": number}`.
+    """Return a reward value as rewards by name. A single number becomes `{"reward": number}`.
 
-    Raises `EnvError` for another value. The message begins with `source`.
+    Raises `EnvError` for another value. `source` begins the error's message.
 
     >>> read_rewards(1), read_rewards({"right": True})
     ({'reward': 1.0}, {'right': 1.0})
@@ -142,9 +144,9 @@ def _numbers(name: str, values: Any, *, most: float = MAX_FACT) -> dict[str, flo
 
 
 def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: float) -> float:
-    """Return a number, also a Decimal or a scalar of NumPy or torch, as float.
+    """Return a number as float. It may be a Decimal, or a scalar of NumPy or torch.
 
-    Raises `EnvError` for other values, and for a larger number than `most`.
+    Raises `EnvError` for other values, and for a number whose absolute value exceeds `most`.
     """
     if type(value) is float and -most <= value <= most:
         return value
@@ -160,9 +162,9 @@ def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: 
 
 
 class Env(Protocol):
-    """The environment of one episode, seeded and used only once. Both methods may raise `EnvError`.
+    """The environment of one episode. It has its own seed and is used only once.
 
-    A method that is not a coroutine is run in a thread.
+    A method that is not a coroutine is run in a thread. Both methods may raise `EnvError`.
     """
 
     def begin(self) -> Awaitable[Turn] | Turn:
@@ -175,7 +177,7 @@ class Env(Protocol):
 
 
 def implements(value: object, protocol: Callable[..., _Contract]) -> TypeGuard[_Contract]:
-    """Return True if a value has all public members of a protocol, all of them not None.
+    """Return True if a value has all public members of a protocol and none of them is None.
 
     Members may come from `__getattr__`. In Python 3.11 `isinstance` collects the members anew at
     each call, which takes 20 to 40 us. Every episode makes several of these checks.
@@ -195,22 +197,21 @@ def members(protocol: Any) -> tuple[str, ...]:
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment whose state can be saved and restored, so that a resumed run continues the
-    episode.
+    """An environment whose state can be saved and restored, to continue an episode after a resume.
 
     Without these methods, a resumed run sends the recorded replies to a new environment. That
     environment must answer them as the first one did.
     """
 
     def snapshot(self) -> str | None:
-        """Return the state of the environment between two replies as text.
+        """Return the environment's state between two replies as text, for the journal.
 
-        The text is stored in the journal. If the method returns None, nothing is stored.
+        Return None to store nothing.
         """
         ...
 
     async def resume(self, state: str) -> None:
-        """Restore a saved state in a new environment of the same task and seed.
+        """Restore a state that `snapshot` returned, in a new environment of the same task and seed.
 
         Called instead of `begin`.
         """
@@ -221,7 +222,7 @@ class Resumable(Protocol):
 class HasSimulatedDelays(Protocol):
     """An environment that waits to simulate slow tools.
 
-    While `replaying` is true, because a resumed run repeats recorded replies, it must not wait.
+    It must not wait while `replaying` is True: a resumed run is then repeating recorded replies.
     """
 
     replaying: bool
@@ -238,14 +239,12 @@ class Closable(Protocol):
 
 @runtime_checkable
 class HasWorker(Protocol):
-    """An environment that runs in a worker process. `rollout.timeout_s` excludes the process's
-    start.
-    """
+    """An environment in a worker process. `rollout.timeout_s` excludes the process's start."""
 
     def worker_start(self) -> Awaitable[None] | None:
-        """Assign a worker process. Return an awaitable of the process's start, or None if it has
-        started.
+        """Assign a worker process to the environment.
 
+        Return an awaitable that waits for the start of the process, or None if it has started.
         Raises `EnvError` if no process can be started. The awaitable raises it if the start fails.
         """
 
@@ -264,18 +263,18 @@ class Taskset(Protocol):
     """JSON schemas of the tools, in the format that chat templates expect."""
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield training tasks without end. Their order must depend only on `seed`."""
+        """Yield training tasks endlessly. Their order must depend only on `seed`."""
         ...
 
     def held_out(self, count: int) -> list[Task]:
         """Return up to `count` held-out tasks.
 
-        The held-out tasks are always the same, and `train` never yields one of them.
+        They must be the same in every call, and `train` must never yield one of them.
         """
         ...
 
     def env(self, task: Task, seed: int) -> Env:
-        """Return a new environment.
+        """Return a new environment for an episode of a task.
 
         All its random choices must be derived from `task` and `seed`.
         """
@@ -283,7 +282,7 @@ class Taskset(Protocol):
 
 
 class NumberedTasks:
-    """A base class for task sets that make each task from its number."""
+    """A base class for task sets that create each task from its number."""
 
     name: str
 
@@ -306,7 +305,7 @@ class ListedTasks:
     data: Mapping[str, Sequence[Any]]
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield the training list without end, each time in a new order with new numbers."""
+        """Yield the training list endlessly, each time in a new order and with new task numbers."""
         number = len(self.data["train"])
         for begin in range(0, _TASKS_PER_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
@@ -321,7 +320,10 @@ class ListedTasks:
         ]
 
     def identity(self, task: Task) -> str:
-        """Return the name of a task's entry in the list. Repetitions have the same name."""
+        """Return the name of a task's entry in the list.
+
+        All repetitions of the task have this name.
+        """
         number = task.index % _TASKS_PER_SEED % len(self.data[task.split])
         return f"{task.env}/{task.split}/{number}"
 
@@ -331,21 +333,24 @@ class ListedTasks:
         return data[task.index % _TASKS_PER_SEED % len(data)]
 
     def place_of(self, task: Task) -> str:
-        """Return the file and the line of a task. Empty if the task was not read from a file."""
+        """Return the file and the line from which a task was read.
+
+        Empty if it was not read from a file.
+        """
         return str(getattr(self.data_of(task), "place", ""))
 
 
 @runtime_checkable
 class HasIdentities(Protocol):
-    """A task set that yields the same task under several numbers."""
+    """A task set that yields the same task several times, each time under another number."""
 
     def identity(self, task: Task) -> str:
-        """Return a name that is equal for all numbers of a task."""
+        """Return a name of a task that does not depend on its number."""
         ...
 
 
 def task_identity(taskset: Taskset, task: Task) -> str:
-    """Return a name of the task that is equal in all its repetitions, for statistics of tasks."""
+    """Return a name of the task that all its repetitions share, for statistics of tasks."""
     return taskset.identity(task) if implements(taskset, HasIdentities) else task.key
 
 
@@ -359,8 +364,28 @@ class HasTexts(Protocol):
 
 
 def task_text(taskset: Taskset, task: Task) -> str:
-    """Return the words of a task, without running it. Empty if the task set does not have them."""
+    """Return the words of a task, without running it.
+
+    Empty if the task set has no method `text`.
+    """
     return taskset.text(task) if implements(taskset, HasTexts) else ""
+
+
+@runtime_checkable
+class Votable(Protocol):
+    """A task set whose episodes end with an answer that can be compared with those of others."""
+
+    def answer_of(self, task: Task, reply: str) -> str:
+        """Return the answer that an episode's last reply gives. Empty if it gives none.
+
+        Equal answers are equal texts. The reward of a task must not be used.
+        """
+        ...
+
+
+def task_answer(taskset: Taskset, task: Task, reply: str) -> str:
+    """Return the answer that an episode's last reply gives. Empty without one."""
+    return taskset.answer_of(task, reply) if implements(taskset, Votable) else ""
 
 
 @runtime_checkable
@@ -368,8 +393,9 @@ class HasGiveaways(Protocol):
     """A task set that can detect tasks that reward an empty or a constant reply."""
 
     def giveaways(self) -> str:
-        """Return a sentence about tasks that reward an empty or a constant reply. Empty without
-        such tasks.
+        """Return a sentence about tasks that reward an empty or a constant reply.
+
+        Empty if there are none.
         """
         ...
 
@@ -408,9 +434,9 @@ class RewardCombiner(Protocol):
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Return the turn with a single combined reward, if it has rewards.
+    """Return the turn with one combined reward, if it has rewards.
 
-    This applies to task sets that have `combine`. The named rewards become facts `reward/<name>`,
+    The task set must have the method `combine`. The named rewards become facts `reward/<name>`,
     which are logged.
     """
     name = f"the result of combine() of {taskset.name}"

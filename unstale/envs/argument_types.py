@@ -16,12 +16,12 @@ from urllib.parse import unquote, urljoin
 from unstale.envs.strict_json import STRICT_DECODER, loads, read_float
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The schema of each tool's arguments (an object), by the name of the tool."""
+"""For each tool, by its name: the JSON schema of its arguments, which are an object."""
 
 _MAX_SCHEMAS = 200
-"""Largest number of parts of a schema that are read to find its type."""
+"""Largest number of parts of a schema that are read to find the type of a value."""
 _MAX_NODES = 5_000
-"""Largest number of parts of a schema that are searched for the names of references."""
+"""Largest number of parts of a schema that are searched for a referenced name."""
 _MAX_ANNOTATION = 200
 """Largest number of characters of a type that is read as a Python annotation."""
 _MAX_LITERAL = 10_000
@@ -46,9 +46,10 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Return the value of the argument called `name`, which a tool call gives as text.
+    """Convert an argument of a tool call, given as text, to a value of the type in its schema.
 
-    `parameters` is the schema of all arguments of the tool. Local references in it begin there.
+    `name` is the argument's name, and `parameters` the schema of all arguments of the tool, in
+    which local references are looked up.
     """
     parameters = _mapping(parameters)
     others = parameters.get("additionalProperties")
@@ -57,10 +58,10 @@ def argument_value(text: str, name: str, parameters: Any) -> Any:
 
 
 def typed_value(text: str, schema: Any, root: Any = None) -> Any:
-    """Return the text of an argument as a value of the type in its schema.
+    """Convert the text of an argument to a value of the type in its schema.
 
     Text that is not such a value stays text. If the schema has no type, text that is JSON becomes
-    its value. References begin at `root`, by default at the schema.
+    its value. References are looked up in `root`, by default in the schema.
 
     >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
     (5, '5')
@@ -89,7 +90,7 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the list or object that is written as a Python literal. None for other text."""
+    """Return the list or object that a Python literal describes. None for other text."""
     if len(text) > _MAX_LITERAL or text[:1] not in ("[", "{", "("):
         return None
     try:
@@ -120,14 +121,15 @@ def literal_value(tree: ast.expr, source: str) -> Any:
 
 
 class _TypeReader:
-    """Reads the types that a schema allows, from at most `_MAX_SCHEMAS` of its parts.
+    """A reader of the types that a schema allows.
 
-    References could otherwise lead to any number of parts.
+    It reads at most `_MAX_SCHEMAS` parts of the schema. References could otherwise lead to any
+    number of parts.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        """The schema with the definitions to which references refer."""
+        """The schema in which references are looked up."""
         self._left = _MAX_SCHEMAS
         self._nodes_left = _MAX_NODES
 
@@ -168,7 +170,7 @@ class _TypeReader:
         return found
 
     def _find(self, schema: Any, key: str, wanted: str, base: str | None = None) -> Any:
-        """Return the part of a schema whose `key` has the wanted value.
+        """Return the part of a schema whose value of `key` is `wanted`.
 
         With `base`, values are addresses relative to it. None if no part has it, or if more than
         `_MAX_NODES` parts would be searched.
@@ -186,7 +188,7 @@ class _TypeReader:
 
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema names itself, by `type` or by the values that it allows."""
+    """Return the types that a schema states itself, by `type` or by the values that it allows."""
     named = schema.get("type")
     if isinstance(named, str | list | tuple) and named:
         names = [named] if isinstance(named, str) else named

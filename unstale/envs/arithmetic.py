@@ -1,4 +1,4 @@
-"""Compute the exact values of arithmetic expressions, which are given as a list of their tokens."""
+"""Exact values of arithmetic expressions, which are given as a list of tokens."""
 
 import re
 from collections.abc import Sequence
@@ -27,9 +27,7 @@ _FACTORS: dict[str, int | Fraction] = {
 _MAX_TOKENS = 500
 _MAX_DEPTH = 40
 _MAX_BITS = 4096
-"""Largest number of bits of a numerator or denominator, so that no expression takes noticeable
-time.
-"""
+"""Largest number of bits of a numerator or denominator. It limits the time for one expression."""
 
 Value = Fraction | float | str | tuple["Value", ...]
 
@@ -40,15 +38,15 @@ class Token(NamedTuple):
     kind: str
     text: str
     spaced: bool
-    """True if there is a space before the token."""
+    """True if white space precedes the token."""
 
 
 class _UnknownError(Exception):
-    """An expression that is not understood, or that is too large."""
+    """Error: an expression is not understood, or too large."""
 
 
 def computed(tokens: Sequence[Token]) -> Value | None:
-    """Return the value of an expression, or None if it is not understood as a whole.
+    """Return the value of a whole expression, or None if any part of it is not understood.
 
     Numbers are exact, unless a root is not. A list is a tuple: a bracket, the items, a bracket.
     Plain numbers with `-` or several `/` and no space between them are a range or a date, which is
@@ -87,7 +85,10 @@ class _Parser:
         self.place = self.depth = 0
 
     def items(self, opening: str, closing: str) -> Value:
-        """Return a sum, or several sums with commas between them and the brackets around them."""
+        """Parse one sum, or several sums separated by commas, with the brackets around them.
+
+        Return the value.
+        """
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise _UnknownError
@@ -101,7 +102,7 @@ class _Parser:
         return values[0] if len(values) == 1 else (opening, *values, last)
 
     def takes(self, *texts: str) -> bool:
-        """If the text of the next token is one of these, skip the token and return True."""
+        """If the next token is one of `texts`, skip it and return True."""
         found = self.tokens[self.place].text in texts
         self.place += found
         return found
@@ -172,7 +173,9 @@ class _Parser:
         return self.items("{", "}")
 
     def mixed(self, whole: Fraction, token: Token) -> Fraction:
-        """Return a number, with a proper fraction after it if there is one."""
+        """Return the number `whole`, with the proper fraction that may follow it added (`2
+        1/2`).
+        """
         following = self.tokens[self.place : self.place + 7]
         if is_mixed(token, following):
             self.place += 3 if following[0].kind == "number" else 7
@@ -182,7 +185,7 @@ class _Parser:
 
 
 def is_mixed(token: Token, following: Sequence[Token]) -> bool:
-    """Return True if a proper fraction of whole numbers follows a whole number."""
+    """Return True if a whole number is followed by a proper fraction of whole numbers."""
     shape = [each.kind if each.kind == "number" else each.text for each in following]
     texts = [token.text, *(each.text for each in following if each.kind == "number")][:3]
     if len(texts) < 3 or not all(text.isdecimal() and len(text) < 16 for text in texts):
@@ -193,7 +196,7 @@ def is_mixed(token: Token, following: Sequence[Token]) -> bool:
 
 
 def _read(text: str) -> Fraction:
-    """Return the number that a token names, with separators of thousands."""
+    """Return the number that a token's text names. It may have separators of thousands."""
     if re.search(r"_\d\d?$", text):
         digits, _, base = text.partition("_")
         return Fraction(int(digits, int(base)))
@@ -223,7 +226,7 @@ def _checked(value: Fraction | float) -> Fraction | float:
 
 
 def _after(value: Fraction | float, sign: str) -> Fraction | float:
-    """Return a number with a factorial, a scale or a unit after it."""
+    """Return a number after applying the factorial, scale word or unit that follows it."""
     if sign != "!":
         return _checked(value * _FACTORS[sign])
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 400:
@@ -244,7 +247,7 @@ def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | flo
 
 
 def _root(value: Fraction | float, index: Fraction) -> Fraction | float:
-    """Return the real root: exact if it is a fraction, else a float."""
+    """Return the real root of a number: exact if it is a fraction, otherwise a float."""
     if index.denominator != 1 or not 2 <= index <= 100 or (value < 0 and index % 2 == 0):
         raise _UnknownError
     if value < 0:
@@ -257,7 +260,7 @@ def _root(value: Fraction | float, index: Fraction) -> Fraction | float:
 
 
 def _whole_root(value: int, index: int) -> int:
-    """Return the largest whole number whose power is not above a number, by Newton's method."""
+    """Return the largest whole number whose power is not above `value`, by Newton's method."""
     if index == 2:
         return isqrt(value)
     guess = 1 << -(-value.bit_length() // index)

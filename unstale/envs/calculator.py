@@ -10,6 +10,7 @@ from typing import Any
 
 from unstale.config.tasks import EnvSpec
 from unstale.envs import Message, NumberedTasks, tool_schema
+from unstale.envs.numbers import given_answer
 from unstale.envs.question import Question, ToolRunner
 from unstale.records import Task
 
@@ -43,7 +44,7 @@ class CalculatorTasks(NumberedTasks):
         self.terms = terms
 
     def expression(self, task: Task) -> str:
-        """Return the expression that a task asks for.
+        """Return the arithmetic expression that a task asks for.
 
         >>> task = Task("calculator", "train", 1)
         >>> CalculatorTasks().expression(task) == CalculatorTasks().expression(task)
@@ -58,8 +59,14 @@ class CalculatorTasks(NumberedTasks):
     def text(self, task: Task) -> str:
         return self.expression(task)
 
+    def answer_of(self, task: Task, reply: str) -> str:
+        return given_answer(reply)
+
     def env(self, task: Task, seed: int) -> Question:
-        """Return the environment of a task. `seed` is not used, because the task has the seed."""
+        """Return the environment of a task.
+
+        `seed` is not used: the task's number decides everything.
+        """
         expression = self.expression(task)
         prompts = (
             Message("system", "Work it out with the tool, then give the number."),
@@ -112,7 +119,8 @@ def _value(node: ast.expr) -> int:
 def _functions_of(first: int, second: int) -> str:
     """Return the calls that a pair of numbers could mean, in an order that depends on the numbers.
 
-    A small policy copies the first. In a fixed order it would never try the other.
+    A small policy copies the call that it reads first. In a fixed order it would never try the
+    other.
     """
     names = sorted(FUNCTIONS, reverse=(first + second) % 2 == 1)
     return " or ".join(f"{name}({first}, {second})" for name in names) + "?"

@@ -1,7 +1,7 @@
-"""The formats in which chat templates write tool calls, found from what a template writes.
+"""The formats in which chat templates write tool calls, found from examples.
 
-`find_form` compares what a template writes for a few calls, so no format depends on the name of a
-model:
+`find_form` compares the texts that a template writes for a few calls, so no format depends on the
+name of a model:
 
   - JSON objects in tags or alone, or a JSON list (Hermes, Qwen2.5, Qwen3, Llama 3, Mistral v3);
   - a name, then its arguments as JSON (Mistral v11 and later, Llama 3.1's `<function=NAME>`);
@@ -31,10 +31,10 @@ from unstale.envs.argument_types import typed_value as typed_value
 from unstale.envs.strict_json import STRICT_DECODER
 
 PROBE = ToolCall("a_tool", {"an_argument": "a_value"})
-"""The call that a template writes first, so that its format can be found."""
+"""The example call that a template writes first, so that its format can be found."""
 
 Write = Callable[[Sequence[ToolCall]], str]
-"""A function that returns what a template writes for the tool calls of one reply."""
+"""A function that returns the text that a chat template writes for the tool calls of one reply."""
 
 _TWO_ARGUMENTS = ToolCall(PROBE.name, {**PROBE.arguments, "another": "more"})
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
@@ -44,9 +44,9 @@ _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
-"""Keys of a JSON call. Another key may hold arguments, which must not be dropped."""
+"""Usual keys of a JSON call. Any other key may hold arguments, which must not be dropped."""
 _MAX_ENDS = 64
-"""Largest number of closing tags that are tried as the end of one call."""
+"""Largest number of closing tags in a text that are tried as the end of one call."""
 _KEYWORD_MARK = "_keyword_argument"
 _ID_LENGTH = 9
 _EXCERPT = 40
@@ -77,7 +77,10 @@ def hashed_id(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A format of tool calls. `opens` and `closes` are its tags; they are empty if it has none."""
+    """A format of tool calls.
+
+    `opens` and `closes` are the tags around a call, empty if there are none.
+    """
 
     opens: str = "<tool_call>"
     closes: str = "</tool_call>"
@@ -87,7 +90,7 @@ class CallForm:
 
     @property
     def body(self) -> str:
-        """The text between the tags, with placeholders for names and values."""
+        """A call's text between the tags, with placeholders for names and values."""
         raise NotImplementedError
 
     @property
@@ -96,9 +99,10 @@ class CallForm:
         return "{"
 
     def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return the text of a reply outside of the tags, and its calls.
+        """Split a reply into its text outside of calls and its tool calls. Return both.
 
-        `schemas` has the schemas of the tools' arguments, which are needed where values are text.
+        `schemas` has the schemas of the tools' arguments, with which values that are text get their
+        types.
         """
         calls: list[ToolCall] = []
         content: list[str] = []
@@ -114,7 +118,7 @@ class CallForm:
     def _read_one(
         self, text: str, start: int, schemas: Schemas
     ) -> tuple[tuple[ToolCall, ...], int]:
-        """Return the calls from position `start` on, and the position after them.
+        """Return the calls in the text from position `start` on, and the position after them.
 
         A closing tag inside a string does not end a call, if the call can be read with it.
         """
@@ -129,7 +133,9 @@ class CallForm:
         return (_malformed(f"the call is not closed by {self.closes}"),), len(text)
 
     def _ends(self, text: str, start: int) -> Iterator[tuple[int, int]]:
-        """Yield where a call that begins at `start` may end, and where its closing tag ends."""
+        """Yield each possible end of a call that begins at `start`, and the end of its closing
+        tag.
+        """
         mark, length = self.closes or self.opens, len(self.closes)
         at = text.find(mark, start)
         while at >= 0:
@@ -145,7 +151,7 @@ class CallForm:
     def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
         """Return the calls in a reply from position `at` on. None if the text is not a call.
 
-        Used only for formats without tags. `at` is not 0 if the reply begins with a control token
+        Used only for formats without tags. `at` is above 0 if the reply begins with a control token
         that marks calls.
         """
         raise NotImplementedError
@@ -167,7 +173,7 @@ class JsonCalls(CallForm):
         return f"[{call}, ...]" if self.is_list else call
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls in this format, one after the other."""
+        """Return the text of several calls in this format."""
         records = ({"name": call.name, self.key: dict(call.arguments)} for call in calls)
         texts = (json.dumps(record, ensure_ascii=False) for record in records)
         return "\n".join(f"{self.opens}\n{text}\n{self.closes}" for text in texts)
@@ -223,8 +229,8 @@ class NamedCalls(CallForm):
 
     _: KW_ONLY
     between: str
-    """The text between name and arguments. If it contains the id of a call, `call_id(0)`, any id
-    may be in that place.
+    """The text between name and arguments. If it contains the id `call_id(0)`, any id may be in its
+    place.
     """
 
     @property
@@ -261,9 +267,9 @@ class TaggedCalls(CallForm):
     """The texts before and after an argument's name. The argument's value follows."""
     value_closes: str
     body_closes: str
-    """The text before the closing tag. It may be empty."""
+    """The text between the last argument and the closing tag. It may be empty."""
     padded: bool
-    """True if the value of an argument is on separate lines."""
+    """True if an argument's value is on lines of its own."""
 
     @property
     def body(self) -> str:
@@ -358,9 +364,9 @@ class PythonCalls(CallForm):
 
 
 def _without_keywords(text: str) -> str:
-    """Return Python code with a mark after each keyword that names an argument, such as `from=`.
+    """Return Python code in which arguments named like a keyword, such as `from=`, have a mark.
 
-    Text without such a keyword, or that cannot be divided into tokens, is returned as it is.
+    Text without such an argument, or that cannot be divided into tokens, is returned unchanged.
     """
     try:
         tokens = list(generate_tokens(StringIO(text).readline))
@@ -383,9 +389,9 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def find_form(write: Write) -> CallForm | None:
-    """Return the format in which a template writes calls, or None if it is unknown.
+    """Return the format in which a chat template writes tool calls, or None if it is unknown.
 
-    `write` returns what the template writes for calls. Its errors are raised.
+    `write` returns the template's text for calls. Its errors are raised.
     """
     text = write([PROBE])
     form = _json_form(text)
@@ -396,7 +402,7 @@ def find_form(write: Write) -> CallForm | None:
 
 
 def _reads_back(form: CallForm, write: Write) -> bool:
-    """Return True if calls with no, one and two arguments are read back as they were written."""
+    """Return True if `form` reads what `write` returns for calls with no, one and two arguments."""
     empty = ToolCall(PROBE.name, {})
     for calls in ((PROBE,), (empty,), (_TWO_ARGUMENTS, empty)):
         try:
@@ -411,7 +417,7 @@ def _reads_back(form: CallForm, write: Write) -> bool:
 
 
 def _json_form(text: str) -> JsonCalls | None:
-    """Return the format of JSON calls that the example `text` shows, or None if it shows none.
+    """Return the format of JSON calls of which `text` is an example, or None if it is none.
 
     The format has the tags around a call, and the key of the arguments.
     """
@@ -437,7 +443,7 @@ def _json_form(text: str) -> JsonCalls | None:
 
 
 def _named_form(text: str) -> NamedCalls | None:
-    """Return the format of calls as a name before JSON that the example `text` shows, or None."""
+    """Return the format with a name before JSON that the example `text` shows, or None."""
     opens, _, rest = text.partition(PROBE.name)
     start = max(rest.find("{"), 0)
     try:
@@ -451,18 +457,14 @@ def _named_form(text: str) -> NamedCalls | None:
 
 
 def _python_form(text: str) -> PythonCalls | None:
-    """Return the format of a list of Python calls, which is the tags around the list.
-
-    `text` is what a chat template wrote for a tool call. None if it is no such list.
-    """
+    """Return the format of a list of Python calls that the example `text` shows, or None."""
     opens, bracket, rest = text.partition(f"[{PROBE.name}(")
     _, end, closes = rest.rpartition("]")
     return PythonCalls(opens.strip(), closes.strip()) if bracket and end else None
 
 
 def _tagged_form(text: str) -> TaggedCalls | None:
-    """Return the format of calls with a tag for each argument that the example `text` shows, or
-    None.
+    """Return the format with a tag for each argument of which `text` is an example, or None.
 
     The call in `text` has two arguments. The tag that ends an argument is found because it ends
     both the text before the first key and the text between the arguments.
@@ -493,7 +495,7 @@ def _tagged_form(text: str) -> TaggedCalls | None:
 
 
 def _spaced(literal: str) -> str:
-    """Return a pattern for `literal` that allows any white space where it has some."""
+    """Return a pattern for `literal` that allows any amount of white space where it has some."""
     return r"\s*".join(map(re.escape, literal.split()))
 
 

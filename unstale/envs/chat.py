@@ -1,6 +1,6 @@
 """Convert messages to tokens and back, with the chat template of a tokenizer.
 
-A conversation grows by appending tokens, and none is encoded again. `encode_prompt` renders the
+A conversation grows by appending tokens, and no part is encoded twice. `encode_prompt` renders the
 prompt once. `encode_continuation` renders a conversation with a placeholder for the reply. Then it
 encodes only the text that the template writes after the placeholder. Placeholders also show how a
 template ends a reply and writes tool calls, so no list of models is needed. `calls.py` has the
@@ -9,8 +9,8 @@ formats of tool calls.
 Control tokens come only from the template, never from the content of messages. So no tool or user
 can end a turn or write in another role.
 
-Episodes of a group have the same prompt, and often the same tool results. Their tokens are kept, so
-they are rendered and encoded once.
+Episodes of a group have the same prompt, and often the same tool results. Their tokens are cached,
+so they are rendered and encoded once.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
 
 STAND_IN = "@@reply@@"
-"""Placeholder for the policy's reply."""
+"""A text that is rendered in place of the policy's reply."""
 
 DAY = datetime(2024, 7, 26)
 """The date for templates that ask for today's date. It is fixed, so that a resumed run has the same
@@ -50,13 +50,13 @@ _QUESTION = Message("user", "?")
 _REPLY = Message("assistant", STAND_IN)
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
-"""Largest number of `Chat` objects with other tools that a `Chat` keeps."""
+"""Largest number of `Chat` objects with other tools that one `Chat` caches."""
 _MAX_RECENT_BYTES = 32 << 20
-"""Memory for the tokens of recent prompts and continuations. A `Chat` shares it with those that
-`with_tools` returns.
+"""Bytes of memory for the cached tokens of recent prompts and continuations. A `Chat` shares this
+cache with those that `with_tools` returns.
 """
 _TOKEN_BYTES = 36
-"""Memory of a token in a tuple."""
+"""Bytes of memory that a token takes in a tuple."""
 _NUMBERS = count()
 
 
@@ -72,7 +72,7 @@ class Chat:
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         tools_in_prompt: bool = False,
     ) -> None:
-        """Find out how the template ends a reply and writes tool calls.
+        """Examine how the template ends a reply and writes tool calls.
 
         `ends` are further end tokens, from the model's generation config. Those that are not
         control tokens are ignored. `template_kwargs` are variables of the template, such as
@@ -101,7 +101,9 @@ class Chat:
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
-        """Part of the keys of `_recent`, which `Chat` objects with other tools use as well."""
+        """A number that identifies this object in the keys of `_recent`, a cache that other `Chat`
+        objects share.
+        """
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
@@ -131,9 +133,9 @@ class Chat:
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """Return the tokens of the tools and these messages.
+        """Return the tokens of a prompt: the tools and these messages.
 
-        With `add_generation_prompt`, the start of a reply follows.
+        With `add_generation_prompt`, the tokens that start a reply follow.
         """
         record = self._prompt_record(messages)
         return self._recent.get(
@@ -148,7 +150,7 @@ class Chat:
         add_generation_prompt: bool = True,
         marked: bool = False,
     ) -> str:
-        """Return the text that `encode_prompt` encodes.
+        """Return the text that `encode_prompt` turns into tokens.
 
         If the content of a message looks like a control token, `encode_prompt` inserts characters,
         so that it is not encoded as a control token. With `marked`, the text has these characters.
@@ -172,7 +174,10 @@ class Chat:
         )
 
     def _continued(self, record: str, ended: bool) -> tuple[int, ...]:
-        """Return what `encode_continuation` returns, from the conversation as JSON."""
+        """Return the tokens of a continuation (`encode_continuation`).
+
+        `record` is the conversation as JSON.
+        """
         text, seam = self._render(record)
         _, placeholder, after = text.partition(STAND_IN)
         end = next(filter(after.startswith, self._ends), None)
@@ -186,10 +191,11 @@ class Chat:
         return self._text.encode(after.removeprefix(end), after=end, seam=seam)
 
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return the tokens of a reply that was not sampled, with its end token.
+        """Return the tokens of a reply that was not sampled, including its end token.
 
-        They are what the template writes for the reply if the `following` messages come after it,
-        by default a user's message. Raises ValueError if `parse` would return another message.
+        They are the tokens that the template writes for the reply if the `following` messages come
+        after it, by default a user's message. Raises ValueError if `parse` would return another
+        message.
         """
         tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
@@ -202,7 +208,7 @@ class Chat:
         return tokens
 
     def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return what `encode_reply` returns, also if `parse` returns another message."""
+        """Return the tokens of `encode_reply`, even if `parse` would return another message."""
         after = [*following] or [_QUESTION]
         around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
         text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
@@ -225,7 +231,7 @@ class Chat:
         return self.reader.message(self.text(tokens))
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
-        """Return the text of a reply, without its end token unless `whole`.
+        """Return the text of a reply. Its end token is included only with `whole`.
 
         For long replies, most of the work is done without the interpreter lock.
         """
@@ -274,18 +280,18 @@ class Chat:
 
     @property
     def hides_tools(self) -> bool:
-        """True if the prompt does not say which tools there are."""
+        """True if the prompt does not describe the tools that there are."""
         return bool(self._tools) and self._tool_text is None and not self.renders_tools
 
     def _prompt_record(self, messages: Sequence[Message]) -> str:
-        """Return the messages of a prompt as JSON, with the tools as text if the template renders
-        none.
+        """Return the messages of a prompt as JSON.
+
+        If the template renders no tools, they are included as text.
         """
         return self._record(self._tool_text.prompt(messages) if self._tool_text else messages)
 
     def _record(self, messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
-        """Return messages as JSON. Tool calls and results become text if the template does not
-        render them.
+        """Return messages as JSON. Tool calls and results become text if the template renders none.
 
         `reply_calls` are the calls of the placeholder `_REPLY`.
         """
@@ -296,7 +302,7 @@ class Chat:
         return self._render(_record(messages), add_generation_prompt=False)[0]
 
     def _write_calls(self, calls: Sequence[ToolCall]) -> str:
-        """Return what the template writes for calls. Empty if it writes none."""
+        """Return the text that the template writes for calls. Empty if it writes none."""
         try:
             with_text = self._render(_record([_QUESTION, _REPLY, _QUESTION]))[0]
             text = self._written_calls(calls, with_text)
@@ -314,7 +320,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Chat":
-        """Return the same format with other tools, and with more variables of the template."""
+        """Return a `Chat` with other tools, and with more variables of the template."""
         wanted = [dict(tool) for tool in tools]
         variables = self._template_kwargs | dict(template_kwargs)
         key = json.dumps([wanted, variables])
@@ -338,8 +344,7 @@ class Chat:
     def _find_ends(self) -> tuple[str, ...]:
         """Return the control tokens that the template writes after a reply.
 
-        The token before a user's message and the one before a tool's message may differ. The former
-        is first.
+        The token before a user's message comes first. The one before a tool's message may differ.
         """
         found: list[str] = []
         for following in (_QUESTION, Message("tool", "?")):
@@ -395,11 +400,10 @@ class Chat:
         return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
     def _render(self, record: str, add_generation_prompt: bool = True) -> tuple[str, str]:
-        """Return a conversation as text, and the separator that was inserted into parts of
-        messages.
+        """Return a conversation as text, and the separator that was inserted into parts of it.
 
-        These parts look like control tokens, and the separator divides them. `record` is what
-        `_record` returns.
+        The separator divides parts that look like control tokens. `record` is a result of
+        `_record`.
         """
         seam = SEAM * (1 + max(longest_seam(record), self._longest_seam))
         tools = self._tools
@@ -416,20 +420,21 @@ class Chat:
         return str(text), seam
 
     def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
-        """Return the tokens of a whole conversation, which `record` has as JSON."""
+        """Return the tokens of a whole conversation. `record` is the conversation as JSON."""
         text, seam = self._render(record, add_generation_prompt)
         return self._text.encode(text, seam=seam)
 
 
 _Key = tuple[str, int, str]
-"""The key of kept tokens: a conversation as JSON, the number of a `Chat`, and a word for what was
+"""The key of cached tokens: a conversation as JSON, the number of a `Chat`, and a word for what was
 encoded: "prompt", "whole", "ended" or "cut off".
 """
 
 
 class _Recent:
-    """The tokens of the texts that were encoded last, up to `max_bytes` of memory. Threads may
-    share it.
+    """A cache of the tokens of the texts that were encoded last, in up to `max_bytes` of memory.
+
+    Threads may share it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -440,7 +445,10 @@ class _Recent:
         """The tokens of encoded messages, by key. The least recently used are first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the tokens of a key. If they are not kept, call `make` and keep its result."""
+        """Return the cached tokens of a key.
+
+        If there are none, call `make` and cache its result.
+        """
         with self._lock:
             if key in self._tokens:
                 self._tokens[key] = self._tokens.pop(key)
@@ -466,7 +474,7 @@ def _record(messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a variable that the template does not use, or sets itself."""
+    """Raise `ValueError` for a variable that the template does not use, or that it sets itself."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in variables:
         if name in taken:

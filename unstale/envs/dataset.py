@@ -27,6 +27,7 @@ from unstale.config.tasks import EnvSpec
 from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
+from unstale.envs.numbers import given_answer
 from unstale.envs.registry import import_user_code
 from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
 from unstale.envs.strict_json import require_characters
@@ -121,7 +122,7 @@ class DatasetConfig(DraftEditConfig):
 
 
 class DatasetTasks(ListedTasks):
-    """A task set of rows. `data` has the rows of each split.
+    """A task set whose tasks are rows. `data` has the rows of each split.
 
     Rows with equal prompts are all in training or all held out, unless the held-out rows are given.
     """
@@ -135,9 +136,10 @@ class DatasetTasks(ListedTasks):
         options: DatasetConfig,
         held_out: Sequence[Row] | None = None,
     ) -> None:
-        """Divide the rows, or take those in `held_out` as held-out tasks and train on all others.
+        """Divide `rows` into training and held-out tasks.
 
-        Raise `ConfigError` if a row has no usable prompt, or if a split is empty.
+        If `held_out` is given, train on all `rows`. Raises `ConfigError` if a row has no usable
+        prompt, or if a split is empty.
         """
         self.name = options.env
         self._reward = reward
@@ -170,8 +172,16 @@ class DatasetTasks(ListedTasks):
         opening = _opening(self.data_of(task), self._options)
         return "\n".join(message.content for message in opening if message.role != "system")
 
+    def answer_of(self, task: Task, reply: str) -> str:
+        """Return the answer of a reply: what the reward function's `answer` reads, if it has one.
+
+        Otherwise it is the last number or `\\boxed{}`.
+        """
+        read: Callable[[str], str] = getattr(self._reward, "answer", given_answer)
+        return read(reply)
+
     def env(self, task: Task, seed: int) -> Env:
-        """Return the environment of a task. `seed` is not used, because a row has no randomness."""
+        """Return the environment of a task. `seed` is not used, because nothing in it is random."""
         row = self.data_of(task)
         opening = _opening(row, self._options)
         return self._options.with_edit(
@@ -180,7 +190,9 @@ class DatasetTasks(ListedTasks):
 
 
 class RowEnv:
-    """One row: its first messages, its further user messages, and at the end its reward."""
+    """The environment of one row: first messages, further user messages, and in the end a
+    reward.
+    """
 
     def __init__(
         self,
@@ -225,9 +237,9 @@ def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message
 
 
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
-    """Return the first messages of a row.
+    """Return the first messages of a row, made from its prompt.
 
-    Raises ValueError unless the prompt is text, or messages that end with a user's.
+    Raises ValueError unless the prompt is text, or a list of messages that ends with a user's.
     """
     prompt = _column(row, options.prompt_column, "task.prompt_column")
     if prompt is None:
@@ -262,9 +274,9 @@ def _follow_ups(row: Row, options: DatasetConfig) -> Sequence[str]:
 
 
 def _column(row: Row, column: str, option: str) -> Any:
-    """Return the value of a row in a column.
+    """Return a row's value in a column. `option` is the option that names the column.
 
-    Raises ValueError with the name of the option that names the column, if there is no such column.
+    Raises ValueError with the option's name if there is no such column.
     """
     if column not in row:
         raise ValueError(f"no column {column!r} ({option}){nearest(column, list(row))}")
@@ -272,13 +284,13 @@ def _column(row: Row, column: str, option: str) -> Any:
 
 
 def _share_of(opening: tuple[Message, ...]) -> float:
-    """Return a number in [0, 1) that depends only on the messages."""
+    """Return a number in [0, 1) that depends only on the first messages of a row."""
     text = json.dumps([[message.role, message.content] for message in opening])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Return the function that `module:function` names, or the one that a program gave.
+    """Return the reward function that `module:function` names, or that a program passed.
 
     Raises `ConfigError` if there is none.
     """
@@ -296,7 +308,10 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def _check_reward(reward: RewardFunction, problem: str) -> None:
-    """Raise `ConfigError` if a reward cannot be called with a reply and a row."""
+    """Raise `ConfigError` if a reward function cannot be called with a reply and a row.
+
+    The message begins with `problem`.
+    """
     try:
         signature = inspect.signature(reward)
         signature.bind("reply", {})
@@ -310,9 +325,7 @@ def _check_reward(reward: RewardFunction, problem: str) -> None:
 
 
 def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
-    """Return a reward function that returns the rewards of several functions, by the functions'
-    names.
-    """
+    """Return a reward function that returns several functions' rewards, by the functions' names."""
     names = [getattr(each, "__name__", type(each).__name__) for each in rewards]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"task.reward has two functions with the name {repeated}: rename one")
@@ -329,7 +342,10 @@ def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
 
 
 def _read(rewards: Any, name: str, reward: RewardFunction) -> dict[str, float]:
-    """Return rewards by name. The error of a wrong value has the function's place."""
+    """Return a reward function's result as rewards by name.
+
+    The error for a wrong value has the function's place.
+    """
     function: Any = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
     place = show_line(code.co_filename, code.co_firstlineno, "") if code else ""
@@ -340,7 +356,7 @@ def _read(rewards: Any, name: str, reward: RewardFunction) -> dict[str, float]:
 def make_dataset(options: DatasetConfig) -> DatasetTasks:
     """Return the task set for `task.env = "dataset:SOURCE"`.
 
-    Raises `ConfigError` if it cannot be made.
+    Raises `ConfigError` if the options or the rows are wrong.
     """
     reward = load_reward(options.reward)
     column = options.prompt_column

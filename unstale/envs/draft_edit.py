@@ -1,6 +1,6 @@
-"""An environment whose agent answers twice: a draft, and an edited version of it.
+"""An environment whose agent answers twice: a draft, and an edited version of the draft.
 
-Only the edited version goes to the environment and is rewarded. Draft and edit are turns of one
+Only the edited version is passed to the environment and rewarded. Draft and edit are turns of one
 episode, so both are trained with its advantage: a draft is good if its edit succeeds. From
 ReflectDrive-2, which gives the reward of an edited plan to its draft and its edit.
 """
@@ -34,7 +34,10 @@ class DraftEditConfig(TaskConfig):
             )
 
     def with_edit(self, make: Callable[[], Env]) -> Env:
-        """Return the environment that `make` returns, in a `DraftEdit` if `edit_request` is set."""
+        """Return the environment that `make` returns.
+
+        If `edit_request` is set, it is wrapped in a `DraftEdit`.
+        """
         if not self.edit_request:
             return make()
         return DraftEdit(make, self.edit_request, score_draft=self.score_drafts)

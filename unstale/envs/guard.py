@@ -1,4 +1,4 @@
-"""Calls of user code, with a watch for code that blocks the event loop.
+"""Calls of the user's code, and protection against code that blocks the event loop.
 
 Plain functions run in threads, and so do the hooks of task sets and environments (`call_hook`). A
 coroutine that blocks would stop all episodes. `Watched` measures how long each part of a coroutine
@@ -38,28 +38,28 @@ from unstale.threads import in_thread
 T = TypeVar("T")
 
 BLOCKED_S = 0.2
-"""Seconds of blocking that are reported. Ordinary steps take less than 1 ms."""
+"""Seconds of blocking from which a report is made. Ordinary steps take less than 1 ms."""
 HELD_S = 7.0
-"""Seconds of blocking after which user code is interrupted."""
+"""Seconds of blocking after which the user's code is interrupted."""
 THREAD_S = 60.0
-"""Seconds of blocking after which user code is interrupted, if it waits for a thread. With a
-virtual clock, this wait blocks the event loop.
+"""Seconds of blocking after which the user's code is interrupted while it waits for a thread. With
+a virtual clock, this wait blocks the event loop.
 """
 IGNORED_S = 3.0
-"""Seconds for which user code may ignore the interruption. Then the process is ended."""
+"""Seconds for which the user's code may ignore the interruption before the process is ended."""
 CANCEL_INTERVAL_S = 1.0
 """Seconds between two cancellations of a task."""
 MAX_INTERRUPTIONS = 3
 """Number of interrupted calls that end a run. During each one, all episodes wait for `HELD_S`."""
 MAX_CANCELS = 5
-"""Number of cancellations that a task may ignore. Then it is abandoned."""
+"""Number of cancellations that a task may ignore before it is abandoned."""
 MAX_HUNG = 64
-"""Largest number of threads in which user code may still run after its time limit. Each keeps its
-memory, and may use a core.
+"""Largest number of threads in which the user's code may still run after its time limit. Each keeps
+its memory, and may use a core.
 """
 MAX_RECURSION = 1_000_000
-"""Largest recursion limit that user code may set. Endless recursion would use up the memory of the
-machine.
+"""Largest recursion limit that the user's code may set. Endless recursion would use up the memory
+of the machine.
 """
 _LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
@@ -69,56 +69,63 @@ _MAX_CAUSES = 8
 
 
 class DescribedError(EnvError):
-    """An error whose text is already a description as `describe` returns it. The name of the user
-    code may precede it. The error may be from another process.
+    """An error whose text is already a description, as `describe` returns it.
+
+    The name of the user's code may precede it. The error may come from another process.
     """
 
 
 class EventLoopBlocked(BaseException):
-    """Raised in user code that blocks the event loop.
+    """Error raised inside the user's code that blocks the event loop.
 
     `except Exception` in that code does not catch it.
     """
 
 
 class Interrupted(BaseException):
-    """Raised in user code in a thread that has exceeded its time."""
+    """Error raised inside the user's code in a thread that has exceeded its time limit."""
 
 
 class Overdue(EnvError):
-    """Error: a function in a thread exceeded its time."""
+    """Error: a function in a thread exceeded its time limit."""
 
 
 class NoThread(RuntimeError):
-    """Error: the system could not start the thread of a watchdog. User code is not the cause."""
+    """Error: the system could not start the thread of a watchdog.
+
+    The user's code is not the cause.
+    """
 
 
 class RunBlocked(RuntimeError):
-    """Error: user code has blocked the event loop `MAX_INTERRUPTIONS` times."""
+    """Error: the user's code has blocked the event loop `MAX_INTERRUPTIONS` times."""
 
 
 class Running(NamedTuple):
-    """The user code that runs on the event loop now, and since when."""
+    """The user's code that is running on the event loop, and the time since which it runs."""
 
     name: str
     since: float
     on_blocked: Callable[[float], None]
     max_s: float
     advice: str = "make it a plain function, which runs in a thread, or await"
-    """Advice for its author, shown if it takes longer than `max_s` seconds."""
+    """Advice for the code's author, shown if the code takes longer than `max_s` seconds."""
     frame: Callable[[], FrameType | None] = lambda: None
     """A function that returns the frame of the thread for which the event loop waits."""
 
 
 class Occupancy:
-    """A record of which user code runs on the event loop. Only one event loop runs episodes."""
+    """A record of the user's code on the event loop. Only one event loop runs episodes."""
 
     current: Running | None = None
     queued_before: float | None = None
-    """Seconds for which the event loop's thread had waited for a processor before the current code.
+    """Seconds for which the event loop's thread had waited for a processor, when the current code
+    began.
     """
     canceller: str = ""
-    """Name of the user code that cancelled its task, and perhaps all other tasks."""
+    """Name of the user's code that cancelled its own task, and perhaps all other tasks. Empty if
+    none did.
+    """
     num_interrupted: int = 0
     """Number of calls of user code that were interrupted since the event loop was started."""
     last_interrupted: str = ""
@@ -128,10 +135,10 @@ class Occupancy:
     def waiting(
         self, max_s: float, frame: Callable[[], FrameType | None] | None = None
     ) -> Iterator[None]:
-        """Allow user code `max_s` seconds while the event loop waits for a thread or a process.
+        """Return a context in which the user's code may wait `max_s` seconds for a thread or
+        process.
 
-        The longer time applies within the context that this returns. `frame` returns the frame
-        that runs in the thread.
+        `frame` returns the frame that runs in the thread.
         """
         before = self.current
         if before:
@@ -147,14 +154,15 @@ class Occupancy:
             self.current = before and before._replace(since=time.monotonic())
 
     def own_s(self, seconds: float) -> float:
-        """Return for how many of the last `seconds` the event loop did not wait for a processor."""
+        """Return for how many of the last `seconds` the event loop waited for no processor."""
         if seconds <= BLOCKED_S or self.queued_before is None:
             return seconds
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
 
     def require_few_interruptions(self) -> None:
-        """Raise `RunBlocked` if user code was interrupted too often. It blocks all episodes each
-        time.
+        """Raise `RunBlocked` if the user's code was interrupted too often.
+
+        It blocks all episodes each time.
         """
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
@@ -163,9 +171,10 @@ class Occupancy:
 
 
 def queued_s(thread: int) -> float:
-    """Return how many seconds a thread has waited for a processor. 0 if Linux does not report it.
+    """Return for how many seconds a thread has waited for a processor.
 
-    Code does not block the event loop in this time: the machine has other work.
+    0 if Linux does not report it. Code does not block the event loop in this time: the machine is
+    busy with other work.
     """
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
@@ -179,7 +188,7 @@ OCCUPANCY = Occupancy()
 def time_limit(
     name: str, max_s: float | None = None, advice: str = "it must return at once: " + _LATER
 ) -> Iterator[None]:
-    """Return a context for plain user code that must return at once.
+    """Return a context for plain code of the user that must return at once.
 
     After `HELD_S` seconds, or `max_s`, the code is interrupted, and `EnvError` is raised. `name` is
     the code's name in this error. A `Watchdog` must run in this thread.
@@ -204,7 +213,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 class Watched(Generic[T]):
-    """An awaitable that runs the user code called `name`.
+    """An awaitable that runs the user's code called `name`.
 
     `on_blocked` is called with the seconds of each part that blocks the event loop too long.
     """
@@ -245,9 +254,9 @@ class Watched(Generic[T]):
 
 
 def watch_tasks(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Create a task, as the task factory of an event loop.
+    """Create a task for an event loop, as its task factory.
 
-    Tasks that user code creates are watched.
+    Tasks that the user's code creates are watched.
     """
     if running := OCCUPANCY.current:
         work = _await(Watched(work, running.name, running.on_blocked))
@@ -261,7 +270,8 @@ async def _await(work: Awaitable[T]) -> T:
 class OwnThread(Executor):
     """A daemon thread that runs functions in order. It starts with the first function.
 
-    Python cannot stop a thread. So neither a run nor the end of the interpreter waits for it.
+    Python cannot stop a thread. So neither the end of a run nor that of the interpreter waits for
+    it.
     """
 
     def __init__(self, name: str = "environment") -> None:
@@ -281,7 +291,7 @@ class OwnThread(Executor):
         return self._num_finished < self._num_submitted
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
-        """Run a function after those submitted earlier.
+        """Run a function in the thread, after those submitted earlier.
 
         Return a future, which cannot be cancelled.
         """
@@ -309,11 +319,11 @@ class OwnThread(Executor):
         return future
 
     def frame(self) -> FrameType | None:
-        """Return the frame that runs in the thread now."""
+        """Return the Python frame that is running in the thread. None if there is none."""
         return sys._current_frames().get(self._thread.ident or 0) if self._thread else None
 
     def close(self) -> None:
-        """End the thread after the function that it runs now."""
+        """End the thread when the function that it is running has returned."""
         if self._calls is not None:
             self._calls.put(None)
         if self.busy and self._thread:
@@ -321,7 +331,7 @@ class OwnThread(Executor):
             _hung.append(self._thread)
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` in the function that the thread runs now, and end the thread."""
+        """Raise `Interrupted` in the function that the thread is running, and end the thread."""
         self.close()
         if self.busy and self._thread and self._thread.ident:
             thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
@@ -333,7 +343,7 @@ _hung: list[threading.Thread] = []
 
 
 def num_hung() -> int:
-    """Return the number of threads in which user code still runs after its time limit.
+    """Return the number of threads in which the user's code still runs after its time limit.
 
     A function that waits in the operating system, as in `time.sleep`, cannot be interrupted.
     """
@@ -367,7 +377,7 @@ async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: floa
 
 
 class _Outcome(Future[Any]):
-    """A future. An error raised within its context becomes its result."""
+    """A future that, used as a context, takes an error raised in the context as its result."""
 
     def __enter__(self) -> None: ...
 
@@ -381,9 +391,9 @@ class _Outcome(Future[Any]):
 
 
 class UnjoinedThreads(ThreadPoolExecutor):
-    """A thread pool that does not wait for its threads at the end.
+    """A thread pool that does not wait for its threads when it is shut down.
 
-    User code in a thread may never return.
+    The user's code in a thread may never return.
     """
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -391,9 +401,7 @@ class UnjoinedThreads(ThreadPoolExecutor):
 
 
 def _never_free(work: object) -> None:
-    """Keep an object from being freed, even at the end of Python. Its user code would run again
-    then.
-    """
+    """Keep an object alive until Python has ended. Freeing it would run the user's code again."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
@@ -419,7 +427,7 @@ async def end_leftovers() -> None:
 async def call(
     function: Callable[..., Any], *arguments: Any, thread: OwnThread | None = None
 ) -> Any:
-    """Call user code and return its result.
+    """Call the user's code and return its result.
 
     A function that is not a coroutine runs in `thread`, or in a new thread. If the caller is
     cancelled while it runs, the `CancelledError` has the line that the function has reached.
@@ -443,7 +451,10 @@ async def call(
 
 
 async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call user code as `call` does. Its errors are raised as `DescribedError` with `name`."""
+    """Call the user's code as `call` does.
+
+    Its errors are raised as `DescribedError` with `name`.
+    """
     try:
         return await call(function, *arguments)
     except Exception as error:
@@ -453,8 +464,9 @@ async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -
 def describe(error: BaseException) -> str:
     """Return the type and the text of an error, in one line of limited length.
 
-    If user code raised it, the file and the line of that code follow in brackets. Never raises an
-    error, and waits `HELD_S` seconds at most for `__str__`. On the event loop use `describe_apart`.
+    If the user's code raised it, the file and the line of that code follow in brackets. Never
+    raises an error, and waits `HELD_S` seconds at most for `__str__`. On the event loop use
+    `describe_apart`.
 
     >>> describe(ValueError("two\\nlines"))
     'ValueError: two lines'
@@ -469,10 +481,10 @@ def describe(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return `str(error)`. If that runs user code, it runs in a thread, for at most `HELD_S`
-    seconds.
+    """Return `str(error)`.
 
-    If that fails, the result says in brackets why there is no text.
+    If this runs code of the user, it runs in a thread for at most `HELD_S` seconds. If that fails,
+    the result gives the reason in brackets.
     """
     if _has_plain_text(error):
         return str(error)
@@ -498,12 +510,12 @@ def traceback_text(error: BaseException) -> str:
 
 
 async def describe_apart(error: BaseException) -> str:
-    """Return `describe(error)`. If `__str__` is user code, it runs off the event loop."""
+    """Return `describe(error)`. If `__str__` is the user's code, it runs off the event loop."""
     return describe(error) if _has_plain_text(error) else await in_thread(describe, error)
 
 
 def _has_plain_text(error: BaseException) -> bool:
-    """Return True if `str(error)` runs no user code."""
+    """Return True if `str(error)` runs no code of the user."""
     is_builtin = type(error).__str__ in (BaseException.__str__, KeyError.__str__)
     return is_builtin and all(type(each) in _PLAIN for each in error.args)
 
@@ -527,7 +539,7 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
 
 
 class Line(str):
-    """The line of user code that another thread has reached, as `show_line` returns it."""
+    """The line of the user's code that another thread has reached, as `show_line` returns it."""
 
     __slots__ = ()
 
@@ -538,7 +550,7 @@ def _standing_at(frame: FrameType | None) -> Line:
 
 
 def user_line(error: BaseException) -> str:
-    """Return the line of user code that raised an error, or caused it, in brackets.
+    """Return the line of the user's code that raised an error, or caused it, in brackets.
 
     It is the last line outside Python's and installed libraries, or else outside Python's. It is ""
     if only this package ran, or if the text of the error has it (a `SyntaxError`).
@@ -565,7 +577,7 @@ def user_line(error: BaseException) -> str:
 
 
 class Watchdog:
-    """A thread that watches the event loop for user code that blocks it.
+    """A thread that interrupts code of the user that blocks the event loop.
 
     It watches the event loop of the thread that enters this context. Code that blocks for `HELD_S`
     seconds is interrupted by `EventLoopBlocked`. If the code ignores this, `on_stuck` is called
@@ -639,7 +651,7 @@ class Watchdog:
             end_process(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise the error in the user code that runs now, unless a debugger is attached."""
+        """Raise the error in the user's code that is running, unless a debugger is attached."""
         running = OCCUPANCY.current
         self._traced = sys.gettrace() is not None
         if running and not self._traced and time.monotonic() - running.since >= running.max_s / 2:

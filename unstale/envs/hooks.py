@@ -1,4 +1,4 @@
-"""Call hooks: plain methods of task sets and environments, which may be slow user code.
+"""Calls of hooks: plain methods of task sets and environments, which may be slow code of the user.
 
 They run in threads, so that the event loop and all other episodes continue. Hooks of this package
 run on the event loop: they take microseconds, and to change threads takes about 100.
@@ -47,7 +47,7 @@ from unstale.records import Task
 T = TypeVar("T")
 
 MAX_IDLE = 8
-"""Number of threads that are kept for later hooks. To start a thread takes longer than a hook."""
+"""Number of threads that are kept for later hooks. Starting a thread takes longer than a hook."""
 QUICK_S = 0.002
 """Seconds for which a call of a hook blocks the event loop before it is awaited. While the loop
 awaits another hook, the call does not block.
@@ -60,12 +60,12 @@ SLOW_S = 0.5
 other, in the order of their calls.
 """
 MAX_IDENTITIES = 100_000
-"""Number of tasks whose identity is kept. Far fewer are in flight."""
+"""Number of tasks whose identity is cached. Far fewer are in flight."""
 _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
 _idle: list[OwnThread] = []
 """Threads that wait for the next hook."""
 _unfinished: set[Future[Any]] = set()
-"""Futures of the hooks that are awaited now."""
+"""Futures of the hooks that are being awaited."""
 os.register_at_fork(after_in_child=_idle.clear)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -73,8 +73,8 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 def is_own(value: object) -> bool:
     """Return True for a task set or an environment of this package, whose hooks are quick.
 
-    Not for adapters, which run code of libraries, nor for external agents, whose tasks are a user's
-    list.
+    Return False for adapters, which run code of libraries, and for external agents, whose tasks are
+    a user's list.
     """
     module = type(value).__module__
     runs_others = ".adapters." in module or module == "unstale.envs.external"
@@ -134,7 +134,10 @@ def _is_virtual() -> bool:
 
 
 async def _free_slot() -> asyncio.Semaphore | None:
-    """Wait until no other hook runs, and return the semaphore to release. None after `SLOW_S`."""
+    """Wait until no other hook runs.
+
+    Return the semaphore to release, or None after `SLOW_S` seconds.
+    """
     slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
     if not slot.locked():
         await slot.acquire()
@@ -146,7 +149,7 @@ async def _free_slot() -> asyncio.Semaphore | None:
 
 
 async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a hook of a task set as `call_hook` does.
+    """Call a hook of a task set as `call_hook` does, and return its result.
 
     After `THREAD_S` seconds, raise `DescribedError` with the hook's name and the line that it has
     reached.
@@ -164,7 +167,7 @@ async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *ar
 
 
 async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
-    """Yield the training tasks of a task set. The event loop does not wait for them.
+    """Yield the training tasks of a task set, without blocking the event loop.
 
     Raises `EnvError` for an error of the task set, or if the next task takes too long.
     """
@@ -194,7 +197,7 @@ async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
 
 @dataclass(frozen=True, slots=True)
 class EnvCaller:
-    """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
+    """A caller of one environment's methods. Coroutines are watched, other methods run in a thread.
 
     All methods that are not coroutines run in the same thread, because a library may require it.
     """
@@ -202,7 +205,8 @@ class EnvCaller:
     env: Any
     name: str
     on_blocked: Callable[["EnvCaller", float], None]
-    """A function that is called with this object and the seconds of each long part of a coroutine.
+    """A function that is called with this object and the seconds of each part of a coroutine that
+    took long.
     """
     thread: OwnThread = field(default_factory=OwnThread)
     code_name: str = "the environment"
@@ -225,7 +229,7 @@ class EnvCaller:
         return await self.hook(f"the result of {method.__name__}()", _plain_turn, turn, method)
 
     async def hook(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call plain code of the environment as `call_hook` does."""
+        """Call a plain method of the environment as `call_hook` does, and return its result."""
         thread = self.thread if self.thread.is_started else None
         name = f"{name} of {self.name}"
         on_loop = is_own(self.env)
@@ -240,7 +244,7 @@ def _plain_turn(turn: Any, method: Any) -> Turn:
 
 
 def _defined_at(function: Any) -> str:
-    """Return the line at which a function begins, in brackets. "" if it has no source."""
+    """Return the place at which a function is defined, in brackets. "" if it has no source."""
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     if not isinstance(code, CodeType):
         return ""
@@ -268,8 +272,8 @@ async def make_env(
 class Identities:
     """The identities of tasks, which a method of the task set may compute.
 
-    `find` calls that method in a thread. Calling the object itself returns a known identity at
-    once, and otherwise blocks.
+    `find` calls that method in a thread. Calling this object returns a known identity at once, and
+    otherwise blocks.
     """
 
     def __init__(self, taskset: Taskset) -> None:
@@ -300,7 +304,7 @@ class Identities:
 
 
 async def with_place(text: str, taskset: Taskset, task: Task) -> str:
-    """Return a message about a task, with file and line if the task was read from a file."""
+    """Return a message about a task. File and line are added if the task was read from a file."""
     place = ""
     with suppress(Exception):  # only task sets that read files have it
         place = await hook_of(taskset, "place_of()", lambda: taskset.place_of(task))  # type: ignore[attr-defined]

@@ -1,16 +1,25 @@
-"""Task sets of several environments in one, such as all desks or all domains of a benchmark."""
+"""A task set that joins several others, such as all desks or all domains of a benchmark."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.envs import Env, HasGiveaways, Taskset, implements, task_identity, task_text
+from unstale.envs import (
+    Env,
+    HasGiveaways,
+    Taskset,
+    Votable,
+    implements,
+    task_answer,
+    task_identity,
+    task_text,
+)
 from unstale.records import Task
 
 
 class MixedTasks:
-    """The tasks of several task sets in turn. A task has the name and the tools of its set."""
+    """The tasks of several task sets in turn. A task keeps the name and the tools of its set."""
 
     def __init__(self, name: str, parts: Sequence[Taskset]) -> None:
         self.name = name
@@ -20,13 +29,15 @@ class MixedTasks:
             raise ConfigError(f"the parts of {name} must have different names, got {names}")
         schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
+        if all(implements(part, Votable) for part in parts):
+            self.answer_of = self._answer_of
 
     @property
     def parts(self) -> Sequence[Taskset]:
         return list(self._parts.values())
 
     def part_of(self, task: Task) -> Taskset:
-        """Return the task set that a task is from."""
+        """Return the task set to which a task belongs."""
         return self._parts[task.env]
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
@@ -41,7 +52,7 @@ class MixedTasks:
                 yield task
 
     def held_out(self, count: int) -> list[Task]:
-        """Return up to `count` held-out tasks. A part that has no more is left out."""
+        """Return up to `count` held-out tasks. A set that has no more is skipped."""
         rows = zip_longest(*(part.held_out(count) for part in self._parts.values()))
         return list(islice((task for task in chain.from_iterable(rows) if task), count))
 
@@ -51,10 +62,11 @@ class MixedTasks:
     def text(self, task: Task) -> str:
         return task_text(self.part_of(task), task)
 
+    def _answer_of(self, task: Task, reply: str) -> str:
+        return task_answer(self.part_of(task), task, reply)
+
     def giveaways(self) -> str:
-        """Return the sentences that `giveaways` of the parts returns, joined. Empty if there are
-        none.
-        """
+        """Return the joined results of the sets' methods `giveaways`. Empty if there are none."""
         parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
         return "; ".join(filter(None, (part.giveaways() for part in parts)))
 

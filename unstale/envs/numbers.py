@@ -1,4 +1,4 @@
-"""Numbers in the texts of language models.
+"""Numbers in texts of language models.
 
 The answer of a text is its last expression, or the content of its last `\\boxed{}`. Either the
 whole expression is understood and computed exactly, or the text has no number. A part of an
@@ -46,7 +46,7 @@ _RELATIONS = re.compile(
 _SEPARATORS = (";", "or", "and")
 _MARKUP = ("*", "$", "`", "~")
 _BOUND = "\N{NOT EQUAL TO}"
-"""The sign that replaces every inequality sign. A number beside it is not the answer."""
+"""The sign that replaces every inequality sign. A number next to it is not the answer."""
 _INEQUALITY = re.compile(
     r"[gl]eq?(?:slant)?|[gl]t|neq?"
     r"|[\N{NOT EQUAL TO}\N{LESS-THAN OR EQUAL TO}-\N{GREATER-THAN OVER EQUAL TO}]"
@@ -79,11 +79,11 @@ _MEASURES = tuple(
         "degrees degree minutes minute seconds second",
     )
 )
-"""Units of one quantity, such as `5 feet 6 inches`."""
+"""For each kind of quantity, its units. Values such as `5 feet 6 inches` have two of one kind."""
 _EQUALS = tuple("=<>\N{ALMOST EQUAL TO}\N{RIGHTWARDS ARROW}")
 _AFTER_SIGN = tuple("-+*/^)=}$")
-"""Characters that may follow the sign of a factorial in prose. They do not follow an exclamation
-mark.
+"""Characters that may follow the sign of a factorial in prose. After an exclamation mark they do
+not occur.
 """
 _CALLS = tuple(f"({each}" for each in "0123456789-.\\")
 _FOLLOWING = re.compile(r"(\s*)(.{0,2})")
@@ -125,8 +125,9 @@ class Quantity(NamedTuple):
     """The answer of a text."""
 
     value: Value
-    """A number: exact, or a float if it has a root that is not. A list is a tuple. Text is what is
-    not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version (`1.2.3`).
+    """A number: exact, or a float if it has a root that is not rational. A list is a tuple. A text
+    is something that is not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version
+    (`1.2.3`).
     """
     is_percent: bool = False
     """True if a percent sign follows the number: `5%` has the value 5."""
@@ -153,6 +154,22 @@ def last_number(text: str) -> Fraction | float | None:
     found = last_quantity(text)
     value = found.value if found else None
     return None if isinstance(value, str | tuple) else value
+
+
+def given_answer(text: str) -> str:
+    """Return the answer of a text, as a text that is equal for equal numbers.
+
+    This is its last number, or else its last `\\boxed{}`. Empty without both.
+
+    >>> given_answer("It is **1,350.0**"), given_answer(r"\boxed{3/4}"), given_answer("about 5%")
+    ('1350', '3/4', '5%')
+    >>> given_answer(r"So \boxed{No Way}"), given_answer("no")
+    ('no way', '')
+    """
+    quantity = last_quantity(text)
+    if quantity:
+        return f"{quantity.value}{'%' if quantity.is_percent else ''}"
+    return " ".join((_last_box(text) or "").casefold().split())
 
 
 def last_quantity(text: str) -> Quantity | None:
@@ -195,7 +212,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return the text in plain characters, with `\\frac{1}{2}` for other forms of fractions."""
+    """Return the text in plain characters. All forms of fractions become `\\frac{1}{2}`."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{_compatible(found[0])}}}", with_plain_numbers(text))
     text = _VULGAR.sub(lambda found: "\\frac" + _compatible(found[0]).replace("/", ""), text)
     text = _ASCII_INEQUALITY.sub(_BOUND, _compatible(text))
@@ -219,7 +236,10 @@ def _without_remark(found: re.Match[str]) -> str:
 def _of_line(
     line: str, is_prose: bool, *, is_box: bool = False
 ) -> Quantity | Literal[False] | None:
-    """Return the last expression of a line. None if it is not understood, False without one."""
+    """Return the last expression of a line, computed.
+
+    None if it is not understood, False if there is none.
+    """
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]
     if not found:
@@ -250,7 +270,7 @@ def _of_line(
 
 
 def _tokens(line: str, is_prose: bool) -> Iterator[Token]:
-    """Yield the tokens of a line. What is no part of an expression has the kind `end`."""
+    """Yield the tokens of a line. Text outside of expressions gives tokens of the kind `end`."""
     last, spaced, place = Token("end", "\n", True), False, 0
     for found in _TOKEN.finditer(line):
         spaced |= found.start() > place
@@ -268,7 +288,7 @@ class _Context(NamedTuple):
     spaced: bool
     space: str
     following: str
-    """The two characters after the token and after `space`, which follows the token."""
+    """The next two characters after the token and the `space` that follows it."""
     is_prose: bool
 
     @property
@@ -283,7 +303,7 @@ class _Context(NamedTuple):
 
 
 def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
-    """Return the kind and the text of a token. If the kind is empty, the token is skipped."""
+    """Return the kind and the text of a token. An empty kind means that the token is skipped."""
     if kind == "command":
         kind, text = _command(text[1:])
         if kind == "operator":
@@ -310,7 +330,7 @@ def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
 
 
 def _command(name: str) -> tuple[str, str]:
-    """Return the kind and the text of a command of LaTeX."""
+    """Return the kind and the text of the token for a LaTeX command."""
     if _INEQUALITY.fullmatch(name):
         return "end", _BOUND
     if _RELATIONS.fullmatch(name):
@@ -326,7 +346,7 @@ def _command(name: str) -> tuple[str, str]:
 
 
 def _operator(sign: str, context: _Context) -> tuple[str, str]:
-    """Return an operator, or `end` for a star that is markup."""
+    """Return the token for an operator. A star that is markup gives the kind `end`."""
     if sign not in ("*", "**", "x", "X"):
         return "operator", sign
     is_even, is_between = context.spaced == bool(context.space), context.before_value
@@ -339,7 +359,7 @@ def _operator(sign: str, context: _Context) -> tuple[str, str]:
 
 
 def _word(text: str, context: _Context) -> tuple[str, str]:
-    """Return the kind of the word at the start of `text`, and what the word stands for.
+    """Return the kind of the word at the start of `text`, and the text for which it stands.
 
     A word that is no scale, function or variable has the kind `end`. So has a unit.
     """
@@ -402,7 +422,7 @@ def _is_value(token: Token) -> bool:
 
 
 def _belong(tokens: Sequence[Token], place: int) -> bool:
-    """Return True if a token and the one before it are parts of one expression."""
+    """Return True if the token at `place` and the one before it are parts of one expression."""
     before, token = tokens[place - 1], tokens[place]
     if "end" in (before.kind, token.kind):
         return False
@@ -413,7 +433,7 @@ def _belong(tokens: Sequence[Token], place: int) -> bool:
 
 
 def _is_list(tokens: Sequence[Token]) -> bool:
-    """Return True if a value stands before a comma or `or`, outside brackets."""
+    """Return True if a value precedes a comma or `or`, outside of brackets."""
     depth = has_value = 0
     for token in tokens:
         depth += (token.kind == "open") - (token.kind == "close")
@@ -424,7 +444,7 @@ def _is_list(tokens: Sequence[Token]) -> bool:
 
 
 def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
-    """Return True if words make an expression a part of a larger one, such as `3 of 4`."""
+    """Return True if words make the expression a part of a larger one, such as `3 of 4`."""
     last = next((place for place in range(start - 1, -1, -1) if tokens[place].kind != "end"), -1)
     before = [each.text.lower() for each in tokens[last + 1 : start] if each.text not in _MARKUP]
     after = [each.text.lower() for each in tokens[end + 1 : end + 4] if each.text not in _MARKUP]
@@ -440,9 +460,7 @@ def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
-    """Return an expression without dashes around it. It is empty if it continues another
-    expression.
-    """
+    """Return an expression without dashes at its ends. Empty if it continues another expression."""
     first, last = run[0], run[-1]
     if first.kind == "operator":
         after_word = before.text[-1:].isalnum()

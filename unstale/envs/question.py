@@ -13,7 +13,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class ToolRunner:
-    """Answers the calls of one tool, whose only argument is a string.
+    """A runner of the calls of one tool, whose only argument is a string.
 
     `tool` is its schema. `run` returns the tool's result, or raises `ValueError` with an error
     message.
@@ -49,7 +49,7 @@ class ToolRunner:
 
 
 class Question:
-    """One question. The first reply without a tool call ends the episode.
+    """The environment of one question. The first reply without a tool call ends the episode.
 
     If `answer` is a number, the reward is 1 if the last number of that reply equals `answer`.
     Otherwise it is 1 if a word of that reply, without punctuation around the word, equals `answer`.

@@ -1,4 +1,4 @@
-"""Conversations of a file for supervised training, as a run would encode them."""
+"""Conversations read from a file for supervised training, encoded as a run would record them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ class Reference:
 
     tokens: tuple[int, ...]
     replies: tuple[bool, ...]
-    """True for the tokens of the assistant's replies. Only these tokens are learnt."""
+    """For each token, True if it belongs to a reply of the assistant. Only these tokens are
+    learnt.
+    """
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.replies):
@@ -110,7 +112,7 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
-    """Return the tools of a row. None if it has none.
+    """Return the tools of a row as schemas. None if it has none.
 
     Raises ValueError if they are not schemas of functions, or if they are `required` and missing.
     """

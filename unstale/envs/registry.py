@@ -1,4 +1,4 @@
-"""Make the task set that the option `task.env` names, and check it before a run."""
+"""Creation of the task set that the option `task.env` names, and checks of it before a run."""
 
 import hashlib
 import json
@@ -25,22 +25,20 @@ from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 
 MAX_CHECKED = 1000
-"""Largest number of training tasks that are made and checked before a run. This takes about 1
-ms.
-"""
+"""Largest number of training tasks that are checked before a run. The check takes about 1 ms."""
 
 
 PREPARE_S = 60.0
-"""Seconds in which a task set must list the tasks that are checked before a run."""
+"""Seconds within which a task set must list the tasks that are checked before a run."""
 LOAD_S = 600.0
-"""Seconds in which a module of the user must be imported, or a task set made. Both may load
+"""Seconds within which a user's module must be imported, or a task set created. Both may load
 data.
 """
 _SLOW = "make it quicker, such as by storing on disk what it computes or downloads"
 
 
 def build_taskset(config: TaskConfig) -> Taskset:
-    """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be made."""
+    """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be created."""
     task_class(config.env)  # raises ConfigError for an unknown name
     if spec := find_spec(config.env):
         return spec.make(config)
@@ -58,9 +56,10 @@ def build_taskset(config: TaskConfig) -> Taskset:
 
 
 def make_with_library(config: TaskConfig, **options: Any) -> Taskset:
-    """Return the task set `LIBRARY:NAME`. `options` are passed to the adapter's function.
+    """Return the task set that `LIBRARY:NAME` names.
 
-    Raises `ConfigError` if the library is missing, or the task set cannot be made.
+    `options` are passed to the adapter's function. Raises `ConfigError` if the library is missing,
+    or the task set cannot be created.
     """
     library, _, name = config.env.partition(":")
     problem = _problem(config)
@@ -79,7 +78,7 @@ def _problem(config: TaskConfig) -> str:
 
 
 def import_user_code(name: str, problem: str) -> Any:
-    """Import and return what `module:attribute` names.
+    """Import the object that `module:attribute` names, and return it.
 
     If the option was given as a Python object (`Given`), return that object. Raises `ConfigError`
     that begins with `problem`, for any error in the module.
@@ -97,10 +96,10 @@ def import_user_code(name: str, problem: str) -> Any:
 
 
 def _import_from_current_folder(name: str) -> None:
-    """Import a module or package of the current folder, even if an installed one has its name.
+    """Import a module or package of the current folder, even if an installed one has the same name.
 
-    Does nothing if the folder has no such module, if a module of that name is imported already, or
-    if Python does not look for modules in the current folder. Whatever the module itself imports is
+    Do nothing if the folder has no such module, if a module of that name is imported already, or if
+    Python does not look for modules in the current folder. Modules that it imports itself are
     looked for in the usual order, so a file that somebody else put into the folder does not replace
     a library.
     """
@@ -118,7 +117,10 @@ def _import_from_current_folder(name: str) -> None:
 
 
 def _origin(module: ModuleType) -> str:
-    """Return the file of a module in brackets. If it is installed, add that its name is taken."""
+    """Return the file of a module in brackets.
+
+    If it is an installed module, add that its name is taken.
+    """
     file = getattr(module, "__file__", None)
     if file is None:
         return ""
@@ -130,7 +132,7 @@ def _origin(module: ModuleType) -> str:
 
 @contextmanager
 def user_code(problem: str) -> Iterator[None]:
-    """Return a context that turns an error of user code in its body into a `ConfigError`.
+    """Return a context that turns an error of the user's code into a `ConfigError`.
 
     The message begins with `problem` and names the line where the error arose.
     """
@@ -143,7 +145,7 @@ def user_code(problem: str) -> Iterator[None]:
 
 
 def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
-    """Raise `ConfigError` if a task set has invalid tools or too few training tasks.
+    """Raise `ConfigError` if a task set has invalid tools or fewer than `num_tasks` training tasks.
 
     A run takes `num_tasks` training tasks.
     """
@@ -178,11 +180,11 @@ def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
 
 
 def data_digests(taskset: Taskset) -> dict[str, str]:
-    """Return the number of rows and their digest, for each split of a list of tasks.
+    """Return the number of rows and a digest of them, for each split of a task set with rows.
 
     The splits of a mixture have the name of the part before theirs, as in `math/train`. Empty for a
-    task set that makes its tasks from numbers. Values that are not JSON, such as images, count only
-    by their type.
+    task set that creates its tasks from numbers. Values that are not JSON, such as images, count
+    only by their type.
     """
     if isinstance(taskset, MixedTasks):
         return {

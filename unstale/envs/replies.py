@@ -1,4 +1,6 @@
-"""Read replies: the reasoning text, the content and the tool calls in what the policy wrote."""
+"""Parsing of replies: the reasoning text, the content and the tool calls in a text of the
+policy.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,10 @@ END_OF_THOUGHT = "</think>"
 
 
 def any_of(control_texts: Iterable[str]) -> str:
-    """Return a pattern of any control token that is longer than a character."""
+    """Return a pattern that matches any of these control tokens.
+
+    Those of one character are left out.
+    """
     marks = [re.escape(mark) for mark in control_texts if len(mark.strip()) > 1]
     return "|".join(marks) or "(?!)"
 
@@ -53,16 +58,16 @@ class ReplyReader:
         return replace(message, thoughts=thoughts or "")
 
     def _only_thinks(self, text: str) -> bool:
-        """Return True if a reply begins with a reasoning text and does not end it."""
+        """Return True if a reply begins with a reasoning text that it does not end."""
         if not self._thinks or END_OF_THOUGHT in text:
             return False
         return self._begins_thinking or text.lstrip("\n").startswith(THOUGHT)
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """Return the reasoning text of a reply, and the reply as a message.
+        """Parse a reply. Return its reasoning text, and the reply as a message.
 
-        The first is None if there is no complete reasoning text. With `calls=False`, tool calls
-        remain text in the message. Calls in the reasoning text are ignored.
+        The reasoning text is None if it is not complete. With `calls=False`, tool calls remain text
+        in the message. Calls in the reasoning text are ignored.
         """
         thoughts = None
         if self._thinks and END_OF_THOUGHT in text:
@@ -72,9 +77,10 @@ class ReplyReader:
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
     def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """Return the reasoning text and the content of an unfinished reply that are certain.
+        """Parse an unfinished reply.
 
-        Text that could still become something else, such as a tool call, is left out.
+        Return the parts of its reasoning text and content that are certain. Text that could still
+        become something else, such as a tool call, is left out.
         """
         thoughts = ""
         form = self._form
@@ -114,9 +120,10 @@ class ReplyReader:
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
-    """Return the reasoning text before the tag that ends it, and the text after the tag.
+    """Split a text at the tag that ends reasoning.
 
-    Without the tag, all is reasoning text.
+    Return the reasoning text and the text after the tag. Without the tag, the whole text is
+    reasoning.
     """
     thoughts, _, rest = text.partition(END_OF_THOUGHT)
     return thoughts.lstrip("\n").removeprefix(THOUGHT).strip("\n"), rest.lstrip("\n")

@@ -1,8 +1,8 @@
-"""Read the rows of data files, of data sets of the Hugging Face hub, and of Python's lists.
+"""Rows of data files, of data sets of the Hugging Face hub, and of Python lists.
 
-Each row has its place, so messages can name the file and the line. What a reader would silently
-drop or mix up is refused: repeated names, values without a column, unclear separators. The memory
-for rows is limited, whatever a compressed file holds.
+Each row has its place, so messages can name the file and the line. Input that a reader would
+silently drop or mix up is refused: repeated names, values without a column, unclear separators. The
+memory for rows is limited, however large the content of a compressed file.
 """
 
 import csv
@@ -22,20 +22,20 @@ from unstale.envs.strict_json import loads
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 """Types of files with rows, in upper or lower case. All but Parquet may be compressed (.gz)."""
 MAX_BYTES = 2 << 30
-"""Bytes of a file's values that are kept in memory. As objects of Python, they take several times
-as much.
+"""Largest size in bytes of a file's values in memory. As Python objects, they take several times as
+much.
 """
 MAX_ROW_BYTES = 16 << 20
-"""Largest size of a line. A context of a million tokens has about 4 MB."""
+"""Largest size in bytes of a line. A context of a million tokens has about 4 MB."""
 _ROW_BYTES = 512
-"""Memory of a row in addition to its values."""
+"""Bytes of memory that a row takes in addition to its values."""
 _SEPARATORS = ",;\t|"
 _SAMPLE = 256
 """Number of lines from which the separator is found, and of rows read at once from Parquet."""
 
 
 class Row(dict[str, Any]):
-    """A row with its `place`, such as `rows.jsonl, line 3`."""
+    """A row with its `place` for messages, such as `rows.jsonl, line 3`."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], place: str) -> None:
         super().__init__(values)
@@ -43,7 +43,7 @@ class Row(dict[str, Any]):
 
 
 class _Meter:
-    """Counts the memory that the rows of a file take."""
+    """A counter of the memory that the rows of a file take."""
 
     def __init__(self) -> None:
         self.left = MAX_BYTES
@@ -64,8 +64,8 @@ def load_rows(
     """Return the rows of a file or of a data set on the hub.
 
     An existing file is never sought on the hub. Another name without the suffix of a data file is a
-    data set on the hub, which needs the extra `datasets`. `option` is named if there is no such
-    file. Raises `ConfigError` if the rows cannot be read.
+    data set on the hub, which needs the extra `datasets`. `option` is named in the error if there
+    is no such file. Raises `ConfigError` if the rows cannot be read.
     """
     path, kind = Path(source), file_type(source)
     if source.startswith(HERE):
@@ -95,9 +95,10 @@ def load_rows(
 
 
 def list_rows(rows: Any, option: str, prompt_column: str) -> list[Row]:
-    """Return rows that a program gave. A text or a list of messages is a row with a prompt alone.
+    """Return rows that a program passed.
 
-    Raises `ConfigError`, with the name of the option, for rows that cannot be listed.
+    A text, or a list of messages, is a row with only a prompt. Raises `ConfigError`, with the name
+    of the option, for rows that cannot be listed.
     """
     if hasattr(rows, "iloc"):  # a table of pandas, whose items are the names of columns
         _require_names([str(name) for name in rows.columns], option)
@@ -138,7 +139,7 @@ def file_type(source: str) -> str:
 
 
 def _lines(file: BufferedIOBase, path: Path) -> Iterator[str]:
-    """Yield the lines of a text file with their ends, without a byte order mark."""
+    """Yield the lines of a text file, line ends included, without a byte order mark."""
     meter = _Meter()
     number = 0
     while data := file.readline(MAX_ROW_BYTES + 1):
@@ -207,7 +208,7 @@ def _csv_rows(lines: Iterator[str], path: Path) -> Iterator[Row]:
 
 
 def _separator(lines: Sequence[str], path: Path) -> str:
-    """Return the separator with which the header and the first row have as many columns."""
+    """Return the separator that gives the header and the first row the same number of columns."""
     found = []
     for each in _SEPARATORS:
         rows = (row for row in csv.reader(lines, delimiter=each) if row)

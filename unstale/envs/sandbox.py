@@ -48,22 +48,24 @@ _ENTER = (
 )
 
 _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sandbox")
-"""Threads that start programs, one per core. They are kept, because a program is killed when the
-thread that started it ends.
+"""Threads that start programs, one for each core. They are kept, because a program is killed when
+the thread that started it ends.
 """
 
 _UIDS = itertools.cycle(range(61_184, 65_520))
-"""User ids that no account has. If this process is root, each program runs as a new user."""
+"""User ids that no account has. If this process is root, each program runs under one of them."""
 
 ALLOW_WEAK = "UNSTALE_ALLOW_WEAK_SANDBOX"
-"""Environment variable that allows the method `limits` to root. Child processes inherit it."""
+"""Name of the environment variable with which root may use the method `limits`. Child processes
+inherit it.
+"""
 _PREFIX = "unstale-sandbox-"
 _KILL_ROUNDS = 50
-"""Number of attempts to kill all processes of a user. Ended processes that nobody waits for
-remain.
+"""Number of attempts to kill all processes of a user. Processes that ended, but that nobody waited
+for, remain.
 """
 _SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders in which every user can write."""
+"""Folders in which every user may write."""
 
 _INSIDE = "/tmp/work"
 """Working directory of a program in bubblewrap. It is empty at the start."""
@@ -78,7 +80,7 @@ _ENVIRONMENT = {
 _READ_ONLY = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
 """Folders and files of the system that programs in bubblewrap can read."""
 _POLL_MS = 50
-"""Milliseconds between two checks if the caller has cancelled a program."""
+"""Milliseconds between two checks that the caller has not cancelled a program."""
 
 
 class SandboxError(EnvError):
@@ -87,7 +89,7 @@ class SandboxError(EnvError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits on a program's resources. If the program asks for more, its request fails."""
+    """Limits on a program's resources. A request of the program beyond a limit fails."""
 
     seconds: float = 5.0
     """Wall-clock seconds of the program, and CPU seconds of each process, before it is killed."""
@@ -96,11 +98,11 @@ class Limits:
     segment of System V, is refused by the filter of system calls.
     """
     file_mb: int = 16
-    """Size of each file in MB. With bubblewrap, of all files together."""
+    """Largest size of a file in MB. With bubblewrap, it is the limit for all files together."""
     processes: int = 16
-    """Number of processes and threads at the same time."""
+    """Largest number of processes and threads at the same time."""
     output_kb: int = 64
-    """Size in kB of stdout, and of stderr. Output beyond it is cut off."""
+    """Size in kB of stdout, and of stderr, from which on the output is cut off."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -119,14 +121,14 @@ class ProgramResult:
     stderr: str
     code: int
     ended: Ended
-    """How the program ended. `timeout`: killed at the time limit. `output`: its output was cut
-    off, or its errors if they were kept.
+    """The way in which the program ended. `timeout`: killed at the time limit. `output`: its stdout
+    was cut off, or its stderr if that was kept.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A method of isolation.
+    """A method of isolation, with its properties.
 
     `isolated` means new namespaces of the kernel without bubblewrap. `own_user` means that programs
     run as a new user instead of root.
@@ -208,12 +210,12 @@ def check_allowed() -> None:
 
 
 def allow_weak() -> None:
-    """Allow programs as root without bubblewrap, in this process and in its children."""
+    """Allow root to run programs without bubblewrap, in this process and in its children."""
     os.environ[ALLOW_WEAK] = "1"
 
 
 def kind() -> Kind:
-    """Return the method of isolation that works on this machine."""
+    """Return the name of the method of isolation that works on this machine."""
     return _way().kind
 
 
@@ -237,7 +239,7 @@ def weaknesses() -> str:
 
 
 def _risks_of_limits(way: _Way) -> list[str]:
-    """Return the attacks that only bubblewrap prevents. Newer kernels prevent some of them.
+    """Return the attacks that bubblewrap prevents and this machine's sandbox does not.
 
     The version of the kernel's Landlock decides which.
     """
@@ -261,9 +263,9 @@ def _risks_of_limits(way: _Way) -> list[str]:
 
 @cache
 def _is_filtered(way: _Way) -> bool:
-    """Return True if a program in the sandbox cannot create a user namespace.
+    """Return True if the sandbox prevents a program from creating a user namespace.
 
-    It cannot if the sandbox's filter of system calls works.
+    It does if its filter of system calls works.
     """
     code = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == 0)"
     result = _run(way, _Job([sys.executable, "-c", code], "", {}, Limits()), threading.Event())
@@ -272,9 +274,10 @@ def _is_filtered(way: _Way) -> bool:
 
 @cache
 def _way() -> _Way:
-    """Try all methods and return the strongest that works here. Remove folders of killed runs.
+    """Try all methods of isolation. Return the strongest that works here.
 
-    Without namespaces, programs that root starts must run as another user.
+    Folders of killed runs are removed. Without namespaces, programs that root starts must run as
+    another user.
     """
     remove_leftovers(Path(tempfile.gettempdir()), _PREFIX)
     ways = [_Way("bubblewrap", own_user=True), _Way("bubblewrap")] if shutil.which("bwrap") else []
@@ -360,7 +363,7 @@ def _run_in(
 
 @contextmanager
 def _own_folder() -> Iterator[Path]:
-    """Yield an empty folder.
+    """Yield a new, empty folder.
 
     It is removed afterwards, or by a later process if this one is killed.
     """
@@ -376,9 +379,10 @@ def _own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _user(way: _Way) -> Iterator[int | None]:
-    """Yield a user id that no other sandbox uses. None keeps the user of this process.
+    """Yield a user id that no other sandbox uses.
 
-    Afterwards the user's processes are killed, and its files in shared folders are removed.
+    Yield None if programs run as this process's user. Afterwards the user's processes are killed,
+    and its files in shared folders are removed.
     """
     if not way.own_user:
         yield None
@@ -413,7 +417,7 @@ def _remove_traces(user: int) -> None:
 
 
 def _owned(folder: Path, user: int) -> list[Path]:
-    """Return the files and folders of a user in `folder`."""
+    """Return the files and folders in `folder` that belong to a user."""
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

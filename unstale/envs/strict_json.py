@@ -1,4 +1,4 @@
-"""Read JSON of others. What Python's parser would silently change or drop is refused."""
+"""A strict reader of JSON. It refuses input that Python's parser would silently change or drop."""
 
 import json
 import math

@@ -1,8 +1,9 @@
-"""Convert text to tokens and back. Text that continues other text is encoded as its continuation.
+"""Conversion of text to tokens and back.
 
-Many tokenizers encode the start of a text in another way than its middle: they put a blank before
-it, or drop the white space around control tokens. So a text that continues other text is encoded
-together with the end of that text, whose tokens are then cut off.
+A text that continues another one is encoded as its continuation. Many tokenizers encode the start
+of a text in another way than its middle: they put a blank before it, or drop the white space around
+control tokens. So a text that continues other text is encoded together with the end of that text,
+whose tokens are then cut off.
 """
 
 import codecs
@@ -19,11 +20,11 @@ SEAM = "\ue000"
 so that the tokenizer does not encode it as a control token. It is removed afterwards.
 """
 LONG_REPLY_TOKENS = 4096
-"""Number of tokens from which on `TextTokens.decode` takes about 1 ms, and others should not wait
-for it.
+"""Number of tokens from which on `TextTokens.decode` takes 1 ms or more, so that it should run in a
+thread.
 """
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""Pattern of the token of one byte, in vocabularies that have one for each byte."""
+"""Pattern of the tokens that stand for single bytes, in vocabularies that have them."""
 
 
 class TextTokens:
@@ -64,8 +65,8 @@ class TextTokens:
     def _encode_after(self, context: str, text: str) -> tuple[int, ...]:
         """Return the tokens of `text` where it follows `context`.
 
-        If a token would hold the end of `context` and the start of `text`, it is divided there: the
-        tokens of the context are given and cannot change.
+        If a token would contain the end of `context` and the start of `text`, it is divided there:
+        the tokens of the context are given and cannot change.
         """
         for before in (context, SEAM):
             start = self._own_tokens(before)
@@ -75,15 +76,16 @@ class TextTokens:
         return self._own_tokens(text)
 
     def _own_tokens(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a whole text."""
+        """Return the tokens of a text by itself."""
         if not text:
             return ()
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. For many tokens, most work is done without the interpreter
-        lock.
+        """Return the text of tokens.
+
+        For many tokens, most work is done without the interpreter lock.
         """
         if self._backend is None:
             # transformers checks the type of each token of a list, which takes as long as decoding.
@@ -99,7 +101,7 @@ class TextTokens:
     def bytes_of(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token's text. A token may be only a part of a character.
 
-        If the tokenizer is not of the Rust library, the token is decoded by itself.
+        A tokenizer that is not of the Rust library decodes the token by itself, without a context.
         """
         if token in self.control_tokens:
             return self.control_tokens[token].encode()
@@ -139,9 +141,9 @@ class TextTokens:
 
 
 def text_offsets(tokens: Sequence[bytes]) -> Iterator[int]:
-    """Yield the place in the text, in characters, at which each token begins.
+    """Yield for each token the character position in the text at which it begins.
 
-    A token that continues a character has the place after it, as if the character were complete.
+    A token that continues a character has the position after it, as if the character were complete.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     place = 0
@@ -156,7 +158,10 @@ def longest_seam(text: str) -> int:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer, if the tokenizer uses its `decode` unchanged. Otherwise, None."""
+    """Return the Rust tokenizer, if the tokenizer uses its `decode` unchanged.
+
+    Otherwise, return None.
+    """
     from transformers import PreTrainedTokenizerFast
 
     own = getattr(type(tokenizer), "_decode", None)
@@ -164,7 +169,7 @@ def _plain_backend(tokenizer: Any) -> Any:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte for which each letter stands in a byte-level vocabulary (GPT-2's).
+    """Return the byte for which each letter stands in a byte-level vocabulary, such as GPT-2's.
 
     Printable bytes of Latin-1 stand for themselves. The others have the letters from 256 on.
     """

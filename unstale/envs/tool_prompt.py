@@ -1,7 +1,7 @@
-"""Write tools, calls and results into the text of messages, for templates that do not render them.
+"""Texts for tools, calls and results in messages, for chat templates that do not render them.
 
-`ToolText` is what a `Chat` uses if the option `tools_in_prompt` is set and its chat template leaves
-out the descriptions of tools.
+A `Chat` uses a `ToolText` if the option `tools_in_prompt` is set and its chat template leaves out
+the descriptions of tools.
 """
 
 import json
@@ -18,14 +18,14 @@ _EXAMPLE = ToolCall("NAME", {"ARGUMENT": "VALUE"})
 _RESULT = "<tool_response>\n{}\n</tool_response>"
 
 Render = Callable[[Sequence[Message]], str]
-"""A function that returns a conversation as a template writes it. It may raise errors of the
+"""A function that returns a conversation as the template renders it. It may raise errors of the
 template.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolText:
-    """The texts with which a conversation describes its tools."""
+    """The texts that describe tools in a conversation, and what the template renders itself."""
 
     description: str
     """The tools and the format of calls, for the start of the prompt."""
@@ -51,11 +51,11 @@ class ToolText:
         return messages
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages, with calls and results as content if the template does not render
-        them.
+        """Return the messages.
 
-        Results that follow each other are one user message, because many templates require that
-        users and assistants alternate.
+        Calls and results become content if the template does not render them. Results that follow
+        each other become one user message, because many templates require that users and assistants
+        alternate.
         """
         changed: list[Message] = []
         after_result = False
@@ -79,10 +79,10 @@ class ToolText:
 def tool_text(
     tools: Sequence[Mapping[str, Any]], render: Render, write: Callable[[Sequence[ToolCall]], str]
 ) -> ToolText:
-    """Return the texts that describe tools in the conversations of a template that renders none.
+    """Return the texts that describe tools, for a chat template that renders no tools.
 
-    `render` writes a conversation without tools. `write` returns what the template writes for calls
-    ("" if it writes none).
+    `render` renders a conversation without tools. `write` returns the template's text for calls, or
+    "" if it writes none.
     """
     question = Message("user", "?")
     reply = Message("assistant", "!")

@@ -18,6 +18,7 @@ from unstale.envs import (
     Message,
     Taskset,
     Turn,
+    Votable,
     implements,
 )
 from unstale.envs.external import ExternalAgent
@@ -76,8 +77,8 @@ def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_her
             )
     if config.isolate == "ray" and isinstance(taskset, ExternalAgent):
         raise ConfigError(
-            "task.isolate = ray cannot run an ExternalAgent: the endpoint that it calls listens on "
-            "this machine alone. Use task.isolate = process"
+            "task.isolate = ray cannot run an ExternalAgent, which runs on the machine of the "
+            "endpoint that it calls. Use task.isolate = process"
         )
     return IsolatedTasks(taskset, Workers(config, start))
 
@@ -185,6 +186,8 @@ class IsolatedTasks:
         self.place_of = getattr(inner, "place_of", None)
         if implements(inner, HasTexts):
             self.text = inner.text
+        if implements(inner, Votable):
+            self.answer_of = inner.answer_of
         self._episodes = count()
 
     def train(self, seed: int) -> Iterator[Task]:

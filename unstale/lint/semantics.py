@@ -48,6 +48,8 @@ def facts(config: RunConfig) -> dict[str, str]:
     support = "the whole vocabulary"
     if engine.truncated_by:
         support = f"over the kept set of each token ({engine.truncated_by}), as old_logp and logp"
+    if engine.logit_bias:
+        support += f", with engine.logit_bias = {engine.logit_bias!r} in all three"
     same = "; the trainer computes the same bits, so D is 1" if engine.bitwise else ""
     passes = f", rounded to {trainer.quantise}" if trainer.quantise != "none" else ""
     return {

@@ -31,8 +31,8 @@ are masked and wasted.
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 checked_length: ContextVar[int] = ContextVar("the length for which masks are checked", default=0)
-"""In a pass of `check_length`: the length for which the model's masks must equal those of packed
-attention. 0 in any other pass.
+"""The length for which the current pass checks that the model's masks equal those of packed
+attention (`check_length`). 0 in any other pass.
 """
 
 
@@ -45,11 +45,11 @@ def packed_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output `[1, N, heads, width]` for the tokens of the current prefix tree.
+    """Return the attention output `[1, N, heads, width]` for the tokens of the current pass.
 
-    A prefix tree is a set of packed sequences in which shared prefixes are stored once. Without
-    one, torch's scaled dot-product attention is called. Raises NotImplementedError for an
-    unsupported kind of attention.
+    If the pass has a prefix tree (packed sequences whose shared prefixes are stored once), each
+    token attends only to its own sequence. Otherwise torch's scaled dot-product attention is
+    called. Raises NotImplementedError for an unsupported kind of attention.
     """
     run = running.get()
     if run is None:
@@ -86,16 +86,20 @@ def packed_attention(
 
 
 def sees_all(run: PrefixTree, window: int | None) -> bool:
-    """Return True if a sliding window does not limit attention in any sequence of the tree."""
+    """Return True if a sliding window of `window` tokens excludes no token of any sequence.
+
+    None is no window.
+    """
     return window is None or all(s.depth + s.end - s.start <= window for s in run.segments)
 
 
 def packed_mask(
     mask_function: Callable[..., Tensor], device: torch.device | str = "cpu", **options: Any
 ) -> Tensor | None:
-    """Return transformers' mask, or None in a packed pass: `packed_attention` needs no mask.
+    """Return transformers' mask.
 
-    In a pass of `check_length`, return a tensor `[1, 1, 1, 1]` with the window of `mask_function`.
+    In a packed pass, return None, because `packed_attention` needs no mask. In a pass of
+    `check_length`, return a tensor `[1, 1, 1, 1]` with the window of `mask_function`.
     """
     if running.get() is None:
         return sdpa_mask(mask_function=mask_function, device=device, **options)
@@ -109,7 +113,8 @@ def window_of(
 ) -> int:
     """Return the number of tokens that the last of `length` tokens attends to, itself included.
 
-    Raises NotImplementedError unless the mask is causal or a sliding window of this size.
+    Raises NotImplementedError unless the mask is causal, or a sliding window of that number of
+    tokens.
     """
     last = length - 1
     queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
@@ -139,7 +144,10 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_tree(
     query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, scale: float | None
 ) -> Tensor:
-    """Return attention `[1, N, heads, width]`, computed by kernels. `can_attend` must be True."""
+    """Return attention `[1, N, heads, width]`, computed by compiled kernels.
+
+    `can_attend` must be True.
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     inputs = (each[0].transpose(0, 1) for each in (query, key, value))
     out: Tensor = TreeAttention.apply(*inputs, (layout_of(run, query.device), scale))
@@ -156,7 +164,7 @@ def attend_by_block(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of flash attention: `num` blocks of queries, each with its own block of keys."""
+    """One call of flash attention: `num` blocks of queries, each with a block of keys."""
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -178,7 +186,7 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
     the other packed sequences. For the same reason, `batched` must be False with a single head.
     """
     own_blocks: dict[int, list[int]] = {}
-    """For each length of block: the positions where blocks of that length start."""
+    """For each length of block: the start positions of the blocks with this length."""
     before_block = []
     for segment in segments:
         for start in range(segment.start, segment.end, BLOCK):
@@ -202,7 +210,7 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
 
 
 def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
-    """Return the index of the tokens of all blocks of one length: a slice if they are adjacent."""
+    """Return the index of the tokens in all blocks of one length: a slice if they are adjacent."""
     if all(after - before == length for before, after in pairwise(starts)):
         return slice(starts[0], starts[-1] + length)
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
@@ -210,7 +218,7 @@ def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
 
 @cache
 def _flash() -> tuple[Any, ...]:
-    """Return torch's flash attention for CPUs, and the function that computes its gradient.
+    """Return torch's flash attention for CPUs, and the function for its gradient.
 
     The first function also returns the logarithm of the softmax's denominator, which is an argument
     of the second. The result is empty if this version of torch lacks one of the functions.

@@ -1,7 +1,7 @@
 """Models whose log-probabilities have the same bits in the engine and in the trainer, on CPUs.
 
 The kernels of a packed pass compute each token only from its own sequence, with sums in a fixed
-order. With this module, the matrix products, the rotary angles and the output head do so too. The
+order. This module does the same for matrix products, rotary angles and the output head. The
 embedded engine (`engines/embedded/bitwise.py`) calls the same functions. So a log-probability
 depends only on the weights, its token and the tokens before it. All states between the layers are
 float32. If the weights are bfloat16, the inputs of matrix products are rounded to it. The gradient
@@ -29,8 +29,8 @@ ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose angles depend only on the position."""
 
 ANGLE_ROWS = 256
-"""Number of positions whose angles are computed together. It is constant, because torch may round
-the cosine of a number differently in a tensor of another size.
+"""Number of positions whose angles are computed in one tensor. It is constant, because torch may
+round the cosine of a number differently in a tensor of another size.
 """
 
 
@@ -68,7 +68,7 @@ def require_supported(model: PreTrainedModel, max_context: int | None = None) ->
 
 
 def _problem(model: PreTrainedModel, max_context: int | None) -> str:
-    """Return the reason why a model is not supported, or ""."""
+    """Return the reason why this module does not support a model, or ""."""
     config: Any = model.config
     weight = next(model.parameters())
     if not any(type(model).__name__ == f"{name}ForCausalLM" for name in ARCHITECTURES):
@@ -114,7 +114,7 @@ def _problem_of_layer(layer: Any, max_context: int | None) -> str:
 
 
 def _window(attention: Any) -> int | None:
-    """Return the length of an attention layer's sliding window. None if it has none."""
+    """Return the length in tokens of an attention layer's sliding window. None if it has none."""
     window: int | None = getattr(
         attention, "sliding_window", getattr(attention.config, "sliding_window", None)
     )
@@ -126,14 +126,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module in transformers, even if `fused.use` has replaced it."""
+    """Return the original transformers class of a module, even if `fused.use` has replaced it."""
     kinds = [each for each in type(module).__mro__ if each.__module__.startswith("transformers.")]
     return kinds[0] if kinds else type(module)
 
 
 @cache
 def _bitwise_class(base: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """Return a subclass of a layer. It runs `forward` in a packed pass, else `base.forward`."""
+    """Return a subclass of a layer: `forward` in a packed pass, `base.forward` otherwise."""
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if running.get() is None:
@@ -169,7 +169,10 @@ def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def angles(rotary: nn.Module, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rotary cosines and sines `[positions, width]` of at least `count` positions."""
+    """Return the rotary embedding's cosines and sines, `[positions, width]` each.
+
+    There are at least `count` positions.
+    """
     return _angles(rotary, type(rotary), count)
 
 
@@ -202,4 +205,4 @@ def _mlp(self: Any, hidden: Tensor) -> Tensor:
 
 
 _FORWARDS: dict[str, Any] = {"RMSNorm": fused.normed, "Attention": _attention, "MLP": _mlp}
-"""The forward function of a module in a packed pass, by the end of the module's class name."""
+"""The forward functions for packed passes. A key is the end of the module's class name."""

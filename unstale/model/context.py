@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that run a forward pass together by dividing its tokens.
+    """The ranks of a context group, which run a forward pass together by dividing its tokens.
 
     `rank` is the position in the group of the process that has this object.
     """
@@ -52,7 +52,7 @@ class ContextGroup:
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def mine(self, rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Select the token indices `rows` `[R]` that are in this rank's slice of the tokens.
+        """Select the token indices in `rows` `[R]` that are in this rank's slice of the tokens.
 
         Return the positions `[r]` of these indices in `rows`, and the indices `[r]` of the tokens
         within the slice.
@@ -62,7 +62,7 @@ class ContextGroup:
         return here, rows[here] - tokens.start
 
     def assemble(self, values: Tensor, here: Tensor, count: int) -> Tensor:
-        """Join the values of all ranks. Return them all, `[count]`, on every rank.
+        """Join the values that the ranks computed. Return all of them, `[count]`, on every rank.
 
         This rank gives `values` `[r]` for the places `here` `[r]` of the result. The gradient of
         each value goes to the rank that computed it. All ranks compute the same loss from the
@@ -74,7 +74,7 @@ class ContextGroup:
     def exchange(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, *keys: Tensor
     ) -> Tensor:
-        """Call `attend` on all tokens, for this rank's share of the heads.
+        """Call `attend` on the tokens of all ranks, for this rank's share of the heads.
 
         `query`, and the key and value in `keys`, are `[1, heads, n, width]`, for this rank's slice
         of the tokens. `attend` must return `[1, N, heads, width]` for all `N = size * n` tokens and
@@ -87,16 +87,19 @@ class ContextGroup:
         return self._swap(out)
 
     def to_heads(self, rows: Tensor) -> Tensor:
-        """Return `[N, heads / size, width]` of all tokens for this rank's share of the heads.
+        """Exchange this rank's tokens for a share of the heads: return `[N, heads / size, width]`.
 
-        `rows` are `[n, heads, width]` of this rank's tokens, which the ranks exchange. The result
-        has no gradient. Heads that are fewer than the ranks are repeated.
+        `rows` are `[n, heads, width]` of this rank's tokens. The result has all N tokens, and no
+        gradient. Heads that are fewer than the ranks are repeated.
         """
         parts = self._repeat(rows).unflatten(1, (self.size, -1)).movedim(1, 0)
         return self._all_to_all(parts.contiguous()).flatten(0, 1)
 
     def to_tokens(self, rows: Tensor, heads: int) -> Tensor:
-        """Do the reverse of `to_heads`. Repeated heads are summed, as their gradients must be."""
+        """Exchange a share of the heads for this rank's tokens, the reverse of `to_heads`.
+
+        `heads` is the number of all heads. Repeated heads are summed, as their gradients must be.
+        """
         parts = self._all_to_all(rows.unflatten(0, (self.size, -1)).contiguous())
         whole = parts.movedim(0, 1).flatten(1, 2)
         return whole if whole.shape[1] == heads else whole.unflatten(1, (heads, -1)).sum(2)
@@ -107,7 +110,7 @@ class ContextGroup:
         return received
 
     def _repeat(self, keys: Tensor) -> Tensor:
-        """Repeat key or value heads if there are fewer of them than ranks."""
+        """Repeat the heads of keys or values if there are fewer heads than ranks."""
         heads = keys.shape[1]
         return keys if heads >= self.size else keys.repeat_interleave(self.size // heads, 1)
 
@@ -142,7 +145,7 @@ def check_heads(heads: int, key_heads: int, ranks: int) -> None:
 
 
 class _Assemble(torch.autograd.Function):
-    """The operation of `ContextGroup.assemble`: the values of all ranks joined, with gradient."""
+    """The autograd operation of `ContextGroup.assemble`, which joins the values of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, here: Tensor, count: int, group: ProcessGroup) -> Tensor:

@@ -114,9 +114,9 @@ def _save(file: Path, folder: Path) -> None:
 
 
 def _print_reason(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Print an error in one line on standard output, which the parent process reads.
+    """Print an error in one line on standard output, for the parent process.
 
-    All classes of errors are printed: the library tokenizers raises plain `Exception` for damaged
+    Errors of all classes are printed: the library tokenizers raises plain `Exception` for damaged
     vocabularies.
     """
     text = re.sub(r"\s+", " ", str(error))[:300]

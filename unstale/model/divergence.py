@@ -1,4 +1,4 @@
-"""The divergence of a policy from a teacher, computed with the log-probabilities of its tokens.
+"""The divergence of a policy from a teacher, computed in the same pass as log-probabilities.
 
 The logits of policy and teacher are in memory for a few tokens at a time. The backward pass
 computes them again.
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from unstale.model.head import LogpQuery, wide
 
 MAX_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""Largest number of a model's logits in memory at once, by device."""
+"""Largest number of one model's logits in memory at once, by kind of device."""
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """A function of the log-probabilities `[r, V]` of a policy and of a teacher. It returns `[r]`."""
@@ -23,25 +23,29 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """The hidden states with which a teacher predicts some of the tokens of a query."""
+    """The hidden states from which one teacher predicts some of a query's R target tokens."""
 
     index: Tensor
-    """`[r]`: the places of these tokens among the R targets of the query."""
+    """`[r]`: the indices of these tokens among the R target tokens."""
     rows: Tensor
-    """`[r, H]`: the teacher's hidden states before these tokens, or logits for an identity head."""
+    """`[r, H]`: the teacher's hidden states before these tokens. If its head is the identity, they
+    are logits.
+    """
     head: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A query of the output head that also computes the divergence from teachers."""
+    """A computation for a `LogpQuery` that also gives the divergence from teachers."""
 
     teachers: Sequence[TeacherRows]
-    """The hidden states of all teachers. Each target of the query occurs once."""
+    """The hidden states of all teachers. Each target token of the query belongs to exactly one of
+    them.
+    """
     divergence: Divergence
 
     def __call__(self, head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
-        """Return log-probability, entropy and divergence `[R]` of the targets of a query.
+        """Return log-probability, entropy and divergence of the query's target tokens, `[R]` each.
 
         `rows` `[R, H]` are the policy's hidden states. Where policy and teacher have different
         numbers of logits, both are normalised over the tokens that both have.
@@ -84,7 +88,9 @@ def _of_logits(  # noqa: PLR0913 - policy and teacher, each with its head
     teacher_rows: Tensor,
     divergence: Divergence,
 ) -> Tensor:
-    """Return log-probability, entropy and divergence of a few tokens, `[3, r]`."""
+    """Return log-probability, entropy and divergence of a few targets, `[3, r]`, from full
+    logits.
+    """
     kind = wide(rows.dtype)
     logits = head(rows).to(kind) / query.temperature
     logps = logits.log_softmax(-1)

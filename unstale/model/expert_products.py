@@ -19,7 +19,9 @@ from unstale.routed_experts import num_experts
 EXPERTS = "unstale_experts"
 """The name under which `_experts` is registered with transformers."""
 ON_GPU = "batched_mm"
-"""The name of transformers' function that computes each token separately, for tensors on a GPU."""
+"""The name of transformers' own implementation that computes the experts of each token separately,
+used on a GPU.
+"""
 
 
 def use(model: PreTrainedModel) -> None:
@@ -37,7 +39,8 @@ def use(model: PreTrainedModel) -> None:
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the outputs of each token's chosen experts, `[T, H]`.
 
-    `hidden` is `[T, H]`. `chosen` and `weights`, the numbers and weights of experts, are `[T, k]`.
+    `hidden` is `[T, H]`. `chosen` `[T, k]` has the indices of experts, and `weights` `[T, k]` their
+    weights.
     """
     if hidden.device.type != "cpu":
         result: Tensor = ALL_EXPERTS_FUNCTIONS[ON_GPU](module, hidden, chosen, weights)
@@ -93,7 +96,10 @@ def _layer(module: Any, name: str) -> Callable[[int, Tensor], Tensor]:
 
 
 class _Spread(torch.autograd.Function):
-    """A copy of each row `[T, K]` to its places `[T, k]` among `count` rows. The rest is zero."""
+    """A copy of each row of `[T, K]` to its k places in a tensor of `count` rows.
+
+    Other rows are zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor, count: int) -> Tensor:
@@ -108,7 +114,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """A selection of the rows `[T, k, N]` at the places `[T, k]` of `[R, N]` rows."""
+    """A selection of rows: those of `[R, N]` at the places `[T, k]`, as `[T, k, N]`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Routed experts in a model: record the experts that its routers choose, or use recorded ones.
+"""Routed experts in a model: record the experts that its routers choose, or replay recorded ones.
 
-Recorded experts are weighted by the router's current probabilities, so gradients reach the router.
+Replayed experts are weighted by the router's current probabilities, so gradients reach the router.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from unstale.model.sharding import gather_whole
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model, in the order of its layers.
+    """Return the router modules of a model, in the order of its layers.
 
     A router returns `(logits [N, experts], weights [N, k], indices [N, k])`, or the reverse order.
     Raises ConfigError if there is none.
@@ -37,7 +37,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 
 class ExpertRecorder:
-    """A recorder of the experts that the routers of a model choose."""
+    """A recorder of the experts that a model's routers choose in forward passes."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = find_routers(model)
@@ -49,7 +49,7 @@ class ExpertRecorder:
         self._chosen[layer].append(_parts(output)[2])
 
     def take(self) -> Tensor:
-        """Return the experts `[N, layers, k]` of all tokens computed since the last call."""
+        """Return the experts `[N, layers, k]` of all tokens in the passes since the last call."""
         rows = torch.stack([torch.cat(chosen) for chosen in self._chosen], 1)
         for chosen in self._chosen:
             chosen.clear()
@@ -67,10 +67,11 @@ class ExpertLayers:
     """Number of experts that a token uses in a layer."""
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Return recorded experts only for the layers with a router, `[N, routed layers, k]`.
+        """Return recorded experts of the layers with a router only, `[N, routed layers, k]`.
 
         `rows` `[N, layers, k]` may have all layers, because some servers send them. Return None if
-        nothing was recorded (no layers). Raises ValueError for another shape.
+        it has no layers, which means that nothing was recorded. Raises ValueError for another
+        shape.
         """
         if not rows.shape[1]:
             return None
@@ -85,7 +86,7 @@ class ExpertLayers:
 
 
 def replay_experts(model: PreTrainedModel) -> ExpertLayers:
-    """Make the routers use the recorded experts of the current prefix tree, if it has some.
+    """Make a model's routers choose the experts recorded in the current prefix tree, if any.
 
     Return the layers with routers. If the model is divided among ranks, all ranks must call this.
     Raises ConfigError unless the routers weight experts by their softmax probabilities, which may
@@ -113,9 +114,10 @@ def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
 def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
-    """Replace the experts that a router chose by recorded ones. Missing rows are not replaced.
+    """Replace the experts that a router chose by recorded ones, as a forward hook.
 
-    `place` is the index of the router among the routers.
+    `place` is the index of the router among the model's routers. Tokens without recorded experts
+    keep those that the router chose.
     """
     run = running.get()
     if run is None or run.routed_experts is None:
@@ -138,7 +140,9 @@ def _parts(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 
 def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return the weights `[N, k]` of the given experts, from the router's current logits."""
+    """Return the router's weights `[N, k]` for the given experts, computed from its current
+    logits.
+    """
     chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
         chosen = chosen / chosen.sum(-1, keepdim=True)
@@ -147,7 +151,7 @@ def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check_weights(router: nn.Module) -> None:
-    """Raise ConfigError unless `_weights` returns the weights that the router itself computes.
+    """Raise ConfigError unless `_weights` computes the same weights as the router itself.
 
     If the router is divided among ranks, all ranks must call this.
     """

@@ -19,8 +19,8 @@ from unstale.model.prefix_tree import PrefixTree
 before_layer: ContextVar[Callable[[], object]] = ContextVar(
     "called before each layer of a pass, forward and backward", default=lambda: None
 )
-"""A function that is called before each layer. The trainer's thread changes its number of cores
-with it, because a pass may take seconds.
+"""A function that is called before each layer of a pass. With it, the trainer's thread changes its
+number of cores, because a pass may take seconds.
 """
 
 
@@ -29,9 +29,9 @@ _last_states: ContextVar[list[Tensor] | None] = ContextVar("hidden states of pas
 
 @contextmanager
 def last_states() -> Iterator[list[Tensor]]:
-    """Return a context with a list, to which each pass appends its last hidden states `[R, H]`.
+    """Return a context with a list to which each pass appends its last hidden states `[R, H]`.
 
-    They are those from which the pass computes its R log-probabilities, in that order, with a
+    These are the states from which the pass computes its R log-probabilities, in that order, with a
     gradient if gradients are enabled.
     """
     found: list[Tensor] = []
@@ -44,13 +44,16 @@ def last_states() -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. All but `quantise` change results only within rounding errors."""
+    """Options of a forward pass.
+
+    Except for `quantise`, they change results only within rounding errors.
+    """
 
     share_prompts: bool = True
     """Compute a prefix that several sequences have in common only once."""
     gradient_checkpointing: int = 0
     """Keep only the input of each Nth layer in memory, and compute the layer again in the backward
-    pass. 0 keeps everything.
+    pass. 0 keeps all activations.
     """
     compile: bool = False
     """Compile the model with torch.compile before its first forward pass."""
@@ -76,9 +79,9 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities and entropies `[T]` on the CPU, and the number of tokens in the passes.
+    """Log-probabilities and entropies `[T]` on the CPU, and the number of tokens in forward passes.
 
-    Tokens whose log-probability was not requested have 0. `entropy` is empty if entropies were not
+    A token whose log-probability was not requested has 0. `entropy` is empty if entropies were not
     requested.
     """
 
@@ -116,7 +119,7 @@ def keep_states(states: Tensor) -> None:
 
 
 def announce_layers(model: nn.Module) -> None:
-    """Make each layer of a model call `before_layer` before its forward and its backward pass."""
+    """Make each layer of a model call `before_layer` before its forward and backward pass."""
     for layer in _layers(model):
         layer.register_forward_pre_hook(_before_forward)
         layer.register_forward_hook(_before_backward)
@@ -128,7 +131,7 @@ def _before_forward(layer: nn.Module, arguments: Any) -> None:
 
 
 def _before_backward(layer: nn.Module, arguments: Any, output: Any) -> None:
-    """Call `before_layer` when the gradient of the layer's output is known."""
+    """Call the function `before_layer` when the gradient of the layer's output is known."""
     hidden = output[0] if isinstance(output, tuple) else output
     if not torch.compiler.is_compiling() and isinstance(hidden, Tensor) and hidden.requires_grad:
         hidden.register_hook(partial(_call_before, before_layer.get()))
@@ -143,7 +146,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def checkpoint_layers(model: nn.Module, interval: int) -> None:
-    """Turn on gradient checkpointing of the first layer and each `interval`th one after it.
+    """Turn on gradient checkpointing for the first layer and each `interval`th layer after it.
 
     Raises ConfigError if transformers does not support it for this model.
     """

@@ -2,7 +2,7 @@
 
 They are used in packed passes, in float32 on CPUs and in any usual dtype on GPUs. Between the
 matrix products they run compiled kernels. All other passes run the code of transformers.
-`packing_check` compares the two when a model is loaded.
+`packing_check` compares both when a model is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,9 @@ def normed(module: Any, hidden: Tensor) -> Tensor:
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of contiguous rows `[..., width]`, and their inverse RMS `[rows]`."""
+    """Return the RMS norm of contiguous rows `[..., width]`, and each row's inverse RMS
+    `[rows]`.
+    """
     out = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
@@ -90,10 +92,11 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def turn_heads(
     part: Tensor, norm: Tensor | None, angles: tuple[Tensor, Tensor], width: int, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return normalised and rotated heads `[rows, heads, width]`, and inverse RMS `[rows, heads]`.
+    """Return heads after norm and rotary embedding `[rows, heads, width]`, and their inverse RMS.
 
-    `part` is `[rows, heads * width]`. `angles` are the cosines and sines `[rows, width]` of the
-    rotary embedding. If `norm` is None, heads are not normalised, and the second result is None.
+    The inverse RMS is `[rows, heads]`. `part` is `[rows, heads * width]`. `angles` are the cosines
+    and sines `[rows, width]` of the rotary embedding. If `norm` is None, heads are not normalised,
+    and the second result is None.
     """
     rows, num = len(part), part.shape[1] // width
     out = part.new_empty(rows, num, width)
@@ -208,7 +211,7 @@ def attend(
 
 
 class _Heads(NamedTuple):
-    """The constants of one pass through an attention layer."""
+    """The constants of one attention layer in a pass."""
 
     layout: Layout
     heads: int
@@ -225,7 +228,7 @@ class _Heads(NamedTuple):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention layer: projections, norms of heads, rotary positions, attention, output product."""
+    """An attention layer: projections, norms of heads, rotary embedding, attention, output."""
 
     @staticmethod
     def forward(
@@ -365,7 +368,10 @@ class _GatedMLP(torch.autograd.Function):
 def _split_gradients(
     joined: Tensor, sizes: Sequence[int], needs: Sequence[bool], results: list[Any]
 ) -> None:
-    """Split the gradient of joined weights into `results`, with None where `needs` is False."""
+    """Split the gradient of joined weights into parts, one for each weight, in `results`.
+
+    A part is None where `needs` is False.
+    """
     results[: len(sizes)] = [
         each if needed else None
         for each, needed in zip(joined.split(list(sizes)), needs, strict=True)
@@ -373,12 +379,12 @@ def _split_gradients(
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return True if a layer multiplies by its weight and does nothing else."""
+    """Return True if a linear layer multiplies by its weight and does nothing else."""
     return type(layer) is Linear and is_unchanged(layer)
 
 
 def is_unchanged(layer: nn.Module) -> bool:
-    """Return True if a module has no hooks and its own class's forward function."""
+    """Return True if a module has no hooks and its forward function was not replaced."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
     return not hooks and "forward" not in vars(layer)
 
@@ -388,4 +394,4 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "Attention": _attention,
     "MLP": _mlp,
 }
-"""The forward function of a module in a packed pass, by the end of the module's class name."""
+"""The forward functions for packed passes. A key is the end of the module's class name."""

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Number of rows that one GPU block processes. It adds them to one partial sum of a weight's
-gradient.
+"""Number of rows that one GPU block processes. It adds their contributions to a weight's gradient
+into one partial sum.
 """
 COLUMNS = 1024
 """Number of columns that one GPU block of an elementwise function processes."""
@@ -24,7 +24,7 @@ LOGITS = 4096
 
 
 class GpuKernels:
-    """The kernels, with the arguments of the functions of `kernels.c`.
+    """The Triton kernels as methods, with the arguments of the functions of `kernels.c`.
 
     All tensors have the same dtype (bfloat16, float16 or float32), except inverse roots and `sums`,
     which are float32. A tensor with an argument `stride` may be a slice of the columns of a
@@ -32,7 +32,7 @@ class GpuKernels:
     """
 
     def pieces(self, rows: int) -> int:
-        """Return the number of rows of `sums`, the partial sums of a gradient, for `rows` rows."""
+        """Return the number of partial sums (rows of `sums`) of a gradient over `rows` rows."""
         return triton.cdiv(rows, ROWS)
 
     def norm(
@@ -186,10 +186,10 @@ class GpuKernels:
         grad: Tensor,
         entropies: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Replace the logits `[R, W]` of a part of the vocabulary by their gradients.
+        """Replace the logits `[R, W]` of a part of the vocabulary by their gradients, in place.
 
         `total` `[R]` is the logarithm of the softmax's denominator, and `grad` `[R]` the gradient
-        of the log-probability of `targets`. `entropies` are the entropy `[R]` and its gradient, or
+        to the log-probability of `targets`. `entropies` are the entropy `[R]` and its gradient, or
         None if the loss does not depend on the entropy.
         """
         rows, width = logits.shape
@@ -239,12 +239,12 @@ class GpuKernels:
 
 
 def _word(number: int) -> int:
-    """Return the int32 with the same bits as an unsigned number of 32 bits."""
+    """Return the int32 whose bits are those of an unsigned 32-bit number."""
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def _power(size: int) -> int:
-    """Return the smallest power of two that is not below `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return int(triton.next_power_of_2(size))
 
 

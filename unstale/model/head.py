@@ -6,6 +6,7 @@ tokens for a part of the vocabulary.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,17 +33,19 @@ faster.
 """
 
 HEAD_ROWS = 96
-"""Number of tokens whose full logits are in memory at once in a `_RowwiseHead`."""
+"""Number of tokens whose full logits are in memory at once in `_RowwiseHead`."""
 
 LEAST = -1e30
-"""The number that replaces a log-probability of minus infinity, whose product with the probability
-0 would be NaN.
+"""A finite number that replaces a log-probability of minus infinity, whose product with the
+probability 0 would be NaN.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LogpQuery:
-    """The log-probabilities and entropies that a forward pass computes from R hidden states."""
+    """A request to compute log-probabilities and entropies from R hidden states of a forward
+    pass.
+    """
 
     targets: Tensor
     """`[R]`: the token after each hidden state. Its log-probability is computed."""
@@ -52,15 +55,19 @@ class LogpQuery:
     sample: Tensor | None = None
     """`[R]` bool: rows whose entropy is computed without a gradient, for a metric."""
     kept_sets: KeptSets | None = None
-    """The sets over which the R distributions are taken. None: the whole vocabulary."""
+    """The set of tokens over which each of the R distributions is normalised. None: the whole
+    vocabulary.
+    """
     compare: "Callable[[nn.Module, Tensor, LogpQuery], tuple[Tensor, ...]] | None" = None
     """A function that answers the query in place of `token_logps`. It may add values `[R]`."""
+    logit_bias: Tensor | None = None
+    """`[V]`: numbers that are added to the logits before they are divided by the temperature."""
 
     def at(self, rows: Tensor) -> "LogpQuery":
         """Return the same query for some of the rows, given by their positions `[r]`."""
         sample = None if self.sample is None else self.sample[rows]
         kept_sets = self.kept_sets.at(rows.cpu()) if self.kept_sets else None
-        return LogpQuery(self.targets[rows], self.temperature, self.with_entropy, sample, kept_sets)
+        return replace(self, targets=self.targets[rows], sample=sample, kept_sets=kept_sets)
 
 
 def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
@@ -72,19 +79,12 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
         return _query_kept(head, rows, query, query.kept_sets)
     if query.compare:
         return query.compare(head, rows, query)
-    logp, entropy = token_logps(
-        head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
-    )
+    scored = partial(token_logps, head, temperature=query.temperature, logit_bias=query.logit_bias)
+    logp, entropy = scored(rows, query.targets, with_entropy=query.with_entropy)
     if query.sample is not None and query.sample.any():
         chosen = query.sample
         with torch.no_grad():
-            _, some = token_logps(
-                head,
-                rows.detach()[chosen],
-                query.targets[chosen],
-                temperature=query.temperature,
-                with_entropy=True,
-            )
+            _, some = scored(rows.detach()[chosen], query.targets[chosen], with_entropy=True)
         entropy = torch.zeros_like(logp.detach()).index_put((chosen,), some)
     return logp, entropy
 
@@ -92,7 +92,7 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
 def _query_kept(
     head: nn.Module, rows: Tensor, query: LogpQuery, kept: KeptSets
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities and entropies `[R]` of distributions over kept sets."""
+    """Return log-probabilities and entropies `[R]` of distributions over kept sets only."""
     if kept.any_whole:
         sizes = kept.to_tensors()[0]
         parts = [(sizes == 0).nonzero().squeeze(1), sizes.nonzero().squeeze(1)]
@@ -108,6 +108,8 @@ def _query_kept(
         return logp, entropy
     is_linear = type(head).forward in (nn.Linear.forward, Linear.forward)
     logits, sizes, ids = kept_logits(head, rows, kept, is_linear=is_linear)
+    if query.logit_bias is not None:
+        logits = logits + query.logit_bias[ids]
     logp, entropy = kept_logps(logits / query.temperature, sizes, ids, query.targets)
     if not query.with_entropy:
         entropy = entropy.detach()
@@ -116,27 +118,38 @@ def _query_kept(
     return logp, entropy
 
 
-def token_logps(
-    head: nn.Module, rows: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+def token_logps(  # noqa: PLR0913 - the options of a query
+    head: nn.Module,
+    rows: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability `[R]` of each token in `targets` `[R]`, and the entropy `[R]`.
 
     `rows` `[R, H]` are the hidden states before these tokens. The entropy is 0 without
     `with_entropy`. Both results are float32, or float64 for float64 rows. A head that is not one
     linear layer is run on parts of the rows, and the backward pass computes their logits again.
+    `logit_bias` is that of `LogpQuery`. Raises ValueError for it with a `RowwiseLinear`.
     """
     if isinstance(head, RowwiseLinear):
-        options = (targets, temperature, with_entropy)
-        return _RowwiseHead.apply(rows, head.weight, head.bias, options)
+        if logit_bias is not None:
+            raise ValueError("a rowwise head has no logit bias")
+        return _RowwiseHead.apply(
+            rows, head.weight, head.bias, (targets, temperature, with_entropy, None)
+        )
     if type(head).forward in (nn.Linear.forward, Linear.forward):
         head = cast(nn.Linear, head)
-        return _Head.apply(rows, head.weight, head.bias, (targets, temperature, with_entropy))
+        options = (targets, temperature, with_entropy, logit_bias)
+        return _Head.apply(rows, head.weight, head.bias, options)
     vocabulary = rows.shape[1] if isinstance(head, nn.Identity) else len(cast(Tensor, head.weight))
     size = _rows_at_once(rows, vocabulary)
     logps = []
     entropies = []
     for some_rows, some_targets in zip(rows.split(size), targets.split(size), strict=True):
-        inputs = (head, some_rows, some_targets, temperature, with_entropy)
+        inputs = (head, some_rows, some_targets, temperature, with_entropy, logit_bias)
         logp, entropy = checkpoint(
             _all_logits, *inputs, use_reentrant=False, preserve_rng_state=False
         )
@@ -156,11 +169,19 @@ def _rows_at_once(rows: Tensor, vocabulary: int) -> int:
     return max(WHOLE, size // WHOLE * WHOLE)
 
 
-def _all_logits(
-    head: nn.Module, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+def _all_logits(  # noqa: PLR0913 - the options of a query
+    head: nn.Module,
+    rows: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    logit_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of a few tokens, from their full logits."""
-    logps = F.log_softmax(head(rows).to(wide(rows.dtype)) / temperature, dim=-1)
+    logits = head(rows).to(wide(rows.dtype))
+    if logit_bias is not None:
+        logits = logits + logit_bias
+    logps = F.log_softmax(logits / temperature, dim=-1)
     entropy = -(logps.exp() * logps).sum(-1) if with_entropy else logps.new_zeros(len(rows))
     return logps.gather(1, targets[:, None]).squeeze(1), entropy
 
@@ -178,13 +199,14 @@ class _Head(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        options: tuple[Tensor, float, bool],
+        options: tuple[Tensor, float, bool, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        targets, temperature, with_entropy = options
+        targets, temperature, with_entropy, logit_bias = options
         logp, total, entropy = rows.new_zeros(3, len(rows), dtype=wide(rows.dtype))
         highest = torch.full_like(logp, LEAST)
-        gpu = gpu_kernels() if fits_gpu(rows, weight) else None
-        for tile in _tiles(rows, weight, bias, targets, None if gpu else temperature):
+        gpu = gpu_kernels() if logit_bias is None and fits_gpu(rows, weight) else None
+        scale = None if gpu else temperature
+        for tile in _tiles(rows, weight, bias, targets, scale, logit_bias=logit_bias):
             at = tile.rows
             sums = _Sums(logp[at], highest[at], total[at], entropy[at] if with_entropy else None)
             if gpu:
@@ -195,23 +217,24 @@ class _Head(torch.autograd.Function):
         entropy = total.log() - entropy.div_(total) if with_entropy else entropy
         total.log_().add_(highest)
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
-        ctx.options = temperature, with_entropy
+        ctx.options = temperature, with_entropy, logit_bias
         ctx.products = FAST
         return logp.sub_(total), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, total, entropy = ctx.saved_tensors
-        temperature, with_entropy = ctx.options
+        temperature, with_entropy, logit_bias = ctx.options
         products: Products = ctx.products
         # The product of each tile is rounded to the dtype of `rows`. The sum over tiles is not.
         for_rows, for_weight, for_bias = (
             torch.zeros_like(tensor, dtype=total.dtype) if needed else None
             for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        gpu = gpu_kernels() if fits_gpu(rows, weight) else None
+        gpu = gpu_kernels() if logit_bias is None and fits_gpu(rows, weight) else None
         scale = None if gpu else temperature
-        for tile in _tiles(rows, weight, bias, targets, scale, products=products):
+        further = {"products": products, "logit_bias": logit_bias}
+        for tile in _tiles(rows, weight, bias, targets, scale, **further):
             at = tile.rows
             entropies = (entropy[at], grad_entropy[at]) if with_entropy else None
             if gpu:
@@ -255,7 +278,10 @@ class RowwiseLinear(nn.Linear):
 
 
 class _RowwiseHead(_Head):
-    """Log-probability and entropy by `rowwise.c`, as in the engine. The gradient is `_Head`'s."""
+    """Log-probability and entropy of tokens by `rowwise.c`, as in the engine.
+
+    The gradient is that of `_Head`.
+    """
 
     @staticmethod
     def forward(
@@ -263,9 +289,9 @@ class _RowwiseHead(_Head):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        options: tuple[Tensor, float, bool],
+        options: tuple[Tensor, float, bool, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        targets, temperature, with_entropy = options
+        targets, temperature, with_entropy, _ = options
         panels = rowwise.pack(weight)
         found = []
         for some_rows, some in zip(rows.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
@@ -274,13 +300,16 @@ class _RowwiseHead(_Head):
             found.append(rowwise.score(logits, some, heat, with_entropy=with_entropy))
         logp, total, entropy = (torch.cat(each) for each in zip(*found, strict=True))
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
-        ctx.options = temperature, with_entropy
+        ctx.options = temperature, with_entropy, None
         ctx.products = ROWWISE
         return logp, entropy
 
 
 class _Sums(NamedTuple):
-    """The running sums of an online softmax over parts of the vocabulary, `[R]` each."""
+    """The running sums of an online softmax over parts of the vocabulary, `[R]` each.
+
+    `highest` is the largest logit so far.
+    """
 
     logp: Tensor
     """The logit of the target token. 0 until the token's part of the vocabulary was added."""
@@ -306,7 +335,7 @@ class _Tile(NamedTuple):
 
 
 def _add_logits(tile: _Tile, sums: _Sums) -> None:
-    """Add a tile to the sums of its rows."""
+    """Add a tile of logits to the running sums of its rows."""
     logits = tile.logits
     sums.logp.add_(logits.gather(1, tile.place).squeeze(1).where(tile.inside, 0.0))
     peak = torch.maximum(sums.highest, logits.amax(-1))
@@ -326,9 +355,9 @@ def _add_logits(tile: _Tile, sums: _Sums) -> None:
 def _logit_slopes(
     tile: _Tile, total: Tensor, grad: Tensor, entropies: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return the gradient of a tile's logits, times the temperature.
+    """Return the gradient of the loss to a tile's logits, multiplied by the temperature.
 
-    `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient of the
+    `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient to the
     log-probability. `entropies` are the entropy `[R]` and its gradient, or None without entropy.
     """
     logits = tile.logits.sub_(total[:, None])
@@ -349,11 +378,12 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
     temperature: float | None,
     *,
     products: Products = FAST,
+    logit_bias: Tensor | None = None,
 ) -> Iterator[_Tile]:
-    """Yield the logits in tiles, divided by the temperature, in float32 or float64.
+    """Yield the logits in tiles (parts of rows and vocabulary), in float32 or float64.
 
     If `temperature` is None, logits are not divided and have the dtype of the rows: GPU kernels do
-    the rest.
+    the rest, which know no `logit_bias`.
     """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)
@@ -364,21 +394,20 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
         inside = (targets >= low) & (targets < tokens.stop)
         place = (targets - low).clamp(0, tokens.stop - low - 1)
         tile_bias = None if bias is None else bias[tokens]
+        added = None if logit_bias is None else logit_bias[tokens]
         for first in range(0, len(rows), size):
             at = slice(first, first + size)
-            logits = _logits(products, rows[at], weight[tokens], tile_bias, temperature)
+            logits = products.forward(rows[at], weight[tokens], tile_bias)
+            logits = _scaled(logits, temperature, wide(rows.dtype), added)
             yield _Tile(tokens, at, logits, place[at, None], inside[at])
 
 
-def _logits(
-    products: Products,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: float | None,
+def _scaled(
+    logits: Tensor, temperature: float | None, dtype: torch.dtype, logit_bias: Tensor | None
 ) -> Tensor:
-    logits = products.forward(rows, weight, bias)
     if temperature is None:
         return logits
-    logits = logits.to(wide(rows.dtype))
+    logits = logits.to(dtype)
+    if logit_bias is not None:
+        logits += logit_bias
     return logits if temperature == 1.0 else logits.div_(temperature)

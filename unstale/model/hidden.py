@@ -14,7 +14,7 @@ from unstale.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HiddenMeans:
-    """Mean hidden states of n sequences, and entropies of their T tokens, on the CPU."""
+    """Mean hidden states of n sequences, and the entropies of their T tokens, on the CPU."""
 
     means: Tensor
     """`[n, m, H]`: for each sequence and each of m sets of tokens, the mean over the tokens. NaN if

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens within their kept sets, from hidden states.
+"""Log-probabilities of tokens under truncated sampling, normalised over the kept tokens.
 
 Only the logits of kept tokens are computed. That is less work than the logits of the vocabulary,
 unless a distribution is nearly uniform.
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from unstale.kept_sets import KeptSets
 
 PRODUCTS = 2**22
-"""Number of products of a hidden state with a row of the head that are in memory at once."""
+"""Number of elementwise products of hidden states and head weights that are in memory at once."""
 ROWS = 64
 """Number of hidden states whose gradient is computed at once."""
 
@@ -24,7 +24,8 @@ def kept_logps(
     """Return log-probability and entropy `[R]` of distributions over kept sets, with a gradient.
 
     `logits` `[N]` are those of the sets' tokens `ids` `[N]`, divided by the temperature. `sizes`
-    `[R]` are at least 1. Each set contains its token of `targets` `[R]`.
+    `[R]` has the size of each set, at least 1. Each set contains its target token in `targets`
+    `[R]`.
     """
     row = torch.repeat_interleave(sizes)
     top = torch.segment_reduce(logits.detach(), "max", lengths=sizes)

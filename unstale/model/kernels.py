@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("kernels.c")
 
 WIDTH = 16
-"""The number by which the last dimension of each tensor must be divisible."""
+"""A divisor: the last dimension of each tensor must be a multiple of this number."""
 
 ROWS = 64
 """Number of rows that a thread processes at once, as in `kernels.c`."""
@@ -34,8 +34,8 @@ BLOCK = 64
 """Number of queries of one block of attention, as in `kernels.c`."""
 
 _OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
-"""Libraries with the function `GOMP_parallel`. If torch's build includes no OpenMP library, torch
-uses one of these.
+"""Libraries that may have the function `GOMP_parallel`. If torch's build includes no OpenMP
+library, torch uses one of these.
 """
 
 Argument = Tensor | int | float | None
@@ -54,7 +54,7 @@ class Kernels:
         self._parallel = _openmp()
 
     def pieces(self, rows: int) -> int:
-        """Return the number of parts of up to `ROWS` rows into which functions divide `rows`."""
+        """Return the number of parts of up to `ROWS` rows into which kernels divide `rows` rows."""
         return -(-rows // ROWS)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -77,7 +77,7 @@ class Kernels:
 
 
 def _openmp() -> int | None:
-    """Return the address of the function with which torch's OpenMP library starts threads.
+    """Return the address of the function by which torch's OpenMP library starts threads.
 
     Return None if torch uses an unknown library. The kernels then run in one thread.
     """
@@ -139,7 +139,10 @@ def gpu_kernels() -> "GpuKernels | None":
 
 
 def kernels_for(x: Tensor) -> "Kernels | GpuKernels":
-    """Return the functions for the device of a tensor for which `fits` is True."""
+    """Return the compiled functions for the device of a tensor.
+
+    `fits` must be True for the tensor.
+    """
     found = gpu_kernels() if x.is_cuda else kernels()
     assert found
     return found

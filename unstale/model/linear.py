@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WHOLE = 32
-"""oneDNN receives only sizes that are multiples of this number. It compiles code for each new
-shape, which takes milliseconds, so few different shapes should occur.
+"""The sizes of matrices passed to oneDNN are multiples of this number. oneDNN compiles code for
+each new shape, which takes milliseconds, so few different shapes should occur.
 """
 
 
@@ -99,18 +99,18 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _by_onednn(rows: Tensor) -> bool:
-    """Return True if oneDNN multiplies these float32 rows."""
+    """Return True if oneDNN, not MKL, multiplies these float32 rows."""
     is_regular = not any(size % WHOLE for size in rows.shape)
     is_wide = rows.device.type == "cpu" and rows.dtype == torch.float32
     return is_regular and is_wide and supported(rows.dtype)
 
 
 BLOCK = 192
-"""About the number of terms that `accurate_product` sums in one product."""
+"""Approximate number of terms that `accurate_product` sums in one matrix product."""
 
 
 def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what `product` returns, with a smaller error of long float32 sums.
+    """Return the result of `product` with a smaller error of long float32 sums.
 
     oneDNN adds many products one after another. For sums of 1,536 terms, as in SmolLM2's widest
     layer, its mean error is twice that of MKL, which sums short blocks. This function multiplies
@@ -131,8 +131,8 @@ def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 USUAL_ROWS = 64
-"""Number of rows for which the layout of a prepared weight is best. Products with other numbers of
-rows are slightly slower.
+"""Number of rows for which a prepared weight's layout is best. Products with other numbers of rows
+are slightly slower.
 """
 
 
@@ -177,13 +177,15 @@ def _is_small(size: int, dtype: torch.dtype) -> bool:
 
 
 def _is_slow(rows: Tensor) -> bool:
-    """Return True if products of these rows are faster in float32."""
+    """Return True if this CPU multiplies rows of this dtype faster after a conversion to
+    float32.
+    """
     return rows.device.type == "cpu" and _multiplied(rows.dtype) != rows.dtype
 
 
 @torch.library.custom_op("unstale::product", mutates_args=())
 def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the same as `product`, as an operation that torch.compile leaves as it is.
+    """Compute `product` as an operation that torch.compile does not compile.
 
     torch.compile cannot compile the call of oneDNN.
     """
@@ -211,7 +213,7 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
 
 
 class Products(Protocol):
-    """The three products of a linear layer with weight `[N, K]`, not recorded by autograd."""
+    """The three products of a linear layer with weight `[N, K]`. autograd does not record them."""
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `rows [R, K] @ weight^T + bias [N]`."""
@@ -227,7 +229,7 @@ class Products(Protocol):
 
 
 class _FastProducts:
-    """The fastest products of this machine."""
+    """The fastest implementation of the three products on this machine."""
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return accurate_product(rows, weight, bias)

@@ -62,9 +62,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
 
 
 def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
-    """Set the chat template: a name in `NAMED`, or the text of a template.
+    """Set the chat template. `chosen` is a name in `NAMED`, or the text of a template.
 
-    A named template is made to begin with the BOS token if the tokenizer begins texts with it.
+    If the tokenizer begins texts with the BOS token, so does the named template.
     """
     lacking = [
         token
@@ -84,7 +84,7 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
 
 
 def _require_question(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the chat template fails, or leaves out the text of a user's message."""
+    """Raise ConfigError if the chat template fails, or omits the text of a user's message."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
@@ -122,7 +122,7 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
 
 @contextmanager
 def _named_damage(folder: Path) -> Iterator[None]:
-    """Return a context that turns an error of safetensors into one with the file's name."""
+    """Return a context that turns a safetensors error into one with the damaged file's name."""
     try:
         yield
     except SafetensorError as error:

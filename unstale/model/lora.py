@@ -30,7 +30,7 @@ _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The rank, scale and layers of the adapters.
+    """The settings of LoRA adapters: rank, scale and layers.
 
     B starts at 0, so new adapters do not change the model.
     """
@@ -131,7 +131,10 @@ def pairs_of(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]
 
 
 def require_fit(layer: str, pair: tuple[Tensor, Tensor], shape: Sequence[int] | None) -> None:
-    """Raise ValueError unless `pair`, (A, B), fits a base weight of this shape. None: no weight."""
+    """Raise ValueError unless the pair (A, B) fits a layer's base weight of this shape.
+
+    `shape` None means that the layer has no base weight.
+    """
     a, b = pair
     if shape is None or tuple(shape) != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
         raise ValueError(
@@ -189,7 +192,7 @@ def inject(model: Any, lora: Lora) -> None:
 
 
 def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raise ConfigError if one of the names `targets` fits the end of no module's name.
+    """Raise ConfigError if a name in `targets` is not the end of any module's name.
 
     PEFT would ignore such a name if another one fits.
     """
@@ -207,7 +210,7 @@ def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters of a model by the names that PEFT writes."""
+    """Return the trainable tensors A and B of a model, under the names that PEFT writes."""
     return {
         name.replace(f".{_ADAPTER}.", "."): weight
         for name, weight in model.named_parameters()
@@ -216,7 +219,7 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with separate adapters. Both share the base weights."""
+    """Return a copy of the model with its own adapters. Copy and model share the base weights."""
     trained = {id(weight) for weight in adapters(model).values()}
     shared = {id(weight): weight for weight in model.parameters() if id(weight) not in trained}
     return copy.deepcopy(model, shared)
@@ -224,9 +227,9 @@ def twin(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def plain(model: nn.Module, *, scale: float) -> Any:
-    """Return a model without adapters, whose weights are W0 + `scale` * B @ A. Scale 0 gives W0.
+    """Return a model with the adapters added to its weights: W0 + `scale` * B @ A.
 
-    Weights that do not change are shared with `model`.
+    Scale 0 gives W0. Weights without an adapter are shared with `model`.
     """
     bare: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     for name, layer in _layers(bare):

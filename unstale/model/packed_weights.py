@@ -17,12 +17,15 @@ SCALES = ".scales"
 
 
 class RoundedWeights(Mapping[str, Tensor]):
-    """Packed weights as a mapping of rounded weights. Each is computed when it is read."""
+    """A mapping of packed weights that returns unpacked ones.
+
+    Each weight is unpacked when it is read.
+    """
 
     def __init__(self, packed: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> None:
         """Create the mapping from weights that `pack` returned for the format `kind`.
 
-        The weights are read in `dtype`.
+        The unpacked weights have the precision `dtype`.
         """
         self._packed = packed
         self._format = FORMATS[kind]

@@ -10,8 +10,9 @@ from unstale.model.prefix_tree import Packed, build_prefix_tree
 from unstale.records import token_positions
 
 HEAD_ROWS = 4
-"""Largest number of log-probabilities that a pass computes, as a multiple of its token limit. After
-a token that several sequences share, each of them may need a log-probability of its own.
+"""Largest number of log-probabilities that a pass computes, as a multiple of its token limit. A
+token that several sequences share may be followed by a different token in each, so it may need
+several log-probabilities.
 """
 
 
@@ -78,7 +79,7 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return the part of a pass's limit that `tokens` tokens and `rows` log-probabilities use."""
+    """Return the tokens of a pass's limit that `tokens` and `rows` log-probabilities use up."""
     return max(tokens, -(-rows // HEAD_ROWS))
 
 

@@ -40,7 +40,7 @@ In measurements, summing in another order gave up to 4 times that error.
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The output of one packed forward pass: of all tokens, `[N, :]`, and of each sequence."""
+    """The output of one packed forward pass: of all tokens `[N, :]`, and split by sequence."""
 
     output: Tensor
     by_sequence: list[Tensor]
@@ -53,7 +53,8 @@ class Packability:
     plain_head: bool
     """True if the logits are the output head applied to the last hidden state, nothing more."""
     noise: float
-    """Largest change of a log-probability, in nats, by other sequences in the passes of the check.
+    """Largest change of a log-probability, in nats, that other sequences in a pass caused during
+    the check.
 
     A dense model is refused unless this is 0. On a CPU the change is then 0 in every pass. On a
     GPU, kernels may divide the sums of longer passes in other ways and round differently.
@@ -66,8 +67,8 @@ def check_packing(
 ) -> Packability:
     """Check that packing sequences does not change their log-probabilities.
 
-    Without a tokenizer, small token ids are used instead of text. Raises ConfigError, with the
-    property that does not hold, if the model fails.
+    Return facts about the model. Without a tokenizer, small token ids are used instead of text.
+    Raises ConfigError, with the property that does not hold, if the model fails.
     """
     name = type(model).__name__
     sequences, changed = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
@@ -142,10 +143,10 @@ def require_finite(model: PreTrainedModel, logits: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def check_bitwise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Check a model that `unstale.model.bitwise.use` has changed.
+    """Check that a model changed by `unstale.model.bitwise.use` ignores other sequences in a pass.
 
-    Raises ConfigError if other sequences in a pass change a bit of a sequence's logits, or if their
-    error is too large for rounding.
+    Raises ConfigError if they change a bit of a sequence's logits, or if the error of the logits is
+    too large for rounding.
     """
     sequences, changed = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
     packed, other = (_run(model, each).by_sequence for each in (sequences, changed))
@@ -360,7 +361,7 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _allowed(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest error of logits that may come from rounding, as a share of their norm.
+    """Return the largest error of logits that rounding can explain, as a share of their norm.
 
     `rounding` is the error of transformers in `dtype`.
     """
@@ -370,7 +371,7 @@ def _allowed(rounding: float, dtype: torch.dtype) -> float:
 def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
     """Return the largest allowed difference of logits in the wider precision, over their norm.
 
-    `rounding` is the error in `dtype`, the narrower one. The result lies between the rounding
+    `rounding` is the error in `dtype`, the narrower precision. The result lies between the rounding
     errors of both precisions: some models compute parts in float32 even in a float64 pass. A model
     with discontinuous layers has a large error in float32 even without packing, so in float32 at
     least half of the digits must agree.
@@ -384,9 +385,9 @@ def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
 def largest_error(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
     """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
 
-    With `median`, the median error of the sequences' first tokens counts, too. A layer that mixes
-    adjacent tokens changes the first token of all sequences of a pass but the first. Rounding
-    changes few of them.
+    With `median`, each error is a median over tokens, and the median error of the sequences' first
+    tokens counts, too. A layer that mixes adjacent tokens changes the first token of all sequences
+    of a pass but the first. Rounding changes few of them.
     """
     pairs = list(zip(some, expected, strict=True))
     errors = [_error(a, b, median=median) for a, b in pairs]

@@ -24,7 +24,7 @@ _CPU_SHARE = 0.25
 _STEP = 256
 """The number of tokens of a pass is a multiple of this, and at least this."""
 MOST = {"cuda": 65_536, "cpu": 8_192}
-"""Largest number of tokens of a pass, by kind of device. Longer passes are not faster."""
+"""Largest number of tokens of a forward pass, by kind of device. Longer passes are not faster."""
 
 
 class DecoderSizes(Protocol):
@@ -101,7 +101,7 @@ def token_bytes(sizes: DecoderSizes, *, checkpointing: int, word: int = _WORD) -
 def largest_pass(
     model: "nn.Module", *, free: float, word: int, checkpointing: int, trains: bool
 ) -> int:
-    """Return the number of tokens of the largest pass whose activations take `free` bytes.
+    """Return the largest number of tokens in a pass whose activations need at most `free` bytes.
 
     `word` is the size of an activation in bytes. A pass without gradient (`trains` False) keeps the
     activations of one layer at a time.
@@ -116,10 +116,10 @@ def largest_pass(
 
 
 def free_bytes(device: "torch.device", *, reserved: float, ranks: int) -> float:
-    """Return the bytes of memory that activations on a device may take.
+    """Return the number of bytes of a device's memory that activations may take.
 
-    `reserved` bytes will be taken by others than activations. The main memory is shared by `ranks`
-    processes, each of which reserves as many. The result may be negative.
+    `reserved` bytes will be needed for other data. The main memory is shared by `ranks` processes,
+    each of which reserves as many. The result may be negative.
     """
     if device.type == "cuda":
         import torch
@@ -151,7 +151,7 @@ def _free_main_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the number behind the first word of each line of a file."""
+    """Return a file's numbers by name: each line has a name, then a number."""
     lines = map(str.split, path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
 

@@ -1,4 +1,4 @@
-"""The group of processes (ranks) that share one divided model.
+"""The group of processes (ranks) among which a model is divided.
 
 Every rank has a `RankGroup`. All ranks must call the same methods in the same order, each with its
 own values.
@@ -41,7 +41,9 @@ class RankGroup:
     neighbouring ranks.
     """
     divides_experts: bool = False
-    """True if every rank of a copy has whole experts of each layer, and tokens go to their rank."""
+    """True if each rank has some experts of a layer as a whole, and tokens are sent to the ranks of
+    their experts.
+    """
     group: "ProcessGroup | None" = None
     """The group with which the methods communicate. None for torch's default process group."""
 
@@ -76,13 +78,16 @@ class RankGroup:
 
     @property
     def is_first_replica(self) -> bool:
-        """True if this rank has a part of the first copy, which is the one that is published."""
+        """True if this rank has a part of the first copy of the model.
+
+        The first copy is published.
+        """
         return self.rank < self.count // self.replicas
 
     def for_another_thread(self) -> "RankGroup":
-        """Return a copy with a second process group, for use by one other thread at the same time.
+        """Return a copy with a second process group, for use by another thread at the same time.
 
-        All ranks must call this. The group exchanges only values in main memory.
+        All ranks must call this. The second group exchanges only values in main memory.
         """
         if self.count == 1:
             return self
@@ -90,15 +95,18 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the values of its passes: one rank of each context group."""
+        """True if this rank reports the results of its passes.
+
+        One rank of each context group does.
+        """
         return self.context is None or self.context.rank == 0
 
     def deal(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
-        """Divide passes with these costs among the ranks. Return those that this rank runs.
+        """Distribute passes over the ranks by their costs. Return the passes that this rank runs.
 
         A pass is (index in `costs`, True if its result counts). All ranks run equally many passes,
         because they exchange weights in each. Every pass counts on one rank, or on all ranks of one
-        context group. A rank with too few passes runs the cheapest one again, which must not count.
+        context group. A rank with too few passes runs the cheapest one again, which does not count.
 
         >>> RankGroup(0, 2).deal([5, 9, 1]), RankGroup(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
@@ -126,7 +134,7 @@ class RankGroup:
         return tensor
 
     def largest(self, number: int) -> int:
-        """Return the largest number of all ranks."""
+        """Return the largest of the ranks' numbers. All ranks receive it."""
         largest = torch.tensor(number)
         if self.count > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
@@ -141,9 +149,9 @@ class RankGroup:
         return values
 
     def gather_to_first(self, value: T) -> list[T]:
-        """Return the values of all ranks on the first rank, and an empty list on all others.
+        """Return the values of all ranks on the first rank, and an empty list on the others.
 
-        The ranks need not all have memory for all values. They are copied by pickle.
+        The ranks need not all have memory for all values. Values are copied by pickle.
         """
         if self.count == 1:
             return [value]
@@ -152,7 +160,10 @@ class RankGroup:
         return values or []
 
     def from_first(self, value: T) -> T:
-        """Return the first rank's value on all ranks. It is copied by pickle."""
+        """Return the first rank's value on all ranks.
+
+        Other ranks' values are ignored. It is copied by pickle.
+        """
         if self.count == 1:
             return value
         values = [value]
@@ -161,9 +172,9 @@ class RankGroup:
 
     @contextmanager
     def fail_together(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-        """Return a context that raises an error of one rank's body on every rank.
+        """Return a context in which an error in one rank's body is raised on every rank.
 
-        `kinds` are the classes of these errors. Without this, the other ranks would wait for the
+        `kinds` are the classes of such errors. Without this, the other ranks would wait for the
         failed rank forever. The body may have collectives, such as the passes of a divided model,
         only if errors of these kinds are raised after the last collective, or on all ranks.
         """
@@ -185,12 +196,18 @@ SINGLE_PROCESS = RankGroup()
 
 @cache
 def _divided_groups(world: "ProcessGroup", count: int, size: int) -> "tuple[ProcessGroup, ...]":
-    """Return groups of `size` successive ranks. The first call makes them: all ranks must call."""
+    """Return the groups of `size` successive ranks.
+
+    The first call creates these process groups, so all ranks must call this.
+    """
     starts = range(0, count, size)
     return tuple(dist.new_group(list(range(start, start + size))) for start in starts)
 
 
 @cache
 def _second_group(world: "ProcessGroup") -> "ProcessGroup":
-    """Return a second group of all ranks. The first call makes it: all ranks must call."""
+    """Return a second process group of all ranks.
+
+    The first call creates it, so all ranks must call this.
+    """
     return dist.new_group(backend="gloo")

@@ -61,7 +61,9 @@ from unstale.records import Batch, count_tokens
 from unstale.routed_experts import num_experts
 
 Placement = Literal["twin", "own"]
-"""The model that scores with past versions: a second one (`twin`), or the trained one (`own`)."""
+"""The model that computes log-probabilities under past versions: a second one (`twin`), or the
+trained one (`own`).
+"""
 
 
 class Policy:
@@ -96,18 +98,22 @@ class Policy:
         self._dtype: torch.dtype | None = None
         """The precision of forward passes. None: the precision of the parameters."""
         self._held: dict[str, Tensor] | None = None
-        """Weights in main memory that are copied into the model only during `score`. None if the
-        model has this policy's weights.
+        """Weights in main memory that replace the model's weights only during `score`. None if the
+        model itself has this policy's weights.
         """
         self._readers: list[Callable[[], None]] = []
-        """Functions that wait for other threads, which read the weights. See `lend_weights`."""
+        """Functions that wait until other threads have stopped reading the weights. See
+        `lend_weights`.
+        """
         self._version = 0
         self.weights_match_version = True
         self.version_gaps: VersionGaps = ()
         self._checked_length = 0
         """The largest number of tokens for which `check_length` has checked the model."""
         self._short_copy: PreTrainedModel | None = None
-        """For a sharded model: a whole model with few layers, kept until `check_length` has run."""
+        """For a sharded model: a whole model with few layers, which exists until `check_length` has
+        run.
+        """
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
         self._run_model = run_model
@@ -117,8 +123,9 @@ class Policy:
             packability = self._compute_apart(refusal)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
-        """Largest change of a log-probability, in nats, by the sequences it is packed with, as
-        measured at the start. 0 in a dense model."""
+        """Largest change of a log-probability, in nats, by other sequences packed with it, as
+        measured when the model was loaded. 0 in a dense model.
+        """
         if self._is_sharded:
             sharding.prepare_passes(model, plain_head=self._plain_head)
         if not self._plain_head:
@@ -133,6 +140,7 @@ class Policy:
         self.passes = ForwardOptions()
         self.independent_rows = False
         """True if the model was loaded with the option `independent_rows` of `load`."""
+        self._logit_bias: Tensor | None = None
         self._expert_layers: ExpertLayers | None = None
         self._body: Callable[..., Any] = self._whole
 
@@ -225,11 +233,11 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The model without its output head, or with it if the head is not one linear map."""
+        """The model without its output head. If the head is not one linear map, the whole model."""
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
-        """Set the options of forward passes. Copies that `twin` makes later have them, too.
+        """Set the options of forward passes, also for copies that `twin` makes later.
 
         Raises ConfigError if the model does not support an option, and ValueError if the number
         format changes after it was set.
@@ -260,12 +268,15 @@ class Policy:
 
     @property
     def has_experts(self) -> bool:
-        """True for an MoE model. On a CPU, packing can change rounding only in such a model."""
+        """True for an MoE model.
+
+        On a CPU, only such a model may round differently if sequences are packed.
+        """
         return self.num_experts > 0
 
     @property
     def replays_experts(self) -> bool:
-        """True if forward passes use the recorded experts of a batch."""
+        """True if forward passes use the experts recorded in a batch."""
         return self._expert_layers is not None
 
     def replay_experts(self) -> None:
@@ -349,7 +360,7 @@ class Policy:
         self.weights_match_version = True
 
     def assign_new_version(self, version: int) -> None:
-        """Give the current weights a new, higher version number.
+        """Assign a new, higher version number to the current weights.
 
         The numbers in between were published before a crash and must not be used again. Raises
         ValueError if `version` is not higher than all earlier numbers.
@@ -375,7 +386,9 @@ class Policy:
             self.version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return the number of batches by which the policy is ahead of each version (`lag_of`)."""
+        """Return the number of batches by which the policy is newer than each version
+        (`lag_of`).
+        """
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -388,7 +401,7 @@ class Policy:
         return self._dtype or next(self.model.parameters()).dtype
 
     def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
-        """Return the dtype of weights that are sent to an engine whose dtype is `engine`.
+        """Return the dtype in which weights are sent to an engine whose dtype is `engine`.
 
         It is the engine's dtype. Adapters are sent in the precision of forward passes.
         """
@@ -437,9 +450,9 @@ class Policy:
         return twin
 
     def with_weights(self, weights: dict[str, Tensor]) -> "Policy":
-        """Return a policy that shares this model and has other `weights`, in main memory.
+        """Return a policy that shares this model and has other weights, given in main memory.
 
-        During `score` these weights take the place of the model's.
+        During `score` these weights replace the model's.
         """
         other = copy.copy(self)
         other._held = weights
@@ -447,7 +460,7 @@ class Policy:
         return other
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that a forward pass uses, by name, without a copy.
+        """Return the weights that forward passes use, by name, without a copy.
 
         Tied weights appear once. For a sharded model, return this rank's parts, which are copies if
         the optimizer's weights have another precision.
@@ -462,8 +475,8 @@ class Policy:
         """Return the weights in the model's folder as float32, by name, on the CPU.
 
         An optimizer with float32 weights starts from them, because the model in bfloat16 or float16
-        has lost digits. Return {} if the model has all digits, if its weights have changed, if it
-        is sharded (its parts are float32 already), and with LoRA.
+        has lost digits. Return {} in all other cases: if the model has all digits, its weights have
+        changed, it is sharded (its parts are float32 already), or it has LoRA adapters.
         """
         if self._folder is None or self._is_sharded or self.lora:
             return {}
@@ -478,9 +491,10 @@ class Policy:
         return {name: parameter.detach() for name, parameter in wide.named_parameters()}
 
     def part_starts(self) -> dict[str, int] | None:
-        """Return for each weight the index, in the flattened whole weight, of its part's start.
+        """Return for each weight the start of this rank's part, as an index in the flattened
+        weight.
 
-        Return None if this process has whole weights, which adapters always are.
+        Return None if this process has whole weights, as is always so for adapters.
         """
         tensors = self._tensors()
         if not any(map(sharding.is_sharded, tensors.values())):
@@ -488,7 +502,9 @@ class Policy:
         return {name: sharding.first_number(tensor) for name, tensor in tensors.items()}
 
     def whole_weights(self) -> WholeWeights:
-        """Return the weights of forward passes, gathered from all ranks, to read one at a time."""
+        """Return the weights of forward passes, gathered from all ranks, to be read one at a
+        time.
+        """
         tensors = self._tensors()
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         if self._is_sharded:  # the optimizer's weights may be wider
@@ -505,7 +521,7 @@ class Policy:
 
     @property
     def num_bytes(self) -> int:
-        """The size of this process's part of the model, in the precision of forward passes."""
+        """The bytes of this process's part of the model, in the precision of forward passes."""
         parts = [sharding.local(parameter.detach()) for parameter in self.model.parameters()]
         if self._is_sharded:  # the optimizer's weights may be wider
             return sum(part.numel() for part in parts) * self.dtype.itemsize
@@ -536,17 +552,17 @@ class Policy:
         self.weights_match_version = False
 
     def lend_weights(self, wait: Callable[[], None]) -> None:
-        """Allow another thread to read the weights, until they change the next time.
+        """Allow another thread to read the weights until they next change.
 
-        Before that, `wait` is called. It returns when the thread does not read them any more.
+        Before they change, `wait` is called. It must return when the thread no longer reads them.
         """
         if wait not in self._readers:
             self._readers.append(wait)
 
     def reclaim_weights(self) -> None:
-        """Wait until no other thread reads the weights. Call it before you change them.
+        """Wait until no other thread reads the weights. Call it before changing them.
 
-        Raises the error of that thread.
+        Raises the error of such a thread.
         """
         while self._readers:
             self._readers.pop()()
@@ -575,12 +591,12 @@ class Policy:
         return weights | buffers
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the tensors of this process with which the model computes, by name."""
+        """Return this process's tensors with which the model computes, by name."""
         return {name: sharding.local(tensor) for name, tensor in self._tensors().items()}
 
     @contextmanager
     def _weights_in_model(self) -> Iterator[None]:
-        """Return a context in which the model has this policy's weights, also if in main memory."""
+        """Return a context in which the model has this policy's weights, copied in if necessary."""
         if self._held is None:
             yield
             return
@@ -612,6 +628,31 @@ class Policy:
                 self.tokenizer.save_pretrained(folder)
         except SafetensorError as error:
             raise OSError(f"the model cannot be written to {folder}: {error}") from error
+
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]:
+        """The tokens whose logits are changed in every log-probability, and what is added."""
+        if self._logit_bias is None:
+            return ()
+        ids = self._logit_bias.nonzero().squeeze(1)
+        pairs = zip(ids.tolist(), self._logit_bias[ids].tolist(), strict=True)
+        return tuple(pairs)
+
+    def bias_logits(self, bias: Sequence[tuple[int, float]]) -> None:
+        """Add a number to the logits of some tokens, in every log-probability from now on.
+
+        `bias` has tokens and numbers, and replaces the bias before. Saved models are without it.
+        Raises ValueError for a token that is not in the vocabulary.
+        """
+        head = self.model.config.get_text_config().vocab_size
+        if wrong := [token for token, _ in bias if token >= head]:
+            raise ValueError(f"token {wrong[0]} is not one of the model's 0 to {head - 1}")
+        self._logit_bias = None
+        if bias:
+            added = torch.zeros(head, dtype=wide(self.dtype), device=self.device)
+            for token, value in bias:
+                added[token] = value
+            self._logit_bias = added
 
     def logps(
         self, batch: Batch | Packed | PrefixTree, *, temperature: float, where: Tensor | None = None
@@ -694,7 +735,7 @@ class Policy:
 
     @torch.no_grad()
     def teacher_rows(self, batch: Batch | Packed, where: Tensor) -> tuple[Tensor, nn.Module]:
-        """Return what the output head reads before each token in `where`, `[R, H]`, and the head.
+        """Return the inputs `[R, H]` of the output head before each token in `where`, and the head.
 
         `where` is `[T]` bool. The first token of a sequence is left out. Raises ValueError if the
         model is divided among trainer ranks.
@@ -720,15 +761,18 @@ class Policy:
         with self._weights_in_model():
             rows = self._run_model(self._body, run, last, self._plain_head)
             logits = self.model.get_output_embeddings()(rows) if self._plain_head else rows
-        scaled = logits[0].to(wide(self.dtype)) / temperature
+        whole = logits[0].to(wide(self.dtype))
+        scaled = (whole if self._logit_bias is None else whole + self._logit_bias) / temperature
         return scaled.log_softmax(-1).cpu()
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
-        """Run one forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
+        """Run one forward pass.
 
-        `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
+        Return the log-probabilities and entropies that a query asks for, `[R]` each. `rows` `[R]`
+        are the indices in the prefix tree of the tokens before the query's targets.
         """
         rows = rows.to(self.device)
+        query = replace(query, logit_bias=self._logit_bias)
         if self._is_sharded:
             run = replace(run, context=self.peers.context)
             answer = sharding.run_pass(self.model, run, rows, query)
@@ -768,7 +812,8 @@ class Policy:
                 hidden = self._run_model(self._body, run, rows, self._plain_head)
             kept_sets = run.kept_sets.at(index) if run.kept_sets else None
             targets = run.tokens[run.place[index]].to(self.device)
-            query = LogpQuery(targets, temperature, kept_sets=kept_sets)
+            bias = self._logit_bias
+            query = LogpQuery(targets, temperature, kept_sets=kept_sets, logit_bias=bias)
             total = query_head(head, hidden, query)[0].sum()
         found = torch.autograd.grad(total, trained, allow_unused=True)
         norms = [each.norm(dtype=wide(each.dtype)) for each in found if each is not None]
@@ -816,7 +861,7 @@ class Policy:
 
     @property
     def has_plain_head(self) -> bool:
-        """True if logits are one linear map of the last hidden states."""
+        """True if the logits are one linear map of the last hidden states."""
         return self._plain_head
 
     def states_before(self, run: PrefixTree, where: Tensor) -> Tensor:
@@ -842,10 +887,10 @@ class Policy:
         *,
         max_tokens_per_microbatch: int,
     ) -> Scored:
-        """Return numbers, in place of log-probabilities, of the tokens in `where` (`[T]` bool).
+        """Return values that `read` computes for the tokens in `where` (`[T]` bool), as a `Scored`.
 
-        `read` computes them from the states of `states_before`, `[R, H]` -> `[R]`. Passes are
-        limited as in `score`.
+        `read` maps the states of `states_before`, `[R, H]`, to numbers `[R]`, which take the place
+        of log-probabilities. Passes are limited as in `score`.
         """
         values = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         packed = self._packed(batch, where)
@@ -866,7 +911,7 @@ class Policy:
         return Scored(self.peers.sum(values), total)
 
     def require_layer(self, depth: float) -> None:
-        """Raise ConfigError if `hidden_means` cannot read the layer at this share of the depth."""
+        """Raise ConfigError if `hidden_means` cannot read the layer at the share `depth`."""
         find_layer(self.model, depth)
 
     @torch.no_grad()
@@ -914,6 +959,7 @@ class Policy:
                 targets = run.tokens[run.place[chosen]].to(self.device)
                 kept_sets = run.kept_sets.at(chosen) if run.kept_sets else None
                 query = LogpQuery(targets, temperature, with_entropy=True, kept_sets=kept_sets)
+                query = replace(query, logit_bias=self._logit_bias)
                 entropy[index[chosen]] = query_head(head, final, query)[1].cpu()
         counts = torch.zeros(sums.shape[:2], dtype=sums.dtype)
         counts.index_add_(0, sequence, marks.to(sums.dtype))
@@ -977,7 +1023,7 @@ def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dic
 
 
 def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
-    """Prepare a model for packed forward passes. Return it in eval mode."""
+    """Prepare a model for packed forward passes and return it in eval mode."""
     linear.use(model)
     expert_products.use(model)
     fused.use(model)

@@ -31,9 +31,13 @@ class Packed:
     tokens: Tensor
     offsets: tuple[int, ...]
     routed_experts: Tensor | None = None
-    """`[T, layers, k]`: the recorded experts that the pass uses for each token. None: no replay."""
+    """`[T, layers, k]`: the recorded experts that the pass uses for each token. None: the routers
+    choose experts.
+    """
     kept_sets: KeptSets | None = None
-    """The sets over which the T log-probabilities are taken. None: the whole vocabulary."""
+    """The set of tokens over which each of the T log-probabilities is normalised. None: the whole
+    vocabulary.
+    """
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -47,7 +51,7 @@ class Packed:
 class Segment:
     """A run of tokens, `[start, end)` of a pass, that a set of sequences has in common.
 
-    All tokens that follow it, of all these sequences together, are `[end, last)` of the pass.
+    The tokens that follow it in any of these sequences are `[end, last)` of the pass.
     """
 
     start: int
@@ -75,18 +79,24 @@ class PrefixTree:
     place: Tensor
     """`[T]`: the index in `tokens` of each packed token."""
     follows: Tensor
-    """`[T]` bool: False for the first token of each sequence, which no token predicts."""
+    """`[T]` bool: True for tokens that follow another one. False for the first token of each
+    sequence, which nothing predicts.
+    """
     segments: tuple[Segment, ...]
     num_tokens: int
     """The number of tokens without padding."""
     routed_experts: Tensor | None = None
-    """`[N, layers, k]`: the recorded experts that the pass uses for each token. None: no replay."""
+    """`[N, layers, k]`: the recorded experts that the pass uses for each token. None: the routers
+    choose experts.
+    """
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that all layers use, by `(queries, depth, window)`. Filled by `mask`."""
     layouts: dict[str, Any] = field(default_factory=dict, compare=False)
     """The tree in the form that attention kernels read, by device. Filled by `layout_of`."""
     kept_sets: KeptSets | None = None
-    """The sets over which the T log-probabilities are taken. None: the whole vocabulary."""
+    """The set of tokens over which each of the T log-probabilities is normalised. None: the whole
+    vocabulary.
+    """
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 
@@ -165,9 +175,9 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Sequences with the same first `depth` tokens, and at least `MIN_SHARED` equal tokens after.
+    """Sequences with the same first `depth` tokens, and `MIN_SHARED` or more equal ones after.
 
-    A branch may also be a single sequence.
+    It may also be a single sequence.
     """
 
     members: list[int]
@@ -183,15 +193,15 @@ class _Builder:
     ) -> None:
         """Start without segments.
 
-        `keys` are `[T]` or `[T, n]`, numbers for each packed token. Sequences share tokens with
-        equal keys. `build` writes the index of each token in the tree to `place` `[T]`. `spans` are
-        the sequences' spans `(start, end)`.
+        `keys` are `[T]` or `[T, n]`: one or n numbers for each packed token. Sequences share tokens
+        with equal keys. `build` writes the index of each token in the tree to `place` `[T]`.
+        `spans` are the sequences' spans `(start, end)`.
         """
         self._sequences = [keys[start:end] for start, end in spans]
         self._places = [place[start:end] for start, end in spans]
         self._starts = [start for start, _ in spans]
         self.sources: list[tuple[int, int]] = []
-        """For each stored segment, a span of the packed tokens with the same tokens."""
+        """For each stored segment, the span of packed tokens from which its tokens are taken."""
         self.segments: list[Segment] = []
         self._size = 0
 

@@ -33,24 +33,29 @@ class Format:
     """A number format with few values, and the blocks of numbers that share a scale."""
 
     largest: float
-    """The largest value of the format."""
+    """The largest number that the format has."""
     nearest: Callable[[Tensor], Tensor]
     """A function that rounds float32 numbers of at most `largest` to values of the format."""
     weight_block: tuple[int, int]
-    """Number of rows and columns of the blocks of a weight `[out, in]`. 0 columns: all columns."""
+    """Number of rows and columns of a weight `[out, in]` that share a scale. 0 columns: all
+    columns.
+    """
     activation_block: int | None
     """Number of successive features of a token that share a scale. 0: all features. None:
     activations are not rounded.
     """
     stored: torch.dtype
-    """The dtype in which values of the format are stored. It has one byte."""
+    """The dtype in which numbers of the format are stored. It has one byte."""
 
     def weight(self, weight: Tensor) -> Tensor:
-        """Return a weight `[..., out, in]` rounded to this format, in its dtype."""
+        """Return a weight `[..., out, in]` rounded to this format. Its dtype does not change."""
         return self._rounded(weight, *self.weight_block)
 
     def activations(self, rows: Tensor) -> Tensor:
-        """Return the input `[..., in]` of a layer rounded to this format, in its dtype."""
+        """Return the input `[..., in]` of a layer rounded to this format.
+
+        Its dtype does not change.
+        """
         if self.activation_block is None:
             return rows
         flat = rows.reshape(-1, rows.shape[-1])

@@ -29,7 +29,9 @@ CHUNK = 1 << 20
 """Number of weights that torch rounds at once. Rounding takes up to 50 bytes for each."""
 
 BLOCK = 1 << 32
-"""Number of elements of a tensor with the same keys. The hashed index of an element has 32 bits."""
+"""Number of elements of a tensor for which the same keys give random bits. The hashed index of an
+element has 32 bits.
+"""
 
 _INFINITE = 0x7F800000
 _NOT_NEGATIVE = 0x7FFFFFFF
@@ -37,14 +39,14 @@ _NOT_NEGATIVE = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The seed of the random bits of one rounding of all weights."""
+    """The seed of the random bits for one rounding of all weights."""
 
     seed: int
     step: int
-    """The optimizer step that made the weights."""
+    """The number of the optimizer step after which the weights are rounded."""
 
     def keys(self, name: str, block: int) -> tuple[int, int]:
-        """Return two 32-bit numbers, the keys of the random bits, for a block of a tensor.
+        """Return two 32-bit numbers, the keys of the random bits for one block of a tensor.
 
         `name` is the tensor's name. `block` counts blocks of `BLOCK` elements from 0.
         """

@@ -35,7 +35,7 @@ class Panels(NamedTuple):
 
 @cache
 def _kernels() -> Kernels:
-    """Return the compiled functions. Raises ConfigError without a compiler."""
+    """Return the compiled functions of `rowwise.c`. Raises ConfigError without a compiler."""
     try:
         return Kernels(SOURCE)
     except NotCompiled as error:
@@ -46,7 +46,7 @@ def _kernels() -> Kernels:
 
 @cache
 def _layout() -> tuple[int, bool]:
-    """Return the number of columns of a panel, and True if it stores bfloat16 as bfloat16."""
+    """Return the number of columns in a panel, and True if panels can store bfloat16."""
     library = _kernels().library
     return int(library.panel()), bool(library.has_pairs())
 

@@ -134,7 +134,7 @@ def run_pass(
 
 
 def release(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers them again.
+    """Free gathered parameters, so that the next pass gathers them again from all ranks.
 
     A pass without gradient keeps some gathered parameters. If a rank's part has changed, the next
     pass would use old values.
@@ -179,9 +179,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def by_mesh(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of tensors that one operation of torch can take together.
+    """Return lists of tensor names.
 
-    They are divided among the same ranks: experts that stay on a rank are a group of their own.
+    One operation of torch can process the tensors of a list together. The tensors of a list are
+    divided among the same ranks. Experts that stay whole on a rank form a list of their own.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
@@ -233,7 +234,7 @@ def _division(tensor: DTensor) -> tuple[DeviceMesh, Sequence[Placement]]:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, divided like `like`, without communication."""
+    """Return this rank's part of a whole tensor, divided as `like` is, without communication."""
     if not isinstance(like, DTensor):
         return whole
     mesh, placements = _division(like)
@@ -244,12 +245,14 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def parts_of(wholes: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of each whole tensor, by name, divided like the tensors of `like`."""
+    """Return this rank's part of each whole tensor, by name, divided as the tensors of `like`
+    are.
+    """
     return {name: part_of(whole, like[name]) for name, whole in wholes.items()}
 
 
 def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same architecture and width with few layers and random weights.
+    """Return a model of the same architecture and width, with few layers and random weights.
 
     It is on the CPU and not divided.
     """
@@ -265,7 +268,7 @@ def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _join_tied(model: nn.Module) -> None:
-    """Let the two parameters of a tied weight use the same memory.
+    """Make the two parameters of a tied weight use the same memory.
 
     They are in two of FSDP2's parameter groups. If the rows of a weight cannot be divided evenly,
     FSDP2 pads a rank's part separately for each group. Without this function, an optimizer step
@@ -287,7 +290,7 @@ def _join_tied(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module) -> Sequence[FSDPModule]:
-    """Return the modules whose parameters are gathered together."""
+    """Return FSDP2's units: the modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -318,7 +321,7 @@ def _packed_logits(
 def _ask_ranks(
     run: PrefixTree, rows: Tensor, query: LogpQuery, answer: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities and entropies `[R]` of a query, computed by `answer`.
+    """Return the log-probabilities and entropies `[R]` that a query asks for, computed by `answer`.
 
     In a context group, each rank computes those of its tokens, and the results are joined.
     """

@@ -14,11 +14,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 
 MEMORY_MB = 1024
-"""Additional MiB of memory in which short conversations must be rendered. Ordinary templates take
+"""Additional MiB of memory that rendering short conversations may take. Ordinary templates take
 less than 1.
 """
 CPU_S = 10
-"""CPU seconds in which short conversations must be rendered. Ordinary templates take 0.01."""
+"""CPU seconds that rendering short conversations may take. Ordinary templates take 0.01."""
 _WALL_S = 3.0 * CPU_S
 _TOOL: dict[Any, Any] = {
     "type": "function",
@@ -26,7 +26,9 @@ _TOOL: dict[Any, Any] = {
 }
 _USER, _REPLY = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 _NO_MEMORY, _NO_DEPTH = 3, 4
-"""Exit codes of the child process if the template needs too much memory, or recurses endlessly."""
+"""Exit codes of the child process if the template needs too much memory or recurses endlessly, in
+this order.
+"""
 
 
 def require_small_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -30,7 +30,7 @@ HOPPER = (9, 0)
 """The compute capability for which FlashAttention 3 has kernels with a gradient."""
 
 MOST_KEYS = 8
-"""Largest number of keys of a `FlashLayout`, as a multiple of the pass's tokens. The keys are
+"""Largest number of keys in a `FlashLayout`, as a multiple of the pass's tokens. The keys are
 copied in every layer, which takes memory.
 """
 
@@ -135,7 +135,7 @@ class FlashLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the same as `TreeLayout.attend`."""
+        """Return attention and the logarithms of denominators, as `TreeLayout.attend` does."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query,
             self._gathered(key),
@@ -159,7 +159,7 @@ class FlashLayout:
         scale: float,
         to_value: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return and write the same as `TreeLayout.attend_backward`."""
+        """Return and write gradients, as `TreeLayout.attend_backward` does."""
         out, lse, grad = results
         no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
         to_query, to_key, to_values = torch.ops.aten._flash_attention_backward(
@@ -182,11 +182,11 @@ class FlashLayout:
         return to_query, self._summed(to_key, len(key))
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        """Return the rows of all keys `[K, ...]`, given those of the tokens `[N, ...]`."""
+        """Return the rows of all K keys, `[K, ...]`, given those of the N tokens, `[N, ...]`."""
         return rows if self.keys is None else rows[self.keys]
 
     def _summed(self, rows: Tensor, count: int) -> Tensor:
-        """Return for each of `count` tokens the sum of the rows of its keys, `[count, ...]`."""
+        """Return, for each of `count` tokens, the sum of the rows of its keys, `[count, ...]`."""
         if self.keys is None:
             return rows
         sums = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float32)
@@ -197,7 +197,7 @@ class FlashLayout:
 class DividedLayout:
     """A prefix tree whose tokens are divided among the ranks of a context group.
 
-    Each rank gives its tokens, and computes attention of all tokens for its share of the heads.
+    Each rank provides its tokens, and computes attention of all tokens for its share of the heads.
     """
 
     layout: TreeLayout | FlashLayout
@@ -206,7 +206,10 @@ class DividedLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Do the same as `TreeLayout.attend`. The denominators are those of this rank's heads."""
+        """Return attention as `TreeLayout.attend` does.
+
+        The denominators are those of this rank's heads.
+        """
         queries, keys, values = map(self.group.to_heads, (query, key, value))
         out, lse = self.layout.attend(queries, keys, values, scale)
         return self.group.to_tokens(out, query.shape[1]), lse
@@ -220,7 +223,7 @@ class DividedLayout:
         scale: float,
         to_value: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Do the same as `TreeLayout.attend_backward`.
+        """Return and write gradients, as `TreeLayout.attend_backward` does.
 
         The inputs are exchanged between the ranks again, because keeping them since the forward
         pass would cost more.
@@ -259,7 +262,7 @@ def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
 
 @cache
 def uses_flash_attention_3() -> bool:
-    """Let torch's flash attention run FlashAttention 3 in this process, if it is installed.
+    """Make torch's flash attention use FlashAttention 3 in this process, if it is installed.
 
     Return True if it does. torch then replaces its own kernels by those of FlashAttention 3.
     Otherwise return False, with a warning if torch cannot use an installed version.
@@ -280,7 +283,10 @@ def uses_flash_attention_3() -> bool:
 
 
 def layout_of(run: PrefixTree, device: torch.device) -> TreeLayout | FlashLayout:
-    """Return the layout of a prefix tree for a device. It is made once for all layers."""
+    """Return the layout of a prefix tree for a device.
+
+    It is created once and used by all layers.
+    """
     key = str(device)
     if key not in run.layouts:
         is_gpu = device.type == "cuda"
@@ -291,7 +297,7 @@ def layout_of(run: PrefixTree, device: torch.device) -> TreeLayout | FlashLayout
 
 
 def flash_layout(segments: tuple[Segment, ...], device: torch.device) -> FlashLayout:
-    """Return the layout of segments for flash attention."""
+    """Return the layout of a prefix tree's segments for torch's flash attention."""
     queries = [segment.end - segment.start for segment in segments]
     keys = [segment.depth + own for segment, own in zip(segments, queries, strict=True)]
     index = None

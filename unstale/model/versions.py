@@ -1,4 +1,7 @@
-"""The lag between versions of the weights, in batches. A resumed run may skip version numbers."""
+"""The lag between versions of the weights, counted in batches.
+
+A resumed run may skip version numbers.
+"""
 
 import torch
 from torch import Tensor

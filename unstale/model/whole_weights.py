@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WholeWeights:
-    """The weights of a whole model, which are read one after the other.
+    """The weights of a whole model, to be read one after the other.
 
-    If the model is divided among ranks, reading a weight gathers it. All ranks must then iterate
-    over all weights, or call `skip`.
+    If the model is divided among ranks, reading a weight gathers it from all ranks. All ranks must
+    then iterate over all weights, or call `skip`.
     """
 
     layout: Mapping[str, Tensor]
@@ -25,5 +25,8 @@ class WholeWeights:
             yield name, self.read(name)
 
     def skip(self) -> None:
-        """Read all weights without using them, because other ranks use them."""
+        """Read all weights without using them.
+
+        Other ranks, which use them, need this rank's parts.
+        """
         deque(self, maxlen=0)

@@ -27,23 +27,23 @@ class RunRecorder(Protocol):
     def phase(
         self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
     ) -> None:
-        """Show in the live display what the run does now, with progress `done` of `total`.
+        """Show the run's current activity on the live display, with progress `done` of `total`.
 
-        `detail` returns what the run waits for. It is called repeatedly.
+        `detail` returns a text on what the run waits for. It is called repeatedly.
         """
         ...
 
     def span(self, lane: str, label: str) -> AbstractContextManager[None]:
-        """Return a context that records when its body starts and ends.
+        """Return a context that records the times at which its body starts and ends.
 
-        `lane` is the row of the report's timeline that shows it.
+        `lane` is the row of the report's timeline that shows them, and `label` the text there.
         """
         ...
 
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record some tokens of a batch with their discrepancy and staleness ratio (`points`).
+        """Record sample tokens of a batch with their discrepancy and staleness ratio (`points`).
 
         `events` are those of the route, the method that computes old log-probabilities.
         """

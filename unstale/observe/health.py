@@ -1,4 +1,4 @@
-"""Find signs in the metrics that a run cannot learn, such as batches without an advantage."""
+"""Signs in the metrics that a run cannot learn, such as batches without an advantage."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,8 +9,8 @@ from typing import Any
 from unstale.observe.words import amount, number, percent
 
 IN_A_ROW = 3
-"""Number of batches in a row after which a sign counts. A single small batch may show the sign by
-chance.
+"""Number of successive batches with a sign after which the check fails. A single small batch may
+show the sign by chance.
 """
 
 COLLAPSED, NO_ENTROPY = 0.1, 1e-3
@@ -22,8 +22,8 @@ FAINT = 1e-7
 """Gradient norm below which weights hardly change: Adam's epsilon is 1e-8 for every weight."""
 
 LEAST_DUE, LOST = 2e-4, 0.6
-"""Updates are lost if, of the weights that should change in a step, less than the share `LOST` does
-change. The check needs at least the share `LEAST_DUE` of all weights to be due for a change.
+"""Updates count as lost if less than the share `LOST` of the weights that should change in a step
+do change. The check needs at least the share `LEAST_DUE` of all weights to be due for a change.
 """
 
 Row = Mapping[str, Any]
@@ -35,20 +35,21 @@ class Check:
 
     name: str
     title: str
-    """A heading that says what is right about the run if the sign is absent."""
+    """A heading for the check if it passes: what is right about the run."""
     holds: Callable[[Row, float], bool | None]
-    """A function that returns True if the metrics of a step show the sign, and None if they cannot
-    show it. It raises KeyError if a metric is missing. Its second argument is `first_entropy`.
+    """A function of a step's metrics and `first_entropy`. It returns True if they show the sign,
+    and None if they cannot show it. It raises KeyError if a metric is missing.
     """
     text: str
-    """A text on what was found and what to do. `_fill` inserts metrics."""
+    """A text for the user if the check fails: what was found and what to do. `_fill` inserts
+    metrics.
+    """
     in_a_row: int = IN_A_ROW
     least: int = 1
-    """Smallest number of steps with the needed metrics after which the check can count as passed.
-    """
+    """Smallest number of steps with the needed metrics after which the check can pass."""
     from_start: bool = False
-    """True if the check also fails after a first step with the sign. A later step without the sign
-    withdraws this.
+    """True if the check also fails when only the first step shows the sign. A later step without
+    the sign withdraws this.
     """
 
 
@@ -59,9 +60,9 @@ class Finding:
     name: str
     text: str
     step: int
-    """The first of the steps because of which the check failed."""
+    """The first of the successive steps that made the check fail."""
     steps: int
-    """Number of steps of the run whose metrics show the sign that the check looks for."""
+    """Number of all steps of the run that show the sign."""
 
 
 def _value(row: Row, name: str) -> float:
@@ -169,7 +170,7 @@ class TrainingHealth:
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
-    """Number of steps whose metrics could show the sign of a check, by the check's name."""
+    """For each check, by name: the number of steps whose metrics could show its sign."""
 
     def passed(self, check: Check) -> bool | None:
         """Return True if a check passed, and False if it failed.
@@ -182,7 +183,10 @@ class TrainingHealth:
         return True if enough else None
 
     def update(self, row: Row) -> list[Finding]:
-        """Add the metrics of a step. Return the checks that fail now for the first time."""
+        """Add the metrics of a step.
+
+        Return the checks that this step made fail for the first time.
+        """
         step = int(number(row.get("step")) or 0)
         if step < 1:
             return []
@@ -215,7 +219,7 @@ class TrainingHealth:
 
 
 def examine(rows: Iterable[Row]) -> TrainingHealth:
-    """Return the checks of a run from its metrics, one row per step in order."""
+    """Return the checks of a run after all steps. `rows` has the metrics of each step, in order."""
     health = TrainingHealth()
     for row in rows:
         health.update(row)

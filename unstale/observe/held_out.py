@@ -1,4 +1,4 @@
-"""Success on held-out tasks, in the words that every page and the terminal show."""
+"""Success on held-out tasks, in the words that all pages and the terminal use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class HeldOut:
     tasks: int
     """Number of tasks, or 0 if it is not known."""
     failed: int = 0
-    """Number of tasks whose episodes failed. They count as no success."""
+    """Number of tasks with a failed episode. These count as not successful."""
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self | None:
@@ -35,7 +35,7 @@ class HeldOut:
 
     @classmethod
     def of_metrics(cls, row: Mapping[str, Any]) -> Self | None:
-        """Return the evaluation in a step's row of metrics. None if the row has none."""
+        """Return the evaluation in a step's metrics. None if the metrics have none."""
         names = {"success": "success_rate", "tasks": "tasks", "failed": "failed_tasks"}
         event = {field: row.get(f"eval/{name}") for field, name in names.items()}
         return cls.of_event({"step": row.get("step"), **event})
@@ -67,7 +67,7 @@ class HeldOut:
 
     @property
     def counts(self) -> str:
-        """The number of tasks and the interval in few words. Empty if they are not known.
+        """A short text with the number of tasks and the interval. Empty if they are not known.
 
         >>> HeldOut(3, 0.5, 4).counts, HeldOut(3, None, 4).counts, HeldOut(3, 0.5, 4, 1).counts
         ('4 tasks, 15% to 85%', 'all 4 tasks', '4 tasks, 1 failed, 15% to 85%')
@@ -98,16 +98,19 @@ def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
 
 
 def improved(evaluations: Sequence[HeldOut]) -> bool:
-    """Return True if the last held-out success is above the first. False if either is not known."""
+    """Return True if the last success on held-out tasks is above the first.
+
+    False if one is not known.
+    """
     shares = [each.success for each in (*evaluations[:1], *evaluations[-1:])]
     return bool(shares) and None not in shares and shares[-1] > shares[0]  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The success before and after training.
+    """The success before and after training, as texts.
 
-    `shares` has pairs of a share in percent and its interval, as text. `note` says how they were
+    `shares` has pairs of a share in percent and its interval. `note` describes how they were
     measured.
     """
 
@@ -119,7 +122,7 @@ class Outcome:
 def outcome(
     evaluations: Sequence[HeldOut], rollouts: Sequence[float], asked: Any = None
 ) -> Outcome | None:
-    """Return the outcome of a run from its evaluations, or without any from its training episodes.
+    """Return the outcome of a run from its evaluations, or without any from training episodes.
 
     `rollouts` is the share of successful training episodes in each step. `asked` is the option
     `eval.tasks`. None if there is no evaluation and fewer than two steps.
@@ -151,7 +154,7 @@ def _of_rollouts(rollouts: Sequence[float]) -> Outcome | None:
 
 
 def remarks(evaluations: Sequence[HeldOut], changes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on failed evaluations, and on resumes with another data set (`changes`)."""
+    """Return sentences about failed evaluations, and resumes with another data set (`changes`)."""
     failed = [f"The evaluation {each.when} failed." for each in evaluations if each.success is None]
     changed = [
         f"After step {int(number(event.get('step')) or 0)}, {str(event.get('text'))[:1000]}. "

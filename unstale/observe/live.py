@@ -1,4 +1,4 @@
-"""Show a run while it trains: a panel on a terminal, and otherwise one plain line per step."""
+"""The display of a run while it trains: a panel on a terminal, or plain lines."""
 
 import threading
 import time
@@ -26,9 +26,11 @@ HISTORY = 400
 RECENT = 5
 """Number of last steps over which shown values are averaged."""
 WIDE = 100
-"""Smallest width of a terminal, in characters, with the two parts of the panel side by side."""
+"""Smallest width of a terminal, in characters, at which the two parts of the panel are next to each
+other.
+"""
 ROOMY = 30
-"""Smallest height of a terminal, in lines, with empty lines between the parts of the panel."""
+"""Smallest height of a terminal, in lines, at which empty lines separate the parts of the panel."""
 GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -38,8 +40,8 @@ def sparkline(
 ) -> str:
     """Return the values as a row of bars, one character each.
 
-    Bars range from `low` to `high`, by default the smallest and largest value. Of more than `width`
-    values, neighbours are averaged.
+    Bars range from `low` to `high`, by default the smallest and largest value. If there are more
+    than `width` values, adjacent ones are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'
@@ -159,7 +161,7 @@ class LiveDisplay:
                 self._print(self._phase_text())
 
     def panel(self) -> RenderableType:
-        """Return the panel with its present content."""
+        """Return the panel with its current content."""
         with self._lock:
             roomy = self.console.height >= ROOMY
             spacing = [Text()] if roomy else []
@@ -214,7 +216,9 @@ class LiveDisplay:
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def _beat(self) -> None:
-        """Print a line after `quiet_s` seconds without output. Repeat until the display ends."""
+        """Print a line whenever nothing was printed for `quiet_s` seconds, until the display
+        ends.
+        """
         while not self._stopped.wait(max(0.05, self._quiet_s - self._silent_for())):
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
@@ -308,9 +312,9 @@ def _block(title: str) -> Table:
 def _learning(
     rows: Sequence[Mapping[str, Any]], evals: Sequence[HeldOut], *, is_wide: bool
 ) -> RenderableType:
-    """Return the block on success and reward.
+    """Return the part of the panel on success and reward.
 
-    In a wide terminal, the number of held-out tasks has a line of its own.
+    On a wide terminal, the number of held-out tasks is on a separate line.
     """
     table = _block("Learning")
     if evals:
@@ -376,7 +380,9 @@ def _small(value: float | None) -> str:
 
 
 def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return the speed of engine and trainer, their busy shares, and the bottleneck of the run."""
+    """Return the part of the panel on speed: engine and trainer, their busy shares, the
+    bottleneck.
+    """
     wait = waiting(rows[-RECENT - 1 :])
     grid = Table.grid(
         Column(no_wrap=True, width=8, style="bold"),
@@ -411,7 +417,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
-    """Return the line that is printed for one step."""
+    """Return the plain line that is printed for a step. `took` is its duration in seconds."""
     row = rows[-1]
     parts = [f"step {int(number(row.get('step')) or 0)}/{config.max_steps}"]
     if evaluation := HeldOut.of_metrics(row):

@@ -1,4 +1,4 @@
-"""The log of the training loop. It is written to run folder, journal, terminal and trackers."""
+"""The log of the training loop, written to run folder, journal, terminal and trackers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ class Outputs:
 
 
 MAX_SHOWN = 1000
-"""Largest number of failures that are remembered as shown, so that none is shown twice."""
+"""Largest number of failures of which the recorder remembers that it has shown them."""
 
 
 class Recorder:
@@ -60,7 +60,7 @@ class Recorder:
         journal: EventLog | None = None,
         decode: Callable[[list[int]], str] = str,
     ) -> None:
-        """Make the log. The checks of training health begin with the metrics in the run folder.
+        """Create the log. The checks of training health begin with the metrics in the run folder.
 
         `decode` turns tokens into text.
         """
@@ -71,7 +71,9 @@ class Recorder:
         self._decode = decode
         self._health = examine(read_jsonl(self._log.path / METRICS))
         self._shown: set[tuple[str, bool]] = set()
-        """Failures that the terminal has shown, by text and whether it is not tried again."""
+        """Failures that the terminal has shown: their text, and True if the episode was not tried
+        again.
+        """
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"time_s": round(self._log.seconds, 3), **metrics}
@@ -86,7 +88,9 @@ class Recorder:
         self._report_failed_trackers()
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Send the text of an episode of the batch to the trackers, every `TEXT_EVERY` steps."""
+        """Send the text of one of the batch's episodes to the trackers, every `TEXT_EVERY`
+        steps.
+        """
         self._trackers.sample(step, groups, self._decode)
 
     def close(self, outcome: RunOutcome) -> None:
@@ -108,14 +112,14 @@ class Recorder:
     def phase(
         self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
     ) -> None:
-        """Show on the live display what the run does now."""
+        """Show the run's current activity on the live display, with progress `done` of `total`."""
         self._watcher.phase(text, done, total, detail)
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
-        """Record when the body of the context starts and ends.
+        """Return a context that records the times at which its body starts and ends.
 
-        `lane` is the row of the report's timeline that shows it.
+        `lane` is the row of the report's timeline that shows them.
         """
         with self._log.span(lane, label):
             yield
@@ -123,9 +127,10 @@ class Recorder:
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record sampled tokens of a step (`points`) in the journal, and log events of the route.
+        """Record sample tokens of a step (`points`) in the journal, and log events of the route.
 
-        Points with `true_log_d` are tokens of the audit.
+        Points with `true_log_d` are tokens that were audited. A route is a method to compute
+        `old_logp`.
         """
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]
@@ -137,7 +142,7 @@ class Recorder:
             self.event(step=step, **event)
 
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
-        """Log an episode whose environment failed. Unless `final` is True, it is tried again."""
+        """Log an episode whose environment failed. It is tried again unless `final` is True."""
         self.event("episode_failed", episode=episode, final=final, **_describe(failure))
         text = f"of {failure.task.key} failed in {failure.stage}: {failure.error}"
         self._note_failure(f"episode {episode}", text, final)
@@ -145,7 +150,7 @@ class Recorder:
     def _note_failure(self, what: str, text: str, final: bool) -> None:
         """Show a failure on the terminal, unless the same text was shown before.
 
-        All episodes of a group often fail alike, and each of them is tried several times.
+        Often all episodes of a group fail with the same text, and each is tried several times.
         """
         key = (text, final)
         if key in self._shown:
@@ -166,7 +171,7 @@ class Recorder:
         self._note_failure("an episode", text, final)
 
     def blocked(self, name: str, seconds: float) -> None:
-        """Log user code with this name, which blocked the event loop.
+        """Log that the user's code called `name` has blocked the event loop for `seconds` seconds.
 
         The journal does not get the event, because two deterministic runs may differ in it.
         """

@@ -1,4 +1,7 @@
-"""Read parts of a run's files. Invalid data are left out, because others may have written them."""
+"""Readers for parts of a run's files.
+
+They skip invalid data, because others may have written the files.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,7 +32,7 @@ def last_stop(events: Iterable[Row]) -> Row:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options under their full names, as on the command line.
+    """Return nested options under their full names, as used on the command line.
 
     >>> flatten({"a": 1, "b": {"c": 2}, "technique_options": {"ess_lr": {"base": 0.5}}})
     {'a': 1, 'b.c': 2, 'ess_lr.base': 0.5}
@@ -58,7 +61,7 @@ def histogram(row: Mapping[str, Any]) -> dict[int, float]:
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Return numbers by lag (staleness in versions), from pairs of lag and number.
+    """Return numbers by lag (staleness in versions), given pairs of lag and number.
 
     Pairs without a number, or without a lag of at most two digits, are left out.
 

@@ -11,8 +11,8 @@ POWER = 0.8
 """Probability with which a planned comparison should find a true difference, by convention."""
 
 ROUNDING = 1e-9
-"""Relative difference up to which values count as equal. Shares have rounding errors of about
-1e-16, and the smallest true differences of shares are about 1e-4.
+"""Relative difference up to which values count as equal. Rounding errors of shares are about 1e-16,
+and the smallest true differences of shares about 1e-4.
 """
 
 
@@ -35,7 +35,7 @@ def wilson(share: float, number: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean of `n` differences between paired values, with their standard deviation `sd`.
+    """The mean of the differences between n pairs of values, with their standard deviation `sd`.
 
     `n` is at least 2, and `sd` above 0. Tests and intervals are two-sided, by Student's t.
     """

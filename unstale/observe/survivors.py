@@ -23,12 +23,12 @@ FATES = {
     "restarted": "restarted on resume",
     "open": "open",
 }
-"""The ways in which an attempt at an episode can end, in words."""
+"""The ways in which an attempt at an episode can end, each with words for it."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
-"""A difference in length is reported only with at least `LOST_LEAST` lost attempts, and if it is
-above `LOST_ERRORS` standard errors.
+"""A difference in length is reported only if there are at least `LOST_LEAST` lost attempts and it
+exceeds `LOST_ERRORS` standard errors.
 """
 
 
@@ -92,10 +92,10 @@ HEAD = ("", "attempts", "mean tokens", QUANTILES, "mean turns", QUANTILES, "succ
 
 
 def shown_places(survivors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attempts at episodes by environment, as a page shows them.
+    """Return the statistics of attempts at episodes by environment, in the form that a page shows.
 
-    `survivors` is the content of survivors.json. In the result, `missing` is a text on why there
-    are no attempts to show.
+    `survivors` is the content of survivors.json. In the result, `missing` is a text that explains
+    why there are no attempts to show.
     """
     places = [_place(place) for place in records(survivors.get("places"), MAX_PLACES)]
     return {"places": places, "head": HEAD, "missing": _missing(survivors)}
@@ -110,7 +110,7 @@ def _missing(survivors: Mapping[str, Any]) -> str:
 
 
 def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
-    """Return the attempts at episodes of all environments as a table for a terminal.
+    """Return the statistics of attempts at episodes of all environments as a table for a terminal.
 
     `survivors` is the content of survivors.json.
     """
@@ -133,7 +133,7 @@ def _name(place: Mapping[str, Any]) -> str:
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
-    """Return an environment's table: a row for all attempts at episodes, then one per end.
+    """Return an environment's table: a row for all attempts at episodes, then one for each end.
 
     `place` is the environment's row in survivors.json.
     """
@@ -147,7 +147,9 @@ def rows(place: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _figures(kind: Mapping[str, Any]) -> list[str]:
-    """Return number, lengths, success and reward, as text, of attempts that ended in one way."""
+    """Return, as texts, number, lengths, success and reward of the attempts that ended in one
+    way.
+    """
     figures = [amount(number(kind.get("count")))]
     for name in ("tokens", "turns"):
         spread = mapping(kind.get(name))
@@ -181,7 +183,7 @@ def _groups(place: Mapping[str, Any]) -> str:
 
 
 def _by_length(place: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield a row for each quarter of the attempts that ended, by their length in tokens.
+    """Yield a row for each quarter of the ended attempts, divided by their length in tokens.
 
     A row has the range of lengths, the numbers of attempts that ended, were trained on, wait for
     training and were lost, and the shares that were trained on and kept.

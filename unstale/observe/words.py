@@ -1,4 +1,4 @@
-"""Numbers as texts, and the bottleneck of a run in words, for terminal, report and dashboard."""
+"""Numbers as texts, and a run's bottleneck as text, for terminal, report and dashboard."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -84,10 +84,10 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
-"""Shares that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time is
-ignored, and idle time of the engine below `KEEPS_BUSY`. Tools, or finished groups that wait for
-older ones, are the cause from a share of `HELD_BACK`. A second activity of the trainer is named
-above `OTHER`.
+"""Shares that decide about the bottleneck. The trainer's waiting is ignored below the share
+`KEEPS_PACE` of the time, and the engine's idle time below `KEEPS_BUSY`. Tools, or finished groups
+that wait for older ones, are the cause from the share `HELD_BACK` on. A second activity of the
+trainer is named above the share `OTHER`.
 """
 
 BOTTLENECKS = {
@@ -121,14 +121,14 @@ _WORK = {
     "publish/duration_s": "Publishing",
 }
 """Activities of the trainer, by the metric with their seconds. The last three can overlap with the
-first two. So each is counted at most for the time of a step that waiting and the activities before
-it leave.
+first two. So each counts at most for the part of a step's time that waiting and earlier activities
+leave.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The shares of the wall time in which trainer and engine wait. None if not recorded.
+    """The shares of wall time in which trainer and engine wait. None if not recorded.
 
     `trainer` is the share in which the trainer waits for finished groups, `engine` the share in
     which the engine has no requests.
@@ -139,11 +139,11 @@ class Waiting:
     work: Mapping[str, float] = field(default_factory=dict)
     """Share of the time that the trainer spends on each activity."""
     tools: float | None = None
-    """Share of the episodes' time that is spent waiting for tools and rewards."""
+    """Share of the episodes' time that they spend waiting for tools and rewards."""
     eval_tools: float | None = None
-    """The share `tools` of held-out episodes."""
+    """The same share as `tools`, for held-out episodes."""
     finished: float | None = None
-    """Share of the groups in flight that are finished but wait until older ones are trained on."""
+    """Share of the groups in flight that are finished but wait for older ones to be trained on."""
     synchronous: bool = False
 
     @property
@@ -173,7 +173,7 @@ class Waiting:
         return "The staleness budget" if held_back else "Tools and rewards"
 
     def _named(self, activity: str) -> str:
-        """Return the activity, or `Grading held-out tasks` if that takes most of an evaluation."""
+        """Return `activity`, or `Grading held-out tasks` if that takes most of an evaluation."""
         is_grading = activity == "Evaluation" and (self.eval_tools or 0.0) >= HELD_BACK
         return "Grading held-out tasks" if is_grading else activity
 
@@ -207,7 +207,7 @@ class Waiting:
         return f"{self.bottleneck} is the bottleneck: {facts}."
 
     def _other(self, name: str) -> str:
-        """Return the activity but `name` that takes most of the trainer's time, with its share.
+        """Return the activity, other than `name`, with most of the trainer's time, and its share.
 
         Empty if the share is not above `OTHER`.
         """
@@ -224,7 +224,7 @@ class Waiting:
 
 
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
-    """Return the shares of waiting over consecutive rows of metrics, one row per step.
+    """Return the shares of waiting in a series of steps. `rows` has the metrics of each.
 
     The first row only gives the start time.
 

@@ -1,9 +1,9 @@
 """Routes: methods to compute the old log-probability of a token (`old_logp`).
 
 `old_logp` is the token's log-probability in the trainer's forward pass, under the weights that
-sampled it. Exact routes compute this value; the other routes return an approximation. Each module
-of this package is one route, and can be imported without torch. Code that several routes share is
-in `scoring`.
+sampled it. Exact routes compute this value, and the other routes an approximation. Each module of
+this package is one route, and can be imported without torch. Code that several routes share is in
+`scoring`. A piece is a run of tokens of one episode that one version of the weights sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def has_clean_behavior(batch: Batch) -> Tensor:
-    """Return the tokens (`[T]` bool) for which an exact old log-probability exists.
+    """Return a mask `[T]` of the tokens for which an exact old log-probability exists, bool.
 
     An engine must have sampled such a token in the context that the record shows, with a KV cache
     of the same weights. If routed experts are replayed, the experts of every position that the
@@ -34,7 +34,7 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 
 
 class OldLogps:
-    """The base class of routes, which are methods to compute old log-probabilities (`old_logp`).
+    """The base class of routes: methods to compute old log-probabilities (`old_logp`).
 
     `on_piece`, `on_end` and `on_wait` may be called at any time, on the event loop. All other
     methods are called one at a time: `costs`, `events` and `close` on the event loop while the
@@ -45,55 +45,54 @@ class OldLogps:
     needs = Needs()
 
     def before_publish(self) -> None:
-        """Prepare for the publication of the current weights. No engine has loaded them yet.
+        """Prepare for the publication of the current weights, before any engine loads them.
 
         The method may wait until work on earlier versions is complete.
         """
 
     def on_published(self, live: Collection[int]) -> None:
-        """Receive the notice that every engine has loaded the current version of the weights.
+        """Handle the event that every engine has loaded the current version of the weights.
 
-        All pieces (runs of tokens) that earlier versions sampled have arrived. `live` are the
-        versions that sampled tokens which are still to be trained on.
+        All tokens that earlier versions sampled have arrived. `live` are the versions that sampled
+        tokens which are still to be trained on.
         """
 
     def on_piece(self, piece: PendingPiece) -> None:
-        """Receive a piece (a run of tokens of one version) that an engine sampled.
+        """Handle the arrival of sampled tokens of one version.
 
         Called on the event loop, so it must not block.
         """
 
     def on_end(self, pieces: Sequence[PendingPiece]) -> None:
-        """Receive all pieces (runs of sampled tokens) of an episode that has ended.
+        """Handle the end of an episode. `pieces` has all its sampled tokens.
 
         Failed episodes are not reported. Called on the event loop, so it must not block.
         """
 
     def on_wait(self, past: Sequence[PendingPiece]) -> None:
-        """Receive the notice that the trainer begins to wait for episodes.
+        """Handle the event that the trainer begins to wait for episodes.
 
-        `past` are the pieces (runs of sampled tokens) of versions before the current one that no
-        batch has contained yet. No further piece of these versions will arrive. Called on the event
-        loop, so it must not block, and only if the route declares `needs.idle` and
-        `needs.snapshots`.
+        `past` has all tokens that versions before the current one sampled and that no batch has
+        contained yet. No further token of these versions will arrive. Called on the event loop, so
+        it must not block, and only if the route declares `needs.idle` and `needs.snapshots`.
         """
 
     def score_while_idle(self) -> bool:
-        """Score tokens in about one forward pass, while the trainer waits for episodes.
+        """Compute `old_logp` in about one forward pass, while the trainer waits for episodes.
 
-        Return False if there was nothing to score.
+        Return False if there was nothing to compute.
         """
         return False
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
-        """Score pieces (runs of tokens) of the current version, before a step changes its weights.
+        """Compute `old_logp` of the current version's tokens before a step changes the weights.
 
-        Called only if `needs.scores_before_update`. `unscored` has all pieces that this version
+        Called only if `needs.scores_before_update`. `unscored` has all tokens that this version
         sampled and that no batch has contained yet.
         """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the old log-probabilities `[T]` in float32, and where they are exact, `[T]` bool.
+        """Return old log-probabilities `[T]` in float32, and a mask `[T]` of those that are exact.
 
         Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` has the
         log-probabilities under the current policy, without gradient. It is empty unless the route
@@ -106,16 +105,16 @@ class OldLogps:
         raise NotImplementedError
 
     def trained(self, kept: float) -> None:
-        """Receive the notice that an optimizer step was made.
+        """Handle the event that an optimizer step was made.
 
-        `kept` is the share of tokens that the correction kept.
+        `kept` is the share of tokens that the correction kept, 0 to 1.
         """
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of computing `old_logp` as metrics, by the name after `old_logps/`.
+        """Return the costs of computing `old_logp` as metrics, by their name after `old_logps/`.
 
-        Tokens and seconds are counted since the last call. Bytes are those held at the time of the
-        call.
+        Tokens and seconds are counted since the last call. Bytes are those in use at the time of
+        the call.
         """
         return {}
 
@@ -127,7 +126,7 @@ class OldLogps:
         return []
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state of the route for a checkpoint: dicts, lists, tensors and plain values.
+        """Return the route's state for a checkpoint: dicts, lists, tensors and plain values.
 
         The tensors must not change until the next optimizer step. The method may wait until work in
         progress is complete.
@@ -135,16 +134,15 @@ class OldLogps:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state()` returned, when a run resumes from a checkpoint."""
+        """Load a state that `state` returned, when a run resumes from a checkpoint."""
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Add to a restored state the pieces (runs of tokens) that were sampled after the
-        checkpoint.
+        """Add to a restored state the tokens that were sampled after the checkpoint.
 
-        `past` has, by version, all pieces of earlier versions that no batch has contained yet.
-        `weights` reads the weights of a version from disk. Pieces of the current version are passed
+        `past` has, by version, all tokens of earlier versions that no batch has contained yet.
+        `weights` reads the weights of a version from disk. Tokens of the current version are passed
         to `on_piece` afterwards.
         """
 
     def close(self) -> None:
-        """Stop the processes of the route (way to get `old_logp`) and close its files."""
+        """Stop the route's processes and close its files."""

@@ -1,4 +1,4 @@
-"""`current_recompute`: use the trainer's log-probability at the start of the step as old_logp."""
+"""The route `current_recompute`: `old_logp` is computed at the start of the training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CurrentRecompute(OldLogps):
-    """A route that uses the current policy in place of the policy that sampled the token.
+    """A route that scores with the current policy, not with the policy that sampled the token.
 
     D = old_logp / behavior_logp (as probabilities) then contains all staleness. S = logp / old_logp
     contains only the changes within the step. Values are exact for tokens that the current version

@@ -1,4 +1,4 @@
-"""`eager`: score tokens while the trainer waits for episodes."""
+"""The route `eager`: compute old log-probabilities while the trainer waits for episodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Eager(OldLogps):
-    """A route that scores each token once, while the trainer waits for episodes.
+    """A route that computes `old_logp` of each token once, while the trainer waits for episodes.
 
-    The pieces (runs of sampled tokens) of the current version are scored with the trainer's weights
-    when their episode has ended. If the route `fallback` keeps versions, the pieces of unfinished
-    episodes are scored with its weights when no further token of their version can arrive, so that
-    no context is computed again for every turn. Otherwise they are scored before the optimizer
-    step. The route `fallback` scores the remaining tokens with their batch. The metric
-    `old_logps/scored_in_time_share` is the share of exact values that were known before.
+    Tokens of the current version are scored with the trainer's weights when their episode has
+    ended. If the route `fallback` keeps versions, the tokens of unfinished episodes are scored with
+    its weights when no further token of their version can arrive, so that no context is computed
+    again for every turn. Otherwise they are scored before the optimizer step. The route `fallback`
+    scores the remaining tokens with their batch. The metric `old_logps/scored_in_time_share` is the
+    share of exact values that were known before.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -41,14 +41,14 @@ class Eager(OldLogps):
         self._scorer = scorer
         self._cache = LogpCache(scorer)
         self._arrived: deque[tuple[Sequence[PendingPiece], bool]] = deque()
-        """Lists of pieces (runs of sampled tokens) that are not in a queue yet. True marks a list
-        of an episode that has ended.
+        """Sampled tokens that have arrived and are in no queue yet. True marks the tokens of an
+        episode that has ended.
         """
         self._ended: dict[int, ScoreQueue] = {}
-        """By version, pieces (runs of tokens) of ended episodes that have no score."""
+        """By version, tokens of ended episodes without an old log-probability."""
         self._open: dict[int, ScoreQueue] = {}
-        """By version, pieces (runs of sampled tokens) of unfinished episodes that have no score.
-        Their version samples no more tokens.
+        """By version, tokens of unfinished episodes without an old log-probability. No more tokens
+        of these versions will be sampled.
         """
         self._num_tokens = 0
         self._num_covered = 0
@@ -137,9 +137,7 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Give the fallback route (way to get `old_logp`) the pieces (runs of sampled tokens) that
-        had no score when the checkpoint was written.
-        """
+        """Pass the tokens without a score at the time of the checkpoint to the route `fallback`."""
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -149,9 +147,7 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put pieces (runs of sampled tokens) that have no score into the queue of their version,
-        if it can be scored.
-        """
+        """Put arrived tokens without a score into their version's queue, if they can be scored."""
         while self._arrived:
             pieces, has_ended = self._arrived.popleft()
             for piece in self._cache.missing(pieces):
@@ -171,8 +167,8 @@ class Eager(OldLogps):
     def _version_to_score(self) -> int | None:
         """Return the version whose tokens are scored next. None if there is nothing to score.
 
-        Ended episodes are first, because the next batch may contain them. Of these, the newest
-        version is first: the fallback's model is nearest to it.
+        Ended episodes come first, because the next batch may contain them. Of these, the newest
+        version comes first: the fallback's model is nearest to it.
         """
         for queues in (self._ended, self._open):
             for version in sorted(queues, reverse=True):
@@ -184,7 +180,7 @@ class Eager(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
-    """Options of the route `eager`, which scores tokens while the trainer waits for episodes.
+    """Options of the route `eager`, which computes `old_logp` while the trainer waits for episodes.
 
     A second route scores the tokens for which there was no time.
     """

@@ -1,4 +1,4 @@
-"""`ewma_prox`: use a moving average of the weights, with fixed decay, as the old policy."""
+"""The route `ewma_prox`: the old policy is a moving average of the weights, with fixed decay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_DECAY = 0.5
 
 
 class EwmaProx(OldLogps):
-    """A route that gets `old_logp` from a moving average of the weights of all published versions.
+    """A route that scores with a moving average of the weights of all published versions.
 
     The values are never exact. With `every_step`, the weights after each optimizer step are
     averaged instead.

@@ -1,4 +1,4 @@
-"""`interp_prox_loglinear`, `interp_prox_linear`: old_logp as a mean of engine and current policy.
+"""Two routes on which `old_logp` is a mean of the engine's and the current policy's values.
 
 `interp_prox_loglinear` takes a mean of the two log-probabilities, `interp_prox_linear` of the two
 probabilities.
@@ -91,7 +91,7 @@ class InterpProxSpec(OldLogpsConfig):
         return self.alpha
 
     def oldest_weight(self, run: RunConfig) -> float:
-        """Return the weight of the current policy in the mixture for a token of the largest lag
+        """Return the current policy's weight in the mixture for tokens of the largest lag
         (staleness).
         """
         if self.alpha is not None:
@@ -123,7 +123,7 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return a formula for the old policy, and what the two ratios contain, for the linter.
+        """Return texts for the linter: a formula for the old policy, and what the ratios contain.
 
         `a` and `rest` are the weights of the current policy and of the engine's policy.
         """

@@ -1,4 +1,4 @@
-"""`interrupt_sync`: pause generation and score all tokens of a version before its weights change.
+"""The route `interrupt_sync`: pause generation to score all tokens of a version with its weights.
 
 Its `old_logp` is exact.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class InterruptSync(CachedRoute):
     """A route that scores with the trainer's weights before an optimizer step changes them.
 
-    Its `old_logp` is exact. The route needs no memory for old weights, but generation is paused
-    from the call of `before_update` until the next version is published. The metric `stall_s` is
-    the length of this pause in seconds, and is reported with the next batch.
+    The values are exact. The route needs no memory for old weights, but generation is paused from
+    the call of `before_update` until the next version is published. The metric `stall_s` is the
+    length of this pause in seconds, and is reported with the next batch.
     """
 
     needs = Needs(closing=True, forwards="versions")
@@ -51,10 +51,9 @@ class InterruptSync(CachedRoute):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores that `before_update` computed.
+        """Return the values that `before_update` computed for a batch, and a mask of exact ones.
 
-        Raises LookupError if a token of the batch was not among the pieces (runs of sampled tokens)
-        passed to `before_update`.
+        Raises LookupError if a token of the batch was not passed to `before_update`.
         """
         why = "their pieces were missing when their version was closed"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)

@@ -1,6 +1,6 @@
-"""`old_logit_model`: score tokens with a second model that has the engine's version of the weights.
+"""The route `old_logit_model`: a second model follows the engine's version of the weights.
 
-Its `old_logp` is exact.
+The values are exact.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class OldLogitModelDied(RuntimeError):
 
 
 class SecondModelScores(CachedRoute):
-    """The scores of a second model, kept until their batch needs them.
+    """The log-probabilities that a second model has computed, kept until their batch needs them.
 
-    After a resume, the trainer's model computes missing scores, because the second model gets its
+    After a resume, the trainer's model computes missing values, because the second model gets its
     first weights only at the first publication.
 
     With several trainer ranks, each rank has an object of this class. The main process of the run
@@ -60,23 +60,23 @@ class SecondModelScores(CachedRoute):
         self._score_wait_s = 0.0
 
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
-        """Add scores that the second model computed.
+        """Add log-probabilities that the second model computed.
 
-        A row is `[key of a piece, its log-probabilities]`. `forward_tokens` is the number of tokens
-        in the forward passes that computed them.
+        A row is `[PieceKey of a token run, its log-probabilities]`. `forward_tokens` is the number
+        of tokens in the forward passes that computed them.
         """
         self.cache.add_rows(rows)
         self._scorer.forward_tokens += forward_tokens
 
     def add_waits(self, publish_s: float, score_s: float) -> None:
-        """Add seconds that publications and batches waited for the second model."""
+        """Add the seconds for which publications and batches waited for the second model."""
         self._publish_wait_s += publish_s
         self._score_wait_s += score_s
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of the batch.
+        """Return the old log-probabilities of a batch, and a mask of exact ones, `[T]` each.
 
-        Raises LookupError if a sampled token of the batch has no score.
+        Raises LookupError if a sampled token of the batch has no value.
         """
         why = "their pieces never arrived, or long before this batch"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)
@@ -99,8 +99,8 @@ class OldLogitModel(SecondModelScores):
     The second model scores the tokens of a version, then loads the next version. The process needs
     the memory of one model. The trainer's thread sends it the weights of each version. If a batch
     contains tokens of the current version that the process has not scored, the trainer scores them.
-    The metric `publish_wait_s` is the time that publications waited until the process had loaded
-    the previous version. `score_wait_s` is the time that batches waited for scores.
+    The metric `publish_wait_s` is the time for which publications waited until the process had
+    loaded the previous version. `score_wait_s` is the time for which batches waited for values.
 
     The process starts at the first publication. With `lockstep` no result depends on its speed
     (`SecondModel`).
@@ -124,12 +124,12 @@ class OldLogitModel(SecondModelScores):
     def before_publish(self) -> None:
         """Wait until the process has loaded the version that was published last.
 
-        The process has then scored all pieces (runs of sampled tokens) of earlier versions.
+        The process has then scored all tokens of earlier versions.
         """
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
     def on_published(self, live: Collection[int]) -> None:
-        """Send the weights of the current version to the process.
+        """Send the weights of the current version to the process of the second model.
 
         With `lockstep`, wait until the process has loaded them.
         """
@@ -145,18 +145,19 @@ class OldLogitModel(SecondModelScores):
         self._model.on_piece(piece)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Wait for the scores of the batch and return them.
+        """Wait for the old log-probabilities of a batch.
 
-        Raises LookupError if a sampled token of the batch was never passed to `on_piece`.
+        Return them and a mask of exact ones, `[T]` each. Raises LookupError if a sampled token of
+        the batch was never passed to `on_piece`.
         """
         current = self._scorer.version if self._scorer.weights_match_version else -1
         self.add_waits(0.0, self._model.wait_for(pieces_of(batch, current=current)))
         return super().logps(batch, now)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the scores for a checkpoint.
+        """Return all computed log-probabilities for a checkpoint.
 
-        First wait until all pieces (runs of sampled tokens) of the published versions have scores.
+        First wait until all sampled tokens of the published versions have one.
         """
         self._model.score_all()
         return super().state()
@@ -166,9 +167,9 @@ class OldLogitModel(SecondModelScores):
 
 
 def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
-    """Return a function that is True for the pieces of a batch that the second model must score.
+    """Return a test for the tokens of a batch that the second model must score.
 
-    Pieces are runs of sampled tokens. Those of the version `current` are left to the trainer.
+    It is a function of a `PieceKey`. Tokens of the version `current` are left to the trainer.
     """
     episodes = set(batch.episodes)
     return lambda key: key.episode in episodes and key.version != current
@@ -187,7 +188,9 @@ class _ChildLink:
         self._started = threading.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
         self._folder = ExitStack()
-        """Removes the temporary folder with the model. The process reads it at its start only."""
+        """The temporary folder with the model, which is removed when this is closed. The process
+        reads it only at its start.
+        """
         self._frames = Frames()
 
     @property
@@ -245,7 +248,7 @@ class _ChildLink:
         self._started.set()
 
     def _write(self, message: bytes) -> None:
-        """Write a message to the process. Runs in the writer thread.
+        """Write a message to the socket of the process. Runs in the writer thread.
 
         If the connection is broken, `receive` raises the error later.
         """
@@ -255,8 +258,9 @@ class _ChildLink:
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
-    """Return a message with pieces (runs of sampled tokens). Its body holds their routed experts
-    and kept sets end to end.
+    """Return a message with token runs to score.
+
+    Its body has their routed experts and kept sets, concatenated.
     """
     rows: list[tuple[PieceKey, Sequence[int], list[Any] | None, int | None]] = []
     body: list[Bytes] = []
@@ -268,16 +272,15 @@ def _pieces_message(pieces: Pieces) -> bytes:
             about = [str(experts.dtype), *experts.shape]
             body.append(experts.tobytes())
         if kept_sets is not None:
-            packed = kept_sets.pack(tokens[key.start :])
-            size = len(packed)
-            body.append(packed)
+            body.append(kept_sets.tobytes())
+            size = kept_sets.nbytes
         rows.append((key, tokens, about, size))
     return b"".join(frame({"op": "pieces", "pieces": rows}, body))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogitModelSpec(ExactSpec):
-    """Options of the route that scores with a second model in another process."""
+    """Options of the route that computes `old_logp` with a second model in another process."""
 
     route: str = "old_logit_model"
     ranks: PositiveInt = 1

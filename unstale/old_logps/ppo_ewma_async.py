@@ -1,4 +1,4 @@
-"""`ppo_ewma_async`: score with moving averages of the weights that are about as old as the data."""
+"""The route `ppo_ewma_async`: score with moving averages of the weights, as old as the data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 BETA_MAX = 0.95
-"""Largest decay, which limits the mean age of an average to 19 versions."""
+"""Largest decay of a moving average. It limits the average's mean age to 19 versions."""
 
 
 class PpoEwmaAsync(OldLogps):
-    """A route that scores with moving averages of the weights that are about as old as the tokens.
+    """A route that scores with moving averages of the weights, about as old as the tokens.
 
-    Its `old_logp` is never exact (arXiv 2605.12070). When the first batch of a version is scored,
-    the weights of this version are added to the average. The decay is chosen so that the age of the
+    The values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
+    weights of this version are added to the average. The decay is chosen so that the age of the
     average comes closest to the mean lag of the sampled tokens in this batch and earlier ones
     (`lag_memory`). Otherwise a single batch of fresh tokens would remove all older weights from the
     average. The option `beta` sets a fixed decay instead. With several averages, the tokens are
@@ -56,12 +56,14 @@ class PpoEwmaAsync(OldLogps):
         """The mean lag (staleness) that each average follows. Empty before the first batch."""
         self._version: int | None = None
         self._judged: int | None = None
-        """The version whose batch was last checked for a reset."""
+        """The version of the last batch for which a reset was considered. None before the first."""
         self._low: list[float] = []
-        """The kept shares of the latest batches in a row that were below the limit."""
+        """The shares of kept tokens in the last successive batches in which the share was below
+        `reset_below`.
+        """
         self._since_reset = options.reset_cooldown
         self._due = ""
-        """The reason why the averages are to be reset. Empty if they are not."""
+        """The reason why the averages will be reset at the next batch. Empty if they will not."""
         self._events: list[dict[str, Any]] = []
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +183,9 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PpoEwmaAsyncSpec(OldLogpsConfig):
-    """Options of the route that scores with moving averages of the weights, as old as the data."""
+    """Options of the route with moving averages of the weights that are about as old as the
+    data.
+    """
 
     route: str = "ppo_ewma_async"
     makes: ClassVar[type[OldLogps]] = PpoEwmaAsync

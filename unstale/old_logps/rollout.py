@@ -1,4 +1,4 @@
-"""`rollout`: use the engine's log-probability as old_logp. So D is 1, and S is pi / mu."""
+"""The route `rollout`: `old_logp` is the engine's log-probability. So D is 1, and S is pi / mu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`snapshot_old`: keep the weights of each version, and score each token with its own version.
+"""The route `snapshot_old`: keep each version's weights, and score each token with its own.
 
 Its `old_logp` is exact.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class SnapshotOld(OldLogps):
-    """A route that scores each token with kept weights of the version that sampled it.
+    """A route that computes `old_logp` with kept weights of the version that sampled the token.
 
-    The route (way to get `old_logp`) keeps one further copy of the model and the differences
-    between consecutive versions, with which this copy is set to each version in turn. For each
-    version, the copy runs the sequences that contain tokens of the version, up to the last such
-    token. Tokens of the current version are scored by the trainer's model until an optimizer step
-    changes it. A thread compares a new version with the one before, while the trainer goes on.
+    The route keeps one further copy of the model and the differences between consecutive versions,
+    with which this copy is set to each version in turn. For each version, the copy runs the
+    sequences that contain tokens of the version, up to the last such token. Tokens of the current
+    version are scored by the trainer's model until an optimizer step changes it. A thread compares
+    a new version with the one before, while the trainer goes on.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
@@ -51,9 +51,10 @@ class SnapshotOld(OldLogps):
         self.scorer.begin_put(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the batch with kept weights.
+        """Compute the old log-probabilities of a batch with kept weights.
 
-        Raises LookupError if the weights of a version in the batch were dropped.
+        Return them and a mask of exact ones. Raises LookupError if the weights of a version in the
+        batch were dropped.
         """
         scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
         return scored.logp, has_clean_behavior(batch)
@@ -77,7 +78,7 @@ class SnapshotOld(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
-    """Options of the route that keeps the weights of every version that unused tokens come from."""
+    """Options of the route that keeps the weights of each version with unused tokens."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld

@@ -17,11 +17,15 @@ from torch import Tensor
 
 Candidates = Float[Tensor, "*positions tokens"]
 EQUAL = 1e-9
-"""Largest component of a direction that counts as 0. The direction then has no cosine."""
+"""Largest absolute value of a direction's components that counts as 0. If all are 0, the direction
+has no cosine.
+"""
 
 
 def success_direction(student_logp: Candidates, value: Candidates) -> Candidates:
-    """Return the gradient of the expected `value` by the student's logits."""
+    """Return the gradient of the expected `value` with respect to the student's logits, `[...,
+    K]`.
+    """
     share = student_logp.softmax(-1)
     lowest = value.amin(-1, keepdim=True)
     relative = value - lowest  # exactly 0 if all values are equal
@@ -29,14 +33,14 @@ def success_direction(student_logp: Candidates, value: Candidates) -> Candidates
 
 
 def forward_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> Candidates:
-    """Return minus the gradient of KL(pi_T || pi_S) by the student's logits."""
+    """Return the negative gradient of KL(pi_T || pi_S) by the student's logits, `[..., K]`."""
     return teacher_logp.softmax(-1) - student_logp.softmax(-1)
 
 
 def reverse_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> Candidates:
-    """Return minus the gradient of KL(pi_S || pi_T) by the student's logits.
+    """Return the negative gradient of KL(pi_S || pi_T) by the student's logits, `[..., K]`.
 
-    Each candidate must be possible for the teacher: its log-probability is finite.
+    All `teacher_logp` must be finite, so each candidate must be possible for the teacher.
     """
     student = student_logp.log_softmax(-1)
     ratio = student - teacher_logp.log_softmax(-1)
@@ -45,7 +49,10 @@ def reverse_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> 
 
 
 def cosine(one: Candidates, other: Candidates) -> Float[Tensor, "*positions"]:
-    """Return the cosine of two directions. NaN where one of them is 0."""
+    """Return the cosine of two directions `[..., K]`, one for each position.
+
+    NaN where one direction is 0.
+    """
     norms = one.norm(dim=-1) * other.norm(dim=-1)
     found = (one * other).sum(-1) / norms.clamp(min=torch.finfo(one.dtype).tiny)
     is_zero = (one.abs().amax(-1) <= EQUAL) | (other.abs().amax(-1) <= EQUAL)

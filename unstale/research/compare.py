@@ -1,4 +1,4 @@
-"""Plan a comparison: several configurations (arms), each trained with several seeds.
+"""The plan of a comparison: several configurations (arms), each trained with several seeds.
 
 A comparison is a folder. For each run it has `<arm>-seed<k>/` and `<arm>-seed<k>.log`. `plan.json`
 lists the planned runs, `launches.jsonl` the start and end of each process, and `compare.html` has
@@ -35,8 +35,8 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Options that must be the same in all arms (configurations), so that runs are comparable. The
-options of `eval` must be the same, too.
+"""Options that must be the same in all configurations of a comparison. So must the options of
+`eval`.
 """
 
 
@@ -49,8 +49,9 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The configuration's name without characters that folder names cannot have. Folders of its
-        runs begin with it.
+        """The configuration's name without characters that folder names cannot have.
+
+        The folder names of its runs begin with it.
         """
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
@@ -61,9 +62,9 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Return the arm that `name: section.option=value ...` describes.
+        """Return the configuration that the text `name: section.option=value ...` describes.
 
-        Raises ConfigError for another form.
+        Raises ConfigError for text of another form.
 
         >>> Arm.parse("no reset: old_logps.route=ppo_ewma_async old_logps.beta=0.75").values
         {'old_logps.route': 'ppo_ewma_async', 'old_logps.beta': 0.75}
@@ -84,7 +85,7 @@ class Arm:
 
 @contextmanager
 def naming(name: str, kind: str = "arm") -> Iterator[None]:
-    """Add the name of an arm to the message of a `ConfigError` that is raised in the context.
+    """Return a context that adds the name of a configuration to the message of a `ConfigError`.
 
     `kind` is the word before the name.
     """
@@ -96,8 +97,9 @@ def naming(name: str, kind: str = "arm") -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned run of one configuration (arm) and seed. `config` is the recipe with the options in
-    `values`.
+    """A planned run of one configuration with one seed.
+
+    `config` is the recipe with the options in `values`.
     """
 
     arm: str
@@ -114,7 +116,7 @@ class Planned:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of the command `unstale` that start this run."""
+        """The arguments of the command `unstale` that starts this run."""
         options = [f"--{name}={_word(value)}" for name, value in self.values.items()]
         return ["train", self.config.recipe, *options]
 
@@ -132,17 +134,17 @@ def _word(value: Any) -> str:
 class ComparisonPlan:
     """The runs of a comparison, in order of execution.
 
-    All arms (configurations) of one seed come before the next seed, so an interrupted comparison
-    stays balanced.
+    All configurations (arms) of one seed come before the next seed. So the results of an
+    interrupted comparison can be compared.
     """
 
     folder: Path
     runs: tuple[Planned, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Name of an arm -> warnings of the linter about its configuration."""
+    """The linter's warnings about each configuration, by its name."""
     reference: str = ""
-    """Name of the arm (configuration) with which the others are compared. If empty, the page of
-    results chooses one.
+    """Name of the configuration with which the others are compared. If empty, the page of results
+    chooses one.
     """
 
     @property
@@ -150,8 +152,9 @@ class ComparisonPlan:
         return (self,)
 
     def remember(self, command: str) -> None:
-        """Merge the plan into `plan.json`. Arms (configurations) and seeds of earlier commands are
-        kept.
+        """Merge the plan into `plan.json`. Configurations and seeds of earlier commands are kept.
+
+        `command` is the command line, for the page of results.
         """
         path = self.folder / PLAN
         stored: dict[str, Any] = read_mapping(path) if path.is_file() else {}
@@ -169,18 +172,18 @@ class ComparisonPlan:
         write_whole(path, dumps(merged, indent=2) + "\n")
 
     def write(self) -> Path:
-        """Write the page with the results. Return its path."""
+        """Write the page with the results, and return its path."""
         return write_comparison(self.folder)
 
 
 def plan(
     arms: Sequence[Arm], seeds: int, *, recipe: str, values: Mapping[str, Any]
 ) -> ComparisonPlan:
-    """Return all runs of a comparison, with configurations that the linter accepts.
+    """Return the runs of a comparison, with configurations that the linter accepts.
 
-    All arms have the options in `values` and train for the same number of steps, without the
-    recipe's limit in minutes. If the recipe evaluates only at start and end, the runs are evaluated
-    eight times.
+    All configurations (arms) have the options in `values` and train for the same number of steps,
+    without the recipe's limit in minutes. If the recipe evaluates only at start and end, the runs
+    are evaluated eight times.
     """
     _distinct(arms)
     if len(arms) < 2 or seeds < 1:
@@ -211,7 +214,7 @@ def plan(
 
 
 def _distinct(arms: Sequence[Arm]) -> None:
-    """Raise ConfigError if two arms share a folder name, or an arm changes a shared option."""
+    """Raise ConfigError if configurations share a folder name, or one changes a shared option."""
     counts = Counter(arm.folder for arm in arms)
     for arm in arms:
         if not arm.folder or counts[arm.folder] > 1:

@@ -1,4 +1,4 @@
-"""Run the planned runs of a comparison or a study, each in a separate process.
+"""Execution of the planned runs of a comparison or a study, each in a separate process.
 
 The folder has `launches.jsonl` with the start and end of each process. After an interruption, the
 same command continues.
@@ -38,12 +38,12 @@ ON_CORES = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-"""Source of a program that executes a command on given CPU cores. The number of threads of a run
-depends on these cores.
+"""Source code of a program that executes a command on given CPU cores. The number of threads of a
+run depends on these cores.
 """
 
 GRACE_S = 90.0
-"""Seconds that a run has to write its last checkpoint after Ctrl-C."""
+"""Seconds within which a run must write its last checkpoint after Ctrl-C."""
 
 
 class Plan(Protocol):
@@ -60,19 +60,20 @@ class Plan(Protocol):
         ...
 
     def write(self) -> Path:
-        """Write the pages with the results. Return the path of the main one."""
+        """Write the pages with the results. Return the path of the main page."""
         ...
 
 
 def compare(
     plan: Plan, *, jobs: int = 1, command: str = "", console: Console | None = None
 ) -> Path:
-    """Run the unfinished runs of a plan, `jobs` at a time. Return the path of the page.
+    """Run the unfinished runs of a plan, `jobs` at a time. Return the path of the page of results.
 
-    All runs of one seed come before the next seed, so an interrupted comparison stays balanced. A
-    failed run does not stop the others. Raises ConfigError before the first run if a folder has a
-    run of another configuration, or if there are too few cores for `jobs`. After Ctrl-C, the
-    current runs write a checkpoint, the pages are written and KeyboardInterrupt is raised.
+    All runs of one seed come before the next seed, so the results of an interrupted comparison can
+    be compared. A failed run does not stop the others. Raises ConfigError before the first run if a
+    folder has a run of another configuration, or if there are too few cores for `jobs`. After
+    Ctrl-C, the current runs write a checkpoint, the pages are written and KeyboardInterrupt is
+    raised.
     """
     plans = plan.comparisons
     runs = sorted((run for each in plans for run in each.runs), key=lambda run: run.config.seed)
@@ -106,9 +107,7 @@ def compare(
 
 
 def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:
-    """Return each warning of the linter once, with the arms (configurations) to which it
-    applies.
-    """
+    """Return each warning of the linter once, with the configurations to which it applies."""
     arms: dict[str, list[str]] = {}
     for plan in plans:
         for arm, texts in plan.warnings.items():
@@ -117,7 +116,7 @@ def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:
 
 
 def _took(plans: Sequence[ComparisonPlan]) -> list[float]:
-    """Return the seconds of each run of the plan that an earlier command has finished."""
+    """Return the durations in seconds of the plan's runs that earlier commands have finished."""
     took = []
     for plan in plans:
         names = {run.folder.name for run in plan.runs}
@@ -131,8 +130,9 @@ def _took(plans: Sequence[ComparisonPlan]) -> list[float]:
 
 
 def _shares(jobs: int, runs: Sequence[Planned]) -> list[tuple[int, ...]]:
-    """Return the CPU cores of each job. If there is only one job, its entry is empty, which means
-    all cores.
+    """Return the CPU cores for each of `jobs` concurrent runs.
+
+    If there is only one job, its entry is empty, which means all cores.
     """
     if jobs == 1:
         return [()]
@@ -151,7 +151,7 @@ def _shares(jobs: int, runs: Sequence[Planned]) -> list[tuple[int, ...]]:
 
 
 def _holds(run: Planned) -> bool:
-    """Return True if the folder has this run and it has finished.
+    """Return True if the folder of a planned run has this run and it has finished.
 
     Raises ConfigError if the folder has a run of another configuration.
     """
@@ -172,7 +172,7 @@ def _holds(run: Planned) -> bool:
 
 
 class _Launcher:
-    """Starts runs and prints the progress. Each set of cores has one run at a time."""
+    """A starter of runs that prints the progress. Each set of cores has one run at a time."""
 
     def __init__(
         self, plan: Plan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
@@ -192,7 +192,7 @@ class _Launcher:
         }
 
     async def run(self, runs: Sequence[Planned], finished: int) -> None:
-        """Run these runs. `finished` is the number of runs that earlier commands have finished."""
+        """Run these runs. `finished` is the number of runs that earlier commands finished."""
         self._left = len(runs)
         self._all = finished + self._left
         asyncio.get_running_loop().add_signal_handler(
@@ -240,8 +240,9 @@ class _Launcher:
                 write_comparison(run.folder.parent)
 
     def _name(self, run: Planned) -> str:
-        """Return the path of a run's folder in the plan's folder. In a study it begins with the
-        setting.
+        """Return the path of a run's folder within the plan's folder.
+
+        In a study it begins with the setting.
         """
         return str(run.folder.relative_to(self._folder))
 
@@ -305,7 +306,10 @@ def _set_aside(run: Planned) -> None:
 
 
 def _last_row(run: Planned) -> Mapping[str, Any]:
-    """Return the newest row of the metrics, read from the end of the file."""
+    """Return the newest row of a run's metrics, read from the end of the file.
+
+    Empty if there is none.
+    """
     path = run.folder / METRICS
     if not path.is_file():
         return {}

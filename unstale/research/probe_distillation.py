@@ -39,9 +39,9 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 
 CLASSES = {True: "correct", False: "incorrect"}
-"""The names of the two classes of saved episodes: True is a success, False a failure."""
+"""The names of the two classes of saved episodes, by success."""
 WARNED_SHARE = 0.02
-"""Share of failed rollouts above which a warning is printed, because the figures leave them out."""
+"""Share of failed rollouts above which a warning is printed, because the results leave them out."""
 FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
 
 
@@ -65,7 +65,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of a saved episode, up to a token that the policy sampled."""
+    """The beginning of a saved episode, up to a sampled token that is left out."""
 
     task: Task
     env_seed: int
@@ -79,7 +79,7 @@ class Prefix:
         return tuple(token for piece in self.pieces for token in piece.tokens)
 
     def extended(self, token: int) -> tuple[Piece, ...]:
-        """Return the pieces (runs of sampled tokens) of the prefix with one more sampled token."""
+        """Return the tokens of the prefix with one more sampled token."""
         return (*self.pieces, Sampled((token,), (0.0,), version=0))
 
 
@@ -113,7 +113,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The results of the command, separately for saved episodes that succeeded and that failed."""
+    """The results of the command, separately for successful and failed saved episodes."""
 
     figures: Mapping[str, Mapping[str, Mean]]
     """Means by class of episodes and by name. `forward` and `reverse` are the cosines of the
@@ -122,7 +122,9 @@ class Alignment:
     the total probability of the candidates under each policy.
     """
     indifferent: Mapping[str, int]
-    """Number of prefixes by class at which all candidates have the same success rate."""
+    """For each class of episodes, the number of prefixes at which all candidates have the same
+    success rate.
+    """
     episodes: int
     failed: int
     """Number of rollouts whose environment failed. They are left out of the figures."""
@@ -133,7 +135,7 @@ class Alignment:
         return asdict(self)
 
     def table(self) -> Table:
-        """Return a table of the figures for the terminal."""
+        """Return a table of the results for the terminal."""
         table = Table("figure", *CLASSES.values())
         for name in FIGURES:
             table.add_row(name, *(str(self.figures[each][name]) for each in CLASSES.values()))
@@ -158,13 +160,13 @@ def probe_distillation(
     *,
     console: Console | None = None,
 ) -> Alignment:
-    """Measure whether distillation from a teacher would raise the success of a student.
+    """Measure whether distillation from a teacher would raise a student's success.
 
     Prefixes are the beginnings of finished episodes in the journal of `run`, half of them successes
-    if there are enough. At each prefix, the `top` likeliest next tokens of both policies are tried,
-    with `rollouts` episodes of the student for each token. Raises `ConfigError` before any episode
-    if models or episodes do not fit, and if an environment cannot be played again up to a prefix;
-    `RunFailed` if a component fails.
+    if there are enough. At each prefix, the `top` most probable next tokens of both policies are
+    tried, with `rollouts` episodes of the student for each token. Raises `ConfigError` before any
+    episode if models or episodes do not fit, and if an environment cannot be played again up to a
+    prefix; `RunFailed` if a component fails.
     """
     console = console or Console(soft_wrap=True)
     began = time.monotonic()
@@ -225,10 +227,10 @@ def probe_distillation(
 
 
 def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
-    """Return `number` prefixes of different finished episodes, each up to a random sampled token.
+    """Return beginnings of `number` different finished episodes, each up to a random sampled token.
 
-    Half of them are of successes, or fewer if there are not enough. Episodes with branches (further
-    conversations) are left out. The result is shorter if the journal has fewer episodes. Raises
+    Half of them are of successes, or fewer if there are not enough. Episodes with several
+    conversations are left out. The result is shorter if the journal has fewer episodes. Raises
     `ConfigError` if it has none.
     """
     seeds = {row.number: row.seed for row in journal.groups()}
@@ -273,7 +275,7 @@ def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
 
 
 def choose_candidates(student_logp: Tensor, teacher_logp: Tensor, top: int) -> Candidates:
-    """Return the likeliest tokens of both policies, from log-probabilities `[V]` of all tokens.
+    """Return the most probable tokens of both policies. The arguments are log-probabilities `[V]`.
 
     Tokens that are impossible for one of the policies are left out.
     """
@@ -307,7 +309,7 @@ async def _play(  # noqa: PLR0913 - two of them are options
     config: RunConfig,
     display: LiveDisplay,
 ) -> list[list[list[Trajectory | Failure]]]:
-    """Return the episodes of each prefix and candidate.
+    """Play the episodes of each prefix and candidate token, and return them.
 
     At most as many episodes run at the same time as in a training run.
     """
@@ -380,7 +382,7 @@ def _flat(
 def _of_prefix(
     each: Candidates, outcomes: Sequence[Sequence[Trajectory | Failure]]
 ) -> Mapping[str, float]:
-    """Return the figures of one prefix. The cosines are NaN if a token has no finished episode."""
+    """Return the results for one prefix. The cosines are NaN if a token has no finished episode."""
     whole, first, second = (
         torch.tensor([_rate(row[part]) for row in outcomes], dtype=torch.float64)
         for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
@@ -402,6 +404,6 @@ def _of_prefix(
 
 
 def _rate(outcomes: Sequence[Trajectory | Failure]) -> float:
-    """Return the share of successes among finished episodes. NaN if there are none."""
+    """Return the share of successes among the finished episodes. NaN if none has finished."""
     ended = [one.success for one in outcomes if isinstance(one, Trajectory)]
     return fmean(ended) if ended else math.nan

@@ -1,6 +1,6 @@
-"""Read a study: a TOML file of settings, and of the configurations (arms) to compare in each.
+"""Reader of studies: TOML files of settings, and of the configurations (arms) to compare in each.
 
-A study is a folder with one comparison per setting. docs/studies.md explains the file.
+A study is a folder with one comparison for each setting. docs/studies.md explains the file.
 """
 
 import argparse
@@ -29,20 +29,21 @@ from unstale.research.launcher import Plan
 TABLES = ("study", "options", "arms", "dials", "parts", "planned")
 """The tables of a study file."""
 REACH = "reach"
-"""Key of an arm (configuration). With the value `equal`, the arm's limits let pi / mu go as far as
-the reference's limits do.
+"""Key of a configuration's table. With the value `equal`, the configuration's limits let pi / mu
+differ from 1 as far as the reference's limits do.
 """
 
 SEEDS = 3
-"""Number of runs per arm (configuration), unless the command or the study sets another number."""
+"""Number of runs of each configuration, unless the command or the study sets another number."""
 
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StudyArm:
-    """An arm (configuration) of a study. With `equal_reach`, its thresholds are computed for each
-    setting.
+    """A configuration (arm) of a study.
+
+    With `equal_reach`, its thresholds are computed for each setting.
     """
 
     arm: Arm
@@ -51,36 +52,40 @@ class StudyArm:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDifferences:
-    """The differences that a study announces before it is run. Results are corrected for these."""
+    """The differences that a study announces before it is run.
+
+    Their p-values are corrected for multiple tests.
+    """
 
     settings: Sequence[str] = ()
-    """Names of settings or parts, as in `--settings`. Empty means all."""
+    """Names of settings, or of parts of the study, as in `--settings`. Empty means all."""
     arms: Sequence[str] = ()
-    """Names of arms (configurations). Empty means all."""
+    """Names of configurations. Empty means all."""
     at: Sequence[str] = ("steps",)
-    """The amounts of training at which arms (configurations) are compared: steps, tokens,
-    minutes.
-    """
+    """The amounts of training at which configurations are compared: steps, tokens, minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting: one position of each dial, with the options of all positions."""
+    """A setting of a study: one position of each dial, with the options of all these positions.
+
+    A dial is a choice between sets of options.
+    """
 
     name: str
     positions: Mapping[str, str]
-    """Name of a dial (choice between sets of options) -> name of its position."""
+    """For each dial, by name: the name of its position."""
     values: Values
     parts: Mapping[str, Sequence[str]]
-    """Names of the parts that have the setting, each with the arms (configurations) that it
+    """For each part of the study that has this setting, by name: the configurations that it
     compares.
     """
 
     def arms(self, name: str) -> set[str]:
-        """Return the arms (configurations) of this setting that `name` selects.
+        """Return the configurations of this setting that `name` selects.
 
         `name` is a pattern, in which `*` matches any text. If it matches the setting's name, it
-        selects all arms. If it matches the name of a part, it selects the arms of this part.
+        selects all configurations. If it matches the name of a part, it selects those of this part.
         """
         chosen = [
             arms
@@ -92,7 +97,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A study as its file describes it."""
+    """A study, as described by its file."""
 
     name: str
     recipe: str
@@ -104,7 +109,7 @@ class Study:
     differences: PlannedDifferences
 
     def chosen(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the chosen settings by name, each with the arms that are compared in it.
+        """Return the chosen settings by name, each with the configurations that are compared in it.
 
         `names` are those of settings or of parts, and may have a `*`. Without names, all settings
         are chosen. Raises `ConfigError` for a name that matches none.
@@ -127,12 +132,12 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """The runs of a study: a comparison for each setting that was chosen."""
+    """The runs of a study: one comparison for each chosen setting."""
 
     folder: Path
     study: Study
     planned: Sequence[tuple[str, str]]
-    """The planned differences: a setting, and the arm (configuration) that is compared with the
+    """The planned differences: pairs of a setting and a configuration that is compared with the
     reference.
     """
     comparisons: tuple[ComparisonPlan, ...]
@@ -201,9 +206,7 @@ def read_study(path: Path) -> Study:
 
 
 def _about(table: Values, path: Path) -> dict[str, Any]:
-    """Return the recipe, the number of seeds and the reference arm (configuration), by key of the
-    table `study`.
-    """
+    """Return recipe, number of seeds and reference configuration from the table `study`, by key."""
     kinds = {"recipe": str, "seeds": int, "reference": str}
     for name in table:
         if name not in kinds:
@@ -216,7 +219,7 @@ def _about(table: Values, path: Path) -> dict[str, Any]:
 
 
 def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> PlannedDifferences:
-    """Return the planned differences. The names of settings are not checked."""
+    """Return the planned differences in a study file. The names of settings are not checked."""
     known = {"settings": None, "arms": arms, "at": MEASURES}
     for name in table:
         if name not in known:
@@ -230,8 +233,9 @@ def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> Plan
 
 
 def _arm(name: str, table: Any, where: str) -> StudyArm:
-    """Return an arm (configuration). Its route is the option `old_logps.route`, or the route of its
-    name.
+    """Return a configuration from its table.
+
+    Its route is `old_logps.route`, or the route of its name.
     """
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table of options, got {table!r:.40}")
@@ -248,8 +252,9 @@ def _arm(name: str, table: Any, where: str) -> StudyArm:
 def _settings(
     dials: Values, parts: Values, reference: str, arms: Sequence[str], path: Path
 ) -> dict[str, Setting]:
-    """Return the settings of all parts, in the order of the file. Each setting has one position of
-    every dial (choice between sets of options).
+    """Return the settings of all parts, in the order of the file.
+
+    Each setting has one position of every dial (choice between sets of options).
     """
     positions = _dials(dials, path)
     found: dict[str, Setting] = {}
@@ -283,7 +288,7 @@ def _settings(
 
 
 def _dials(dials: Values, path: Path) -> dict[str, dict[str, Values]]:
-    """Return the options of each position, by the name of the dial and the name of the position."""
+    """Return the options of each position of a dial, by the names of dial and position."""
     if not dials:
         raise ConfigError(f"{path} has no dials: add a table such as [dials.bound]")
     for dial, table in dials.items():
@@ -308,7 +313,10 @@ def _dials(dials: Values, path: Path) -> dict[str, dict[str, Values]]:
 
 
 def _names(value: Any, known: Sequence[str], where: str) -> list[str]:
-    """Return a list of known names. `value` is from the file."""
+    """Return a list of known names. `value` is the list in the study file.
+
+    Raises `ConfigError` for another value or an unknown name.
+    """
     if not isinstance(value, list) or not value or not all(isinstance(x, str) for x in value):
         raise ConfigError(f"{where} must be a list of names, got {value!r:.60}")
     for name in value:
@@ -318,7 +326,7 @@ def _names(value: Any, known: Sequence[str], where: str) -> list[str]:
 
 
 def _joined(tables: Sequence[Values], where: str) -> Values:
-    """Join the options of several dials. Raises `ConfigError` if two dials set one option."""
+    """Join the options of several dials. Raises `ConfigError` if two dials set the same option."""
     joined: dict[str, Any] = {}
     for table in tables:
         for name, value in table.items():
@@ -328,9 +336,9 @@ def _joined(tables: Sequence[Values], where: str) -> Values:
 
 
 def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
-    """Return the runs of the settings that the command `chosen` selects, with its options.
+    """Return the runs of a study in the settings that the command line `chosen` selects.
 
-    Raises `ConfigError` if the linter refuses a configuration (arm) in a setting.
+    Raises `ConfigError` if the linter refuses a configuration in a setting.
     """
     shared = merged(study.options, chosen.values)
     folder = configure_recipe(study.recipe, shared).runs / (shared.pop("name", "") or study.name)
@@ -358,8 +366,9 @@ def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
 
 
 def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
-    """Return the arms of a setting, without those with the same options as the reference or an
-    earlier arm (configuration).
+    """Return the configurations of a setting.
+
+    Those with the same options as the reference, or as an earlier configuration, are left out.
     """
 
     def configure(arm: Arm) -> Any:
@@ -386,8 +395,8 @@ def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
 
 
 def planned(chosen: argparse.Namespace) -> Plan:
-    """Return the runs of the command `compare`, from a study file or from the given arms
-    (configurations).
+    """Return the runs of the command `compare`, from a study file or from the given
+    configurations.
     """
     if is_study(chosen.config):
         if chosen.recipe or chosen.routes or chosen.arms:

@@ -1,4 +1,4 @@
-"""Reward functions, most with values from 0 to 1. Environments name and combine them.
+"""Reward functions, most with values from 0 to 1. Environments give them names and combine them.
 
 docs/rewards.md describes them. `programs.py` runs unit tests in a sandbox, and `judge.py` grades
 with a language model.
@@ -14,7 +14,7 @@ from unstale.envs.arithmetic import Value
 from unstale.envs.numbers import Quantity, last_number, last_quantity
 
 DEFAULT_TOLERANCE = 1e-6
-"""Relative tolerance of numbers that are not whole."""
+"""Relative tolerance for numbers that are not whole."""
 LARGEST_GAP = Fraction(1, 1000)
 """Largest difference between a whole number and another number that count as equal, if no tolerance
 is given. The other number may be rounded.
@@ -88,9 +88,9 @@ def numeric(
 
 
 def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
-    """Return the values that a quantity can mean: 5 or 0.05 for `5%`.
+    """Return the values that a quantity can mean. `5%` can mean 5 or 0.05.
 
-    Compared with another percentage, it is only 5.
+    If the number that it is compared with is a percentage, too, it can only mean 5.
     """
     value = quantity.value
     if isinstance(value, str | tuple) or other_is_percent or not quantity.is_percent:
@@ -125,6 +125,9 @@ def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
     return exact_match(reply, str(row["answer"]))
 
 
+exact_answer.answer = normalised  # type: ignore[attr-defined]  # of `Votable.answer_of`
+
+
 def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the reply's last number equals the last number of the row's `answer`, else 0.
 
@@ -153,7 +156,7 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
 
 
 def first_error(reply: str, row: Mapping[str, Any]) -> float:
-    """Return how well a reply names the first wrong step of a solution, from -1 to 1.
+    """Return a reward from -1 to 1 for the number of the first wrong step of a solution.
 
     This is a reward function for the environment `dataset`, to train a judge of steps (FAPO, arXiv
     2510.22543). The row has the number `steps` of steps and `first_error`, counted from 1; 0 is a

@@ -1,7 +1,7 @@
-"""Assertions of a data set, split into what the tested program evaluates and what it must not see.
+"""Assertions of a data set, split into a part for the tested program and one without it.
 
-In `assert abs(area(2) - 12.57) < 0.01` the program evaluates `area(2)`. The rest is evaluated where
-the program does not run.
+In `assert abs(area(2) - 12.57) < 0.01` the program evaluates `area(2)`. The rest is evaluated in a
+process without the program.
 """
 
 import ast
@@ -18,25 +18,27 @@ _BUILTINS = frozenset(dir(builtins))
 _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DIGITS = threading.Lock()
-"""A lock that is held while the limit on the digits of integers, which the whole process has, is
-changed.
+"""A lock that guards changes of the limit on the digits of integers, which holds for the whole
+process.
 """
 _RANDOM = frozenset({"random", "secrets", "uuid", "time"})
 _USE = "Put other code into a function check(f) that the test calls at its end"
 RAISED = "__raised__"
-"""Name of the worker's function that returns the names of the classes of a call's exception."""
+"""Name of a function in the worker process. It returns the names of the classes of the exception
+that a call raises.
+"""
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """A test in two parts: questions for the tested program, and a check of its answers."""
+    """A test in two parts: expressions for the tested program, and a check of their values."""
 
     questions: tuple[str, ...]
-    """Expressions that are evaluated in the program's process."""
+    """Expressions that are evaluated in the process of the tested program."""
     check: str
-    """An expression in which `_0`, `_1`... are the values of the questions. It is evaluated
-    elsewhere.
+    """An expression in which `_0`, `_1`... are the values of the questions. It is evaluated in
+    another process.
     """
     constants: tuple[str, ...]
     """The expressions in `check` that do not depend on the program."""
@@ -47,22 +49,24 @@ class Assertion:
 
 @dataclass(frozen=True, slots=True)
 class CheckFunction:
-    """A test that calls its own function, such as `check`, with a function of the program."""
+    """A test that calls its own function, such as `check`, with a function of the tested
+    program.
+    """
 
     source: str
-    """The test without the call."""
+    """The source code of the test, without the final call."""
     function: str
     candidate: str
     """The argument of the call: an expression for the program's function, such as `gcd`."""
 
 
 def parse_test(test: str) -> Assertion | CheckFunction:
-    """Return the parts of a test.
+    """Split the text of a test into its parts.
 
     A test is one or more assertions, also in a `for` loop, or a call in `try` that must raise.
-    Imports, assignments and other statements may stand before them. A test may also end with a call
-    of its own function. Raises ValueError for text of another form, and for a test that does not
-    call the program.
+    Imports, assignments and other statements may precede them. A test may also end with a call of
+    its own function. Raises ValueError for text of another form, and for a test that does not call
+    the program.
 
     >>> parsed = parse_test("x = 2; assert abs(area(x) - 12.57) < 0.01, 'too far'")
     >>> parsed.questions, parsed.check
@@ -124,7 +128,10 @@ def _parsed(test: str) -> Assertion | CheckFunction:
 
 
 def _statements(test: str) -> list[ast.stmt]:
-    """Return the statements of a test. An expression alone is an assertion."""
+    """Return the statements of a test.
+
+    If the test is only an expression, it becomes an assertion.
+    """
     text = _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", test.strip())
     try:
         body = ast.parse(text).body
@@ -138,7 +145,7 @@ def _statements(test: str) -> list[ast.stmt]:
 
 
 class _Inline(ast.NodeTransformer):
-    """Replaces names by their values."""
+    """A transformer of syntax trees that replaces names by their values."""
 
     def __init__(self, values: dict[str, ast.expr]) -> None:
         self._values = values
@@ -148,7 +155,7 @@ class _Inline(ast.NodeTransformer):
 
 
 def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
-    """Return the expression that must be true for a statement of a test to pass."""
+    """Return the expression that is true if a statement of a test passes."""
     match statement:
         case ast.Assert(test):
             return test
@@ -172,28 +179,27 @@ def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
 
 
 def _truth(node: ast.expr) -> ast.expr:
-    """Return `not not` the expression, so that its answer is a truth value."""
+    """Return the expression with `not not` in front, so that its value is True or False."""
     return ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node))
 
 
 @dataclass(slots=True)
 class _Split:
-    """Rewrites a test so that it needs no part of the tested program.
+    """A rewriter of tests. Its result needs no part of the tested program.
 
     An expression that only the program can evaluate becomes a variable. The expressions are
-    collected as questions, which the program's process answers.
-
-    `known` are the names that imports define.
+    collected as questions, which the program's process answers. `known` are the names that imports
+    define.
     """
 
     known: set[str]
     questions: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     loops: list[ast.comprehension] = field(default_factory=list)
-    """The loop in which the current part is evaluated."""
+    """The loops around the part that is being rewritten."""
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """Return a condition in which the program's parts are replaced by names of answers."""
+        """Return a condition in which the parts for the program are replaced by variables."""
         match node:
             case ast.BoolOp(op, values):
                 return ast.BoolOp(op, [self.truth(value) for value in values])
@@ -210,7 +216,7 @@ class _Split:
         return self._parts(node)
 
     def _comparison(self, node: ast.Compare) -> ast.expr:
-        """Return a comparison in which the program's parts are replaced by names of answers.
+        """Return a comparison in which the parts for the program are replaced by variables.
 
         The program evaluates a side of an equality as a whole. Of an inequality, and of a side with
         a comparison in it, it evaluates only its own values: it could redefine `abs` or `__eq__`
@@ -239,9 +245,7 @@ class _Split:
         return ast.Compare(checked[0], node.ops, checked[1:])
 
     def _parts(self, node: ast.expr) -> ast.expr:
-        """Return an expression in which names replace the smallest parts that the program
-        evaluates.
-        """
+        """Return an expression in which variables replace the smallest parts for the program."""
         if self._is_program(node):
             return self._ask(node)
         if not self._uses(node):
@@ -262,7 +266,7 @@ class _Split:
         return node
 
     def _scope(self, node: ast.expr) -> ast.expr:
-        """Return a comprehension whose first source or elements are replaced by names of answers.
+        """Return a comprehension whose first source, or elements, are replaced by variables.
 
         Raises ValueError if another part of it, or a lambda, calls the program.
         """
@@ -287,7 +291,7 @@ class _Split:
         return ast.parse(f"{values.id}.pop(0)", mode="eval").body
 
     def ask(self, question: str) -> ast.Name:
-        """Add an expression to the questions, and return the name of its answer."""
+        """Add an expression to the questions. Return the variable for its value."""
         name = f"_{len(self.questions)}"
         self.questions.append(question)
         self.known.add(name)
@@ -301,7 +305,7 @@ class _Split:
         return isinstance(root, ast.Name) and self._is_own(root.id)
 
     def _uses(self, node: ast.expr) -> bool:
-        """Return True if an expression has a name of the program."""
+        """Return True if an expression contains a name that the program defines."""
         names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         bound = {
             each.id

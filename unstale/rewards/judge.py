@@ -1,4 +1,4 @@
-"""A judge: a language model behind the OpenAI API that grades texts. With cache and budget.
+"""A judge: a language model that grades texts, called by the OpenAI API, with a cache and a budget.
 
 The texts to be graded are sent as JSON in a separate message. So no text can pass for an
 instruction by closing its field. A weak judge may still be persuaded by a text. The judge must
@@ -49,11 +49,11 @@ class JudgeError(EnvError):
 
 
 class BudgetSpent(JudgeError):
-    """Error: a call might have exceeded the judge's budget, and was not made."""
+    """Error: a call could have exceeded the judge's budget, so it was not made."""
 
 
 class UnreadableVerdict(JudgeError):
-    """Error: the judge's answer to the last call was not a grade in the required form."""
+    """Error: the judge's last answer was not a grade in the required form."""
 
 
 class _Retryable(Exception):
@@ -76,7 +76,7 @@ class JudgeEndpoint:
     variable.
     """
     timeout_s: float = 15.0
-    """Seconds in which one call must be answered. All `retries` + 1 calls should fit into
+    """Seconds within which one call must be answered. All `retries` + 1 calls should fit into
     `rollout.timeout_s`.
     """
     retries: int = 2
@@ -97,7 +97,7 @@ class JudgeEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class JudgeBudget:
-    """A limit on the number of calls and of tokens, prompts included.
+    """A limit on the number of calls and on the number of tokens, prompts included.
 
     Cached grades cost nothing.
     """
@@ -117,8 +117,9 @@ class JudgeVerdict:
 class LLMJudge:
     """A language model that grades texts by a rubric. Several episodes can share it.
 
-    Equal questions are sent only once. `cache` is an SQLite file, which several processes can
-    share. With a cache, a resumed episode gets the same grade as before.
+    A question is sent only once, even if it is asked several times. `cache` is an SQLite file,
+    which several processes can share. With a cache, a resumed episode gets the same grade as
+    before.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class LLMJudge:
         self.endpoint = endpoint
         self.budget = budget
         self.spent = JudgeBudget(0, 0)
-        """Calls and tokens used so far. If the number of tokens of a call is not reported, the
+        """Calls and tokens used so far. If the endpoint does not report the tokens of a call, the
         largest possible number is added.
         """
         self._instructions = INSTRUCTIONS.format(rubric=rubric.strip(), top=MAX_SCORE)
@@ -140,8 +141,8 @@ class LLMJudge:
         self._threads = ThreadPoolExecutor(endpoint.at_once, thread_name_prefix="judge")
         self._budget_lock = threading.Lock()
         self._question_locks = [threading.Lock() for _ in range(256)]
-        """Locks by which equal questions are sent once. The first byte of the question's key
-        selects the lock.
+        """Locks that prevent equal questions from being sent twice. The first byte of the
+        question's key selects the lock.
         """
         self._cache = sqlite3.connect(
             cache or ":memory:", timeout=30, check_same_thread=False, isolation_level=None
@@ -193,7 +194,7 @@ class LLMJudge:
         return JudgeVerdict(score / MAX_SCORE, reason)
 
     def _call_with_retries(self, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Call the judge, with repetitions.
+        """Call the judge, and repeat the call if it fails.
 
         Return the score, from 0 to `MAX_SCORE`, and the reason.
         """
@@ -213,7 +214,7 @@ class LLMJudge:
         raise kind(f"no verdict after {self.endpoint.retries + 1} calls: {cause}") from cause
 
     def _spend(self, calls: int, tokens: int) -> None:
-        """Add calls and tokens to the amount used. Negative numbers return unused tokens."""
+        """Add calls and tokens to the used amount. Negative numbers give back what was not used."""
         with self._budget_lock:
             spent = JudgeBudget(self.spent.calls + calls, self.spent.tokens + tokens)
             over = spent.calls > self.budget.calls or spent.tokens > self.budget.tokens

@@ -18,13 +18,14 @@ from typing import Any
 
 _DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-"""A word of a text, and not a command of LaTeX."""
+"""Pattern of a word in a text. Commands of LaTeX do not match."""
 
 
 def read_expected(verify: Any, text: str) -> list[Any]:
-    """Return the expressions in the expected answer: LaTeX with or without delimiters.
+    """Return the expressions in an expected answer, which is LaTeX with or without delimiters.
 
-    Only what follows the last `####` counts, as in GSM8K. An empty list means that there are none.
+    Only the text after the last `####` counts, as in GSM8K. An empty list means that there are
+    none.
     """
     text = last_box(text.rpartition("####")[2].replace(r"\$", "").strip())
     return _formula(verify, text) or list(verify.parse(text, parsing_timeout=None))
@@ -54,7 +55,7 @@ def last_box(text: str) -> str:
 
 
 def _formula(verify: Any, text: str) -> list[Any]:
-    """Return the expressions in LaTeX without delimiters. Empty if there are delimiters."""
+    """Return the expressions in LaTeX text without delimiters. Empty if it has delimiters."""
     if any(mark in text for mark in _DELIMITERS):
         return []
     latex = [verify.LatexExtractionConfig()]
@@ -62,7 +63,10 @@ def _formula(verify: Any, text: str) -> list[Any]:
 
 
 def main(cpu_s: float, memory_mb: int) -> None:
-    """Answer the lines of the standard input until it ends."""
+    """Answer the lines of standard input until it ends.
+
+    `cpu_s` limits the CPU seconds of a task, and `memory_mb` the memory of this process.
+    """
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the library prints
     import math_verify

@@ -1,8 +1,8 @@
-"""A reward for mathematical answers, by the library math-verify.
+"""A reward for mathematical answers, computed by the library math-verify.
 
 The library limits its own time by signals, which work in a main thread only, and reward functions
-run in other threads. So it runs in worker processes, without its limits. A worker that computes or
-allocates too much is ended by the kernel.
+run in other threads. So it runs in worker processes, without its own limits. A worker that computes
+or allocates too much is ended by the kernel.
 """
 
 from collections.abc import Mapping

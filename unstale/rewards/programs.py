@@ -1,4 +1,4 @@
-"""A reward for programs: the share of unit tests that they pass, run in a sandbox.
+"""A reward for programs: the share of unit tests that they pass in a sandbox.
 
 The expected values are never passed to the program. It returns its answers as data, which are
 compared elsewhere. So a program cannot change its grade by printing, patching or exiting. Every
@@ -15,12 +15,16 @@ from unstale.envs import EnvError, sandbox
 from unstale.rewards.assertions import Assertion, CheckFunction, parse_test
 
 LIMITS = sandbox.Limits(seconds=5.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
-"""Limits of each test. Those of the output grow with the expected output."""
+"""Limits of each test. The limit on the output grows with the expected output."""
 
 ANSWER_LIMITS = replace(LIMITS, output_kb=4096, file_mb=8)
-"""Limits of an assertion, whose answer may be long. Its length is not known before."""
+"""Limits for evaluating an assertion, whose values may be long. Their length is not known in
+advance.
+"""
 _MAX_ROUNDS = 64
-"""Largest number of calls of a check function: two, or more if its calls depend on answers."""
+"""Largest number of times that a check function is called. Twice suffices, unless its calls of the
+program depend on answers.
+"""
 _WORKER = Path(__file__).with_name("unit_test_worker.py").read_text("utf-8")
 
 
@@ -66,7 +70,7 @@ async def unit_tests(
 
 
 def _check_output(test: tuple[str, str], limits: sandbox.Limits | None) -> tuple[str, str]:
-    """Return a pair of input and expected output.
+    """Check a pair of input and expected output, and return it.
 
     Raises ValueError if no program can write this output.
     """
@@ -88,7 +92,10 @@ async def _answers(
     tests: Sequence[Assertion | CheckFunction | tuple[str, str]],
     limits: sandbox.Limits | None,
 ) -> list[str | None]:
-    """Return what the program prints in each test. None if it fails, and after a time-out."""
+    """Return the output of the program in each test.
+
+    None if it fails, and for all tests after a time-out.
+    """
     answers: list[str | None] = [None] * len(tests)
     for number, test in enumerate(tests):
         match test:
@@ -114,7 +121,9 @@ async def _answers(
 async def _evaluate(
     program: str, imports: str, setup: str, questions: Sequence[str], limits: sandbox.Limits | None
 ) -> sandbox.ProgramResult:
-    """Evaluate expressions in the module of the program."""
+    """Evaluate `questions` (expressions) in the module of the program, after `imports` and
+    `setup`.
+    """
     return await sandbox.run(
         [sys.executable, "-s", "-c", _WORKER, "ask"],
         stdin=json.dumps([imports, setup, *questions]),
@@ -127,11 +136,11 @@ async def _evaluate(
 async def _call_check(
     program: str, test: CheckFunction, limits: sandbox.Limits | None
 ) -> bool | str:
-    """Return True or False if a check function passes or fails, or why no program can pass it.
+    """Run a check function. Return True if it passes, False if it fails.
 
-    It is called where the program does not run, with random numbers of the same seed each time. The
-    program then answers the calls that the function makes, until none is new. After `_MAX_ROUNDS`
-    calls it does not pass.
+    Return a text if no program can pass it. The function is called where the program does not run,
+    with random numbers of the same seed each time. The program then answers the calls that the
+    function makes, until none is new. After `_MAX_ROUNDS` calls it does not pass.
     """
     calls: list[str] = []
     values = ""
@@ -159,7 +168,7 @@ async def _call_check(
 
 
 def _for_output(expected: str) -> sandbox.Limits:
-    """Return limits that allow the program to write twice the expected output."""
+    """Return limits with which the program can write twice the expected output."""
     size_kb = len(expected.encode()) >> 10
     return replace(
         LIMITS,
@@ -169,10 +178,10 @@ def _for_output(expected: str) -> sandbox.Limits:
 
 
 async def _check(tests: Sequence[tuple[Assertion, str | None]], room: int) -> list[bool | str]:
-    """Return for each assertion True or False if it holds or not, or why no program can pass it.
+    """Evaluate assertions. Return for each True if it holds, and False if it does not.
 
-    It is evaluated for the program's answer, in a process without the program. An answer has less
-    than `room` bytes.
+    A text means that no program can pass it. An assertion is evaluated for the program's answer, in
+    a process without the program. An answer has less than `room` bytes.
     """
     rows = [
         {

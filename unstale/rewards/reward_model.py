@@ -1,8 +1,8 @@
-"""A reward model: an `AutoModelForSequenceClassification` in a process of its own.
+"""A reward model: an `AutoModelForSequenceClassification` in a separate process.
 
-Episodes wait for their scores while others run. What waits when the process is free is scored
-together. The name of the reward has the checksum of the model, so the journal says for every
-episode which version of which model gave it.
+Episodes wait for their scores while others run. All conversations that are waiting when the process
+becomes free are scored together. The name of the reward has the checksum of the model, so the
+journal shows for every episode which version of which model gave it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class RewardModel:
     def __init__(
         self, folder: Path | str, *, prompt_column: str = "prompt", largest_batch: int = 16
     ) -> None:
-        """Check the folder. `largest_batch` conversations are scored in one pass at most.
+        """Check the model folder. At most `largest_batch` conversations are scored in one pass.
 
         Raises `ConfigError` if it is not the folder of a sequence-classification model.
         """
@@ -51,7 +51,7 @@ class RewardModel:
         self.version = ""
         """Checksum of the model's files, in hexadecimal. Empty before the first score."""
         self.batches: list[int] = []
-        """The number of conversations of each pass so far."""
+        """The number of conversations in each pass so far."""
         _MODELS.add(self)
 
     async def reward(self, reply: str, row: Mapping[str, Any]) -> dict[str, float]:
@@ -62,7 +62,7 @@ class RewardModel:
         return {f"{self.folder.name}@{self.version}": score}
 
     async def score(self, messages: Messages) -> float:
-        """Return the score of a conversation. The last message is the one to be judged.
+        """Return the score of a conversation. The last message is the one to be scored.
 
         Raises `EnvError` if the process cannot load the model, has ended, or cannot score this
         conversation.
@@ -89,7 +89,7 @@ class RewardModel:
             self._process.communicate()  # waits for its end, and closes the pipes
 
     def _serve(self) -> None:
-        """Give the process what waits, one batch after another, until `close`."""
+        """Send the waiting conversations to the process, one batch after another, until `close`."""
         cause = self._start()
         while (batch := self._next_batch()) is not None:
             answers: list[Any] = [cause] * len(batch)
@@ -105,7 +105,10 @@ class RewardModel:
                     found.set_result(float(answer))
 
     def _start(self) -> str:
-        """Start the process, and wait until the model is loaded. Return the text of an error."""
+        """Start the process, and wait until the model is loaded.
+
+        Return an error text, or "" on success.
+        """
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unstale.rewards.reward_model_worker", str(self.folder)],
             stdin=subprocess.PIPE,
@@ -120,7 +123,10 @@ class RewardModel:
         return str(loaded.get("error", ""))
 
     def _next_batch(self) -> list[tuple[Messages, Future[float]]] | None:
-        """Wait for a conversation. Return it with the others that wait; None after `close`."""
+        """Wait for a conversation.
+
+        Return all that are waiting, as a batch, or None after `close`.
+        """
         batch = []
         item = self._waiting.get()
         while item is not None:
@@ -137,7 +143,10 @@ class RewardModel:
         return None
 
     def _ask(self, conversations: Sequence[Messages]) -> list[Any]:
-        """Return the process's answers. Empty if the process has ended."""
+        """Send conversations to the process and return its answers.
+
+        Empty if the process has ended.
+        """
         assert self._process and self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(json.dumps(conversations) + "\n")

@@ -27,7 +27,7 @@ class Scorer:
     """A sequence-classification model with one label, and its tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the model. Raises ValueError if it does not give one number."""
+        """Load the model. Raises ValueError if the model does not return a single number."""
         # No code of the folder is run: no other model class, and no pickle.
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -48,7 +48,8 @@ class Scorer:
     def scores(self, conversations: Sequence[Messages]) -> list[float | str]:
         """Return the score of each conversation, or the text of an error.
 
-        Without a padding token that model and tokenizer agree on, each has a pass of its own.
+        If model and tokenizer do not agree on a padding token, each conversation has a pass of its
+        own.
         """
         encoded = [self._encode(each) for each in conversations]
         found: list[float | str] = ["" if isinstance(each, list) else each for each in encoded]
@@ -60,7 +61,7 @@ class Scorer:
         return found
 
     def _encode(self, messages: Messages) -> list[int] | str:
-        """Return the tokens of a conversation, or the text of an error if there are too many."""
+        """Return the tokens of a conversation, or an error text if there are too many."""
         if self._tokenizer.chat_template:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -88,7 +89,7 @@ class Scorer:
 
 
 def version_of(folder: Path) -> str:
-    """Return the checksum of the configuration and the weights, in hexadecimal."""
+    """Return the checksum of the configuration and weights in a model folder, in hexadecimal."""
     found = 0
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".bin", ".json"):

@@ -2,8 +2,8 @@
 
 `unstale.rewards.schemas` starts it. Each line of its input is a JSON list of the text and the
 schema. It prints `read` once the schema is known to be valid, and then 1 or 0. Instead of either
-line, it prints what is wrong with the schema. A schema of 1 kB may take 4^12 evaluations, and a
-pattern may take hours. So the kernel ends the process if one task takes too much CPU time.
+line, it prints the error in the schema. A schema of 1 kB may take 4^12 evaluations, and a pattern
+may take hours. So the kernel ends the process if one task takes too much CPU time.
 """
 
 import json
@@ -45,7 +45,7 @@ def is_valid(text: str, validator: Any) -> bool:
 
 
 def answers(text: str, schema: Any) -> Iterator[str]:
-    """Yield the lines to print for a text and a schema, each as soon as it is known."""
+    """Yield the lines to be printed for a text and a schema, each as soon as it is known."""
     try:
         validator = read_schema(schema)
         yield "read"

@@ -10,10 +10,11 @@ _POOL = workers.WorkerPool("schema_worker.py")
 
 
 def satisfies(text: str, schema: Mapping[str, Any]) -> bool | None:
-    """Return True if the text is JSON that satisfies the schema, and None if it takes too long.
+    """Return True if the text is JSON that satisfies the schema, else False.
 
-    Blocks until a worker has answered, so do not call it on an event loop. Raises ValueError for an
-    invalid schema, for a reference to another schema, and for a schema that takes too long itself.
+    None if it takes too long. Blocks until a worker has answered, so do not call it on an event
+    loop. Raises ValueError for an invalid schema, for a reference to another schema, and for a
+    schema that takes too long itself.
     """
     import jsonschema  # noqa: F401 - its absence is reported here, and not in the worker
 

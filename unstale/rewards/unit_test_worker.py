@@ -44,14 +44,16 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "object": lambda name: object(),
     "ellipsis": lambda name: ...,
 }
-"""Functions that make a value from its parts in JSON, by the kind of the value. JSON's own kinds
-need none.
+"""Functions that create a value from its parts in JSON, by the kind of the value. Kinds that JSON
+has itself are left out.
 """
 
 
 def pack(value: Any) -> Any:
-    """Return a value as JSON. Subclasses become the plain type. A value of an unknown type is not
-    kept: it becomes a plain `object`.
+    """Return a value in a form that JSON can express.
+
+    Subclasses become the plain type. A value of an unknown type is not kept: it becomes a plain
+    `object`.
     """
     if value is None or isinstance(value, (bool, str)):
         return str.__str__(value) if isinstance(value, str) else value
@@ -90,10 +92,9 @@ def pack(value: Any) -> Any:
 
 
 def unpack(text: str, *, as_floats: bool = False) -> Any:
-    """Return the value that `pack` was given, from its result as text. Raises ValueError for other
-    text.
+    """Return the value from which `pack` made a text. Raises ValueError for any other text.
 
-    With `as_floats`, a Fraction and a Decimal are floats.
+    With `as_floats`, a Fraction and a Decimal become floats.
 
     >>> unpack(json.dumps(pack({"a": [float("inf"), {frozenset()}, fractions.Fraction(1, 3)]})))
     {'a': [inf, {frozenset()}, Fraction(1, 3)]}
@@ -108,7 +109,10 @@ def unpack(text: str, *, as_floats: bool = False) -> Any:
 
 
 def raised(call: Callable[[], Any]) -> set[str]:
-    """Return the names of the exception that a call raises and of the classes above it."""
+    """Return the class names of the exception that a call raises, base classes included.
+
+    Empty without one.
+    """
     try:
         call()
     except Exception as error:  # noqa: BLE001 - of the tested program
@@ -139,7 +143,7 @@ def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[Any]:
 
 
 def evaluate(imports: str, setup: str, *expressions: str) -> None:
-    """Run `program.py` as a module, and print the values of expressions in it as a last line."""
+    """Run `program.py` as a module, and print the values of `expressions` in it as a last line."""
     answer = os.dup(1)  # the program may close its own
     program = sys.modules["program"] = types.ModuleType("program")
     with open("program.py", "rb") as file:
@@ -161,10 +165,10 @@ def evaluate(imports: str, setup: str, *expressions: str) -> None:
 
 
 def check(test: dict[str, Any]) -> bool | str:
-    """Return True if an assertion holds for its values, or a text about an error in the test
-    itself.
+    """Return True if an assertion holds for its values, else False.
 
-    Without values, or if they cannot be compared, return False.
+    Return a text about an error in the test itself. Without values, or if they cannot be compared,
+    return False.
     """
     names: dict[str, Any] = {}
     try:
@@ -189,7 +193,7 @@ def check(test: dict[str, Any]) -> bool | str:
 
 
 class _Lenient(ast.NodeTransformer):
-    """Changes a test's assertions so that they may fail as long as answers are missing."""
+    """A transformer of a test's assertions: they may fail as long as answers are missing."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         kind = ast.Name("Exception", ast.Load())
@@ -200,7 +204,7 @@ _FAILED = ast.parse("_failed_()").body
 
 
 def replay(test: dict[str, Any]) -> bool | str | list[str]:
-    """Call the test's function with the program's answers to the calls that are known.
+    """Call the test's function. Calls of the program that it makes get the known answers.
 
     Return True or False if it passes or fails, a text about an error in the test itself, or, if
     answers are missing, all calls. A `MagicMock` takes the place of a missing answer.
@@ -218,7 +222,7 @@ def replay(test: dict[str, Any]) -> bool | str | list[str]:
 
 
 class _Replay:
-    """The calls that a test makes, with known answers to the first of them."""
+    """The calls of the program that a test makes, with known answers to the first ones."""
 
     def __init__(self, known: list[str], answers: tuple[Any, ...]) -> None:
         self.calls: list[str] = []

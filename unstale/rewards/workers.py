@@ -20,15 +20,15 @@ from typing import Any
 from unstale.envs import EnvError
 
 CPU_S = 3.0
-"""CPU seconds for one reply. An ordinary one takes 0.01."""
+"""CPU seconds that grading one reply may take. An ordinary reply takes 0.01."""
 WALL_S = 60.0
 """Seconds without an answer after which a worker is treated as frozen. Even on a busy machine, a
 working one has used its `CPU_S` seconds of processor time by then and was ended for that.
 """
 MEMORY_MB = 1024
-"""Address space of a worker. It uses 150 MB of it after its start."""
+"""Address space of a worker in MB. It uses 150 MB of it after its start."""
 WORKERS = min(4, os.cpu_count() or 1)
-"""Number of replies that one pool compares at the same time."""
+"""Number of replies that one pool grades at the same time."""
 
 
 class Worker:
@@ -48,7 +48,7 @@ class Worker:
         )
 
     def send(self, task: Any) -> None:
-        """Give the process a task. If it has ended, the next `line` is empty."""
+        """Send a task to the process. If it has ended, the next `line` is empty."""
         data = memoryview(json.dumps(task).encode() + b"\n")
         assert self._process.stdin
         with suppress(BrokenPipeError):  # the process has ended
@@ -56,9 +56,9 @@ class Worker:
                 data = data[self._process.stdin.write(data) :]
 
     def line(self) -> bytes:
-        """Return the next line that the process prints, or an empty one if the process ends.
+        """Return the next line that the process prints, or an empty one if the process has ended.
 
-        A process that has ended is closed. Raises `EnvError` if it does not answer in `WALL_S`
+        A process that has ended is closed. Raises `EnvError` if it does not answer within `WALL_S`
         seconds.
         """
         assert self._process.stdout
@@ -83,7 +83,9 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `WORKERS` processes of one program. They start when they are needed, and stay."""
+    """A pool of at most `WORKERS` processes of one program, which are started when they are
+    needed.
+    """
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -109,13 +111,19 @@ class WorkerPool:
             self._idle.put(None if worker is None or worker.is_closed else worker)
 
     def renew(self) -> None:
-        """Forget the processes. Called in a forked child, because they belong to the parent."""
+        """Drop the processes without ending them.
+
+        Called in a forked child, because they belong to the parent.
+        """
         self._idle = LifoQueue()
         for _ in range(WORKERS):
             self._idle.put(None)
 
     def close(self) -> None:
-        """Kill the idle processes. Busy ones end after their task, because their input ends."""
+        """Kill the idle processes.
+
+        Busy ones end after their current task, because their input ends.
+        """
         with suppress(Empty):
             while True:
                 if worker := self._idle.get_nowait():

@@ -1,4 +1,4 @@
-"""Run episodes, in which an engine's policy answers an environment, and bound their staleness.
+"""Run episodes, in which the policy acts in environments, and bound their staleness.
 
 The staleness of a token is the number of weight versions between sampling it and training on it.
 """
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 
 
 More = Callable[["Sequence[Trajectory | Failure]"], "Sequence[Fork | None]"]
-"""A function of the results so far of a group's episodes, in the order of their start. A group is
-several episodes of one task. The function returns an element for each further episode to run: the
-place at which it is forked from an earlier one, or None for an episode with its own beginning. No
-element ends the group.
+"""A function that decides on further episodes of a group (several episodes of one task). Its
+argument is the results so far, in the order in which the episodes started. It returns one element
+for each further episode: the place at which it is forked from an earlier episode, or None for one
+that starts anew. An empty result ends the group.
 """
 
 
 def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-    """Return (): a group of episodes of one task ends when its first episodes have ended."""
+    """Request no further episodes: return (), whatever the results of the group are."""
     return ()
 
 
 def activity(wait_times: Stopwatch) -> str:
-    """Return in words how many of the running episodes wait for what. Empty if none waits.
+    """Return a text that counts the episodes waiting for replies and for tools.
+
+    Empty if none waits.
 
     >>> from unstale.engines import Stopwatch
     >>> waits = Stopwatch("generation_wait", "tool_wait")
@@ -45,8 +47,9 @@ def activity(wait_times: Stopwatch) -> str:
 
 
 class GroupRollout(Protocol):
-    """The interface of `episode.Rollout` for the training loop. The planner (`unstale plan`)
-    implements it with simulated episodes.
+    """The interface of `episode.Rollout` that the training loop uses.
+
+    The planner (`unstale plan`) implements it with simulated episodes.
     """
 
     @property
@@ -56,17 +59,20 @@ class GroupRollout(Protocol):
 
     @property
     def resources(self) -> AbstractAsyncContextManager[Any]:
-        """Return a context that must be open while episodes run, such as an HTTP endpoint."""
+        """A context that must be open while episodes run.
+
+        It may serve an HTTP endpoint, for example.
+        """
         ...
 
     async def group(
         self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
     ) -> Group:
-        """Run `size` episodes of one task, including those that were started before a resume.
+        """Run `size` episodes of one task and return them as a group.
 
-        When all episodes have ended, run one further episode for each element that `more` returns,
-        until it returns none. `open_writer` opens the journal's record of an episode. Return the
-        group with all results.
+        Episodes that were started before a resume count as part of the `size`. When all have ended,
+        `more` is called with their results: it returns an element for each further episode to run,
+        until it returns none. `open_writer` opens the journal's record of an episode.
         """
         ...
 
@@ -76,17 +82,19 @@ class Evaluation:
     """The evaluation of a run on its held-out tasks."""
 
     measure: Callable[..., Awaitable[list[bool | None]]]
-    """A function that runs `samples` episodes on each task. It returns the success of each episode,
-    or None for a failed one. The results of one task follow each other. The argument `progress` is
-    called with a text, the numbers `done` and `total`, and a function `detail` that returns what
-    the episodes wait for.
+    """A function that runs `samples` episodes on each held-out task. It returns each episode's
+    success, or None for an episode that failed, with all episodes of one task in a row. It calls
+    its argument `progress` with a text, the numbers `done` and `total`, and a function `detail`
+    whose text names what the episodes wait for.
     """
     samples: int = 1
     """Number of episodes on each held-out task."""
     best: BestPolicy | None = None
-    """The best policy so far. None if the run does not keep it."""
+    """The best policy so far, by evaluation. None if the run does not keep one."""
 
     @property
     def ends_run(self) -> bool:
-        """True if the run should stop, because its evaluations get no better."""
+        """True if the run should stop, because its evaluations have not improved for long
+        enough.
+        """
         return self.best is not None and self.best.ends_run

@@ -1,4 +1,4 @@
-"""Deadlines of groups, by which the staleness queue lets a group enter a batch before older ones.
+"""Deadlines of groups, so that finished groups may be taken before older unfinished ones.
 
 A group is several episodes of one task. Batches are numbered from 0. A batch is released when all
 engines have loaded the weights that were trained on it. A group that is admitted to the queue when
@@ -17,7 +17,7 @@ from unstale.records import Group
 
 @dataclass(slots=True)
 class Deadlines:
-    """The deadlines of the groups in the staleness queue: admitted, but not yet taken into a batch.
+    """The deadlines of the groups in the staleness queue that no batch has taken yet.
 
     A deadline is the number of the last batch that may contain the group. It is never earlier than
     the deadline of an older group.
@@ -27,13 +27,13 @@ class Deadlines:
     groups_per_step: int
     _num_taken: int = 0
     _num_released: int = 0
-    """Number of batches after which all engines have loaded the weights trained on the batch."""
+    """Number of released batches: all engines have loaded the weights trained on them."""
     _unfinished: Counter[int] = field(default_factory=Counter)
-    """Number of unfinished groups by deadline."""
+    """For each deadline, the number of its groups that are unfinished."""
     _newest: dict[int, int] = field(default_factory=dict)
-    """The position of the newest group with each deadline, in the order of deadlines."""
+    """For each deadline, in ascending order, the position in the queue of its newest group."""
     _own: dict[int, int] = field(default_factory=dict)
-    """The deadline of each unfinished group, by the group's position in the order of admission."""
+    """The deadline of each unfinished group, by the group's position in the queue."""
 
     @property
     def num_unfinished(self) -> int:
@@ -42,8 +42,8 @@ class Deadlines:
     def admit(self, position: int, *, at_most: int | None = None) -> None:
         """Set the deadline of the new group at a position in the queue.
 
-        `at_most` is its latest possible deadline, if it or a newer group has tokens from before a
-        resume.
+        `at_most` is an upper limit of the deadline. It is given if this group, or a newer one, has
+        tokens that were sampled before a resume.
         """
         deadline = self._num_released + self.bound
         if at_most is not None:
@@ -56,24 +56,24 @@ class Deadlines:
         self._unfinished[self._own.pop(position)] -= 1
 
     def release(self) -> None:
-        """Count a batch as released: all engines have loaded the weights trained on it."""
+        """Count one more batch as released: all engines have loaded the weights trained on it."""
         self._num_released += 1
 
     def take(self, count: int, *, oldest: int) -> None:
         """Record that `count` groups were taken into a batch.
 
-        All groups that remain in the queue are at position `oldest` or newer.
+        `oldest` is the position in the queue of the oldest group that remains.
         """
         self._num_taken += count
         for deadline in [each for each, newest in self._newest.items() if newest < oldest]:
             del self._newest[deadline], self._unfinished[deadline]
 
     def allow(self, count: int, finished: Sequence[tuple[int, Group]]) -> bool:
-        """Return True if the first `count` of the finished groups may be taken into the batch now.
+        """Return True if the first `count` of the finished groups may be taken into the next batch.
 
-        `finished` has groups with their positions, oldest first. They may be taken if all other
-        groups then fit into the batches up to their deadlines: for each deadline, at most as many
-        groups have this deadline or an earlier one as these batches have places.
+        `finished` has (position in the queue, group), oldest first. Taking them is allowed if every
+        other group can still be trained on in time: for each deadline, the batches up to it have
+        enough places for all groups with this deadline or an earlier one.
         """
         num_taken = self._num_taken + count
         left = 0

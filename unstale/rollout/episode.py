@@ -1,5 +1,4 @@
-"""Episodes: the policy and an environment alternate until the environment or a limit ends the
-episode.
+"""Episodes: the policy and an environment alternate until the environment or a limit ends them.
 
 A weight update interrupts generation. The reply then continues from the same tokens under the next
 version. An episode whose environment fails is repeated with the same seed. If it fails again, it is
@@ -82,47 +81,47 @@ from unstale.stop_signals import SecondSignal
 from unstale.threads import in_thread
 
 OnFailure = Callable[[int, Failure, bool], None]
-"""A function `(episode, failure, is_last)` that is called after a failed attempt at an episode.
-`is_last` is True if the episode is not tried again.
+"""A function `(episode, failure, is_last)`, called after a failed attempt at the episode with this
+number. `is_last` is True if the episode is not tried again.
 """
 OnRestart = Callable[[int, Failure], None]
-"""A function `(episode, failure)`. It is called if a recorded attempt could not be replayed after a
-resume, so that the episode starts again from its beginning.
+"""A function `(episode, failure)`, called when an episode starts again from its beginning, because
+its recorded attempt could not be replayed after a resume.
 """
 Start = tuple[Fork | None, Sequence[Piece]]
-"""The place at which an episode was forked, and the pieces (runs of tokens) before it. None and no
-pieces for an episode with its own beginning.
+"""The start of an episode: the place at which it was forked from another one, and the tokens before
+that place. None and no tokens for an episode that starts anew.
 """
 NO_FORK: Start = (None, ())
-"""The start of an episode with its own beginning."""
+"""The start of an episode that is not forked from another one."""
 
 OnBlocked = Callable[[str, float], None]
-"""A function `(name, seconds)`. It is called when the user code `name` blocked the event loop, and
-again each time it blocks for twice as long.
+"""A function `(name, seconds)`, called when the user's code `name` has blocked the event loop for
+this many seconds, and again each time this duration doubles.
 """
 
 CLOSE_S = 5.0
-"""Seconds in which `close` of an environment must return."""
+"""Seconds within which `close` of an environment must return."""
 ENTER_S = 120.0
-"""Seconds in which `__aenter__` of a task set must return. A task set may start servers."""
+"""Seconds within which `__aenter__` of a task set must return. It may start servers."""
 EXIT_S = 30.0
-"""Seconds in which `__aexit__` of a task set must return. A task set may stop servers."""
+"""Seconds within which `__aexit__` of a task set must return. It may stop servers."""
 
 
 class EpisodeFailed(Exception):
     """Error: the code of an environment failed or took too long.
 
-    The text names the stage, such as "begin" or "step 2", and `__cause__` is the original error.
+    The text names the stage of the episode, such as "begin" or "step 2". `__cause__` is the
+    original error.
     """
 
 
 @contextmanager
 def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
-    """Return a context that turns errors and time-outs of environment code into
-    `EpisodeFailed(name)`.
+    """Return a context that turns errors and time-outs of environment code into `EpisodeFailed`.
 
-    SystemExit and similar exceptions of this code are included. The cancellation of the episode and
-    the end of the program are raised unchanged.
+    `name` is the stage named in the error. SystemExit and similar exceptions of this code are
+    included. The cancellation of the episode and the end of the program are raised unchanged.
     """
     timeout = PersistentTimeout(timeout_s)
     task = timeout.task
@@ -160,9 +159,9 @@ def _is_current(task: asyncio.Task[Any]) -> bool:
 class Rollout:
     """Runs episodes of the policy in the environments of a task set.
 
-    `on_piece` is called with each piece (run of tokens) as soon as it is sampled, and `on_end` with
-    the number of each episode that has ended with a trajectory, and of its branches (further
-    conversations of its agent).
+    `on_piece` is called with newly sampled tokens, as soon as they are known. `on_end` is called
+    with the number of each episode that has ended with a trajectory, and of each further
+    conversation of its agent.
     """
 
     def __init__(  # noqa: PLR0913 - five of them are callbacks
@@ -207,9 +206,12 @@ class Rollout:
             if isinstance(taskset, AbstractAsyncContextManager)
             else nullcontext()
         )
-        """A context that must be open while episodes run, such as the HTTP endpoint of agents."""
+        """A context that must be open while episodes run. It opens and closes the task set, if that
+        has such methods.
+        """
         self.quarantined: set[str] = set()
-        """Identities of tasks whose last attempt failed. No further episodes are started on them.
+        """Identities of tasks with an episode that failed in every attempt. No further episodes are
+        started on these tasks.
         """
         self._num_episodes = 0
         self._failures = FailureLimit(config.max_failed_share)
@@ -217,17 +219,18 @@ class Rollout:
     def restore(
         self, episodes: int, quarantined: Iterable[Task], failed_shares: Iterable[float] = ()
     ) -> None:
-        """Restore the number of episodes begun so far, and the failures of a resumed run.
+        """Restore the counts of a resumed run: episodes begun so far, and failures.
 
         `quarantined` are the tasks that failed too often and are not used again. `failed_shares`
-        are the shares of failed episodes in the last groups, in the order of their start.
+        are the shares of failed episodes in the last groups, in the order in which the groups
+        started.
         """
         self._num_episodes = episodes
         self.quarantined = {self._identities(task) for task in quarantined}
         self._failures.restore(failed_shares)
 
     def next_episode(self) -> int:
-        """Return the number of a new episode, and count it."""
+        """Return the number for a new episode, and count the episode."""
         self._num_episodes += 1
         return self._num_episodes - 1
 
@@ -239,12 +242,12 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         more: More = no_more,
     ) -> Group:
-        """Run `size` episodes of one task concurrently.
+        """Run `size` episodes of one task concurrently, and return them as a group.
 
         Episodes that were recorded before a resume continue from their record. If there are more
         records than `size`, all of them continue. When all episodes have ended, `more` returns an
         element for each further episode to run, until it returns none: the place at which the
-        episode is forked from an earlier one, or None for an episode with its own beginning.
+        episode is forked from an earlier one, or None for one that starts anew.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
@@ -281,10 +284,11 @@ class Rollout:
         *,
         starts: Mapping[int, Start] = MappingProxyType({}),
     ) -> list[Trajectory | Failure]:
-        """Run the episodes of a group with these indices concurrently. Return their outcomes.
+        """Run the episodes of a group with these indices concurrently.
 
-        `records` has those that were begun before, which continue from their record. `starts` has
-        the beginnings of forked episodes. If an episode fails, its task is not used again.
+        Return their results in the same order. `records` has the episodes that were begun before a
+        resume, which continue from their record. `starts` has the beginnings of forked episodes. If
+        an episode fails, its task is not used again.
         """
         async with asyncio.TaskGroup() as siblings:
             running = [
@@ -305,14 +309,14 @@ class Rollout:
         open_writer: OpenWriter,
         start: Start,
     ) -> Trajectory | Failure:
-        """Run the episode of a group with this index. If it fails, its task is not used again."""
+        """Run the episode with this index in its group. If it fails, its task is not used again."""
         outcome = await self._sibling(request, index, record, open_writer, start)
         if isinstance(outcome, Failure):
             await self.quarantine(request.task)
         return outcome
 
     async def quarantine(self, task: Task) -> None:
-        """Start no further episodes of a task."""
+        """Start no further episodes of this task."""
         self.quarantined.add(await self._identities.find(task))
 
     def _sibling(
@@ -323,9 +327,9 @@ class Rollout:
         open_writer: OpenWriter,
         start: Start,
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
-        """Return a coroutine that runs the episode of a group with this index.
+        """Return a coroutine that runs the episode with this index in its group.
 
-        If episodes run in segments, it first waits for a slot, which is the permission to run.
+        If episodes run in segments, it first waits until the episode may run (`EpisodeSlots`).
         """
         slot = None
         if self._slots and request.budget.segments:
@@ -355,10 +359,10 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode as a group of its own. Return its trajectory, or the failure of its last
-        attempt.
+        """Run one episode as a group of its own.
 
-        Raises `TooManyFailures` if the episode fails and the share of failed episodes is too large.
+        Return its trajectory, or its last attempt's failure. Raises `TooManyFailures` if the
+        episode fails and the share of failed episodes is too large.
         """
         number = self._failures.begin()
         try:
@@ -387,14 +391,14 @@ class Rollout:
         budget: EpisodeBudget = NO_BUDGET,
         slot: EpisodeSlot | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode. If its environment fails, repeat it up to `retries` times.
+        """Run one episode. If its environment fails, repeat the episode up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning, or from its fork. This does not
         count as a failure, unless the text before the fork differs. `start` is the place of the
-        fork and the pieces (runs of tokens) before it. `limit` is a further limit of the episode's
-        turns. Each attempt may use the whole `budget`. Between two segments, the episode gives its
-        `slot` to other episodes.
+        fork and the tokens before it. `limit` is a technique's limit of the episode's turns. Each
+        attempt may use the whole `budget`. Between two segments, the episode lets other episodes
+        run (`slot`).
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -402,6 +406,7 @@ class Rollout:
                 return record.outcome
             record = None
         fork, prefix = start
+        num_given = sum(len(piece.tokens) for piece in prefix)
         while True:
             number = record.episode if record else self.next_episode()
             transcript = Transcript(
@@ -435,7 +440,7 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
-            if transcript.replaying and (fork is None or len(transcript.tokens) >= fork.at):
+            if transcript.replaying and len(transcript.tokens) >= num_given:
                 transcript.writer.write_restart(
                     f"{failure.stage}: {failure.error}",
                     turns=failure.turns,
@@ -456,10 +461,10 @@ class Rollout:
                 return failure
 
     async def _describe(self, error: EpisodeFailed | NotReplayed, task: Task) -> str:
-        """Return the text of an error. It is made in a thread, because code of the user may make
-        it.
+        """Return the text of an error. It is made in a thread, because the user's code may make it.
 
-        A deterministic run uses no thread for this, because a call in a thread takes virtual time.
+        A deterministic run makes it without a thread, because a call in a thread takes virtual
+        time.
         """
         cause = (isinstance(error, EpisodeFailed) and error.__cause__) or error
         text = describe(cause) if self._deterministic else await describe_apart(cause)
@@ -520,9 +525,10 @@ class Rollout:
         )
 
     async def make_env(self, task: Task, seed: int) -> EnvCaller:
-        """Create the environment of a task, and return the `EnvCaller` that calls its methods.
+        """Create the environment of a task.
 
-        The caller of this method must close the thread of the `EnvCaller`.
+        Return the `EnvCaller` through which its methods are called. The caller must close the
+        thread of the `EnvCaller`.
         """
 
         def on_blocked(caller: EnvCaller, seconds: float) -> None:
@@ -542,13 +548,19 @@ class Rollout:
         return self.generator.chat.with_tools(await self._hook("tools_of", taskset.tools_of, task))
 
     async def combine(self, turn: Turn) -> Turn:
-        """Combine the rewards of a turn, if the task set has a method for this."""
+        """Combine the rewards of a turn by the task set's method, if it has one.
+
+        Otherwise return the turn unchanged.
+        """
         if not (turn.rewards and self._combines):
             return turn
         return await self._hook("combine", combine_rewards, self.taskset, turn)
 
     async def _hook(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the task set that may be user code. The caller must limit its time."""
+        """Call a method of the task set, which may be the user's code.
+
+        The caller must limit its time.
+        """
         name = f"{method}() of {self._taskset_name}"
         return await call_hook(name, function, *arguments, on_loop=is_own(self.taskset))
 
@@ -578,10 +590,10 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
-        The last turn has the facts (reported numbers) of all turns; a later fact replaces an
-        earlier one of the same name. `begun` are the first turn and the rewards of earlier replies;
-        later rewards are added to this list. `limit` is a further limit of the turns, and
-        `budget_use` counts the episode's use of its budget.
+        The last turn has the facts (numbers that the environment reports) of all turns. A later
+        fact replaces an earlier one of the same name. `begun` has the first turn and the list of
+        rewards of earlier replies, to which later rewards are added. `limit` is a technique's limit
+        of the turns, and `budget_use` counts what the episode has used of its budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -619,9 +631,9 @@ class Rollout:
         return turn, "done" if ended else "cut_reply"
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
-        """Return a reply as a message. A long reply is decoded in a thread.
+        """Parse a reply's tokens as a message. A long reply is decoded in a thread.
 
-        In a deterministic run no thread is used, because a call in a thread takes virtual time.
+        A deterministic run uses no thread, because a call in a thread takes virtual time.
         """
         if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
             return chat.parse(reply)
@@ -632,7 +644,8 @@ class Rollout:
     ) -> tuple[list[int], bool]:
         """Sample a reply. Return its tokens, and True if it ended with a stop token.
 
-        Waits for a slot, the permission to run, do not count as waits for generation.
+        The time in which a paused episode waits to continue is not counted as waiting for
+        generation.
         """
         waited_s = budget_use.slot_wait_s
         reply = self.generator.generate(transcript, budget_use=budget_use)
@@ -642,10 +655,10 @@ class Rollout:
             self.wait_times.add("generation_wait", waited_s - budget_use.slot_wait_s)
 
     def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
-        """Raise `EnvError` for messages that are longer than the whole context.
+        """Raise `EnvError` if the environment's messages are longer than the whole context.
 
-        They are checked before they are encoded, because encoding would block the event loop. Only
-        a lower limit of their length is known then.
+        The check comes before tokenization, which would block the event loop. So it uses a lower
+        limit of their length in tokens. `num_tokens` is the length of the episode so far.
         """
         limit = self.generator.config.max_context
         characters = sum(len(message.content) for message in turn.messages)
@@ -663,7 +676,7 @@ class Rollout:
 
 
 class _Opened:
-    """A context that enters and leaves a task set in a task of its own, each within a time limit.
+    """A context that enters and leaves a task set in a separate task, each within a time limit.
 
     Code that exceeds the limit and ignores cancellation is abandoned. One asyncio task does both,
     because some libraries require it.
@@ -685,7 +698,10 @@ class _Opened:
             variable.set(value)
 
     async def __aexit__(self, *error: Any) -> None:
-        """Leave the task set. Raises `EnvError` if that fails and nothing else did."""
+        """Leave the task set.
+
+        Raises `EnvError` if that fails, unless another error is already being raised.
+        """
         if not self._ended.done():
             self._ended.set_result(error)
         problem = await self._wait(self._task, "__aexit__()", EXIT_S)
@@ -708,7 +724,10 @@ class _Opened:
     async def _wait(
         self, awaited: asyncio.Future[Any], method: str, limit_s: float
     ) -> EnvError | None:
-        """Wait until `awaited` is done, or the task has ended. Return what went wrong, or None."""
+        """Wait until `awaited` is done, or the task has ended.
+
+        Return the error of the task set's `method`, or None.
+        """
         task = self._task
         try:
             await asyncio.wait({task, awaited}, timeout=limit_s, return_when=FIRST_COMPLETED)
@@ -731,9 +750,9 @@ class _Opened:
 
 
 class _OpenEnvironment:
-    """A context that closes the environment of an attempt, once there is one.
+    """A context that closes the environment of an attempt, if one was opened.
 
-    An `AsyncExitStack` would take ten times its memory.
+    It takes a tenth of the memory of an `AsyncExitStack`.
     """
 
     __slots__ = ("caller",)
@@ -747,7 +766,7 @@ class _OpenEnvironment:
     async def __aexit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close the environment.
 
-        An error of `close` fails the episode, unless it has failed already.
+        An error of its `close` raises `EpisodeFailed`, unless the episode has already failed.
         """
         caller = self.caller
         if caller is None:
@@ -766,13 +785,13 @@ class _OpenEnvironment:
 async def _in_slot(
     slot: EpisodeSlot, episode: Callable[[], Awaitable[Trajectory | Failure]]
 ) -> Trajectory | Failure:
-    """Wait for the slot (permission to run), and run the episode in it."""
+    """Run the episode once it may run, by its `slot`."""
     async with slot:
         return await episode()
 
 
 async def _outcome(attempt: Attempt) -> Trajectory:
-    """Wait for an attempt and return its trajectory. Raises `EpisodeFailed` if it failed."""
+    """Await an attempt and return its trajectory. Raises `EpisodeFailed` if it failed."""
     try:
         trajectory: Trajectory = await attempt.outcome()
     except EnvError as error:
@@ -781,7 +800,7 @@ async def _outcome(attempt: Attempt) -> Trajectory:
 
 
 def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups unchanged.
+    """Return the groups unchanged, if at least one of their episodes has finished.
 
     Raises `TooManyFailures` if all episodes of the groups failed.
     """
@@ -795,7 +814,9 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
 
 
 def _require_few_hung(failure: Failure) -> None:
-    """Raise `TooManyFailures` if too many plain methods of environments have not returned."""
+    """Raise `TooManyFailures` if too many calls of plain functions of environments never
+    returned.
+    """
     if (number := num_hung()) > MAX_HUNG:
         raise TooManyFailures(
             f"{number} calls of plain functions of environments never returned, and their threads "
@@ -809,7 +830,7 @@ def _starts(
     results: Sequence[Trajectory | Failure],
     forks: Sequence[Fork | None],
 ) -> Mapping[int, Start]:
-    """Return the start of each forked episode of a group that has no result yet, by its index.
+    """Return the start of each forked episode that has no result yet, by its index in the group.
 
     Raises ValueError if an episode is forked from one that is not finished.
     """
@@ -843,7 +864,10 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
 def failure_of(
     error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece], text: str
 ) -> Failure:
-    """Return the record of a failed attempt. `pieces` are the tokens before the failure."""
+    """Return the record of a failed attempt.
+
+    `pieces` are the tokens before the failure, and `text` describes the error.
+    """
     sampled = [piece for piece in pieces if isinstance(piece, Sampled)]
     return Failure(
         task=task,

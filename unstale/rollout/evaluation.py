@@ -14,17 +14,19 @@ from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.seeds import derive_seed
 
 MAX_CONCURRENT = 512
-"""Number of held-out episodes that run at the same time. More would wait for the engine, and the
-environments of many episodes need a thread or a process each.
+"""Number of held-out episodes that run at the same time. With more, episodes would only wait for
+the engine, and each environment may need a thread or a process.
 """
 
 MAX_TRIALS = 3
-"""Number of tasks on which a trial may fail before the run stops. A trial is a single held-out
-episode, which runs before all others.
+"""Number of tasks on which a trial episode may fail before the run stops. A trial is a single
+held-out episode, run before all others.
 """
 
 Attempt = tuple[str, int]
-"""The key of a task, and the number of an attempt at it, from 0."""
+"""The key of an evaluation episode: the key of its task, and the number of the attempt at this
+task, from 0.
+"""
 
 
 class FinishedEpisodes:
@@ -34,17 +36,17 @@ class FinishedEpisodes:
         self.successes: dict[Attempt, bool] = {}
         self.rewards: dict[Attempt, float] = {}
         self.waits: dict[str, float] = {}
-        """The seconds that the episodes spent in generation and in tools, as metrics."""
+        """The seconds that the episodes waited for generation and for tools, as metrics."""
 
-    def add(self, attempt: Attempt, success: bool, reward: float) -> None:
-        """Record an attempt."""
-        self.successes[attempt] = success
-        self.rewards[attempt] = reward
+    def add(self, attempt: Attempt, episode: Trajectory) -> None:
+        """Record the finished episode of an attempt."""
+        self.successes[attempt] = episode.success
+        self.rewards[attempt] = episode.reward
 
     def mean_reward(self, attempts: Iterable[Attempt]) -> float:
-        """Return the mean reward of the attempts that are finished.
+        """Return the mean reward of those `attempts` that are finished.
 
-        NaN if no attempt is finished, or if the reward of one is unknown.
+        NaN if no attempt is finished, or if the reward of a finished one is unknown.
         """
         ended = [attempt for attempt in attempts if attempt in self.successes]
         if not ended or any(attempt not in self.rewards for attempt in ended):
@@ -53,7 +55,10 @@ class FinishedEpisodes:
 
 
 def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
-    """Return the attempts for a list of tasks: two for a task that is listed twice."""
+    """Return one attempt for each listed task.
+
+    A task that is listed twice gets the attempts 0 and 1.
+    """
     counts = Counter[str]()
     attempts: list[Attempt] = []
     for task in tasks:
@@ -63,11 +68,11 @@ def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
 
 
 def measure_success(outcomes: Sequence[bool | None], samples: int) -> dict[str, float]:
-    """Return the metrics of an evaluation, from the success of each episode.
+    """Return the metrics of an evaluation.
 
-    `outcomes` has `samples` successive episodes for each task. The success rate is the mean over
-    all episodes, in which failed ones (None) count as 0. It is NaN if none is finished, because the
-    policy's success is then not known.
+    `outcomes` has the success of each episode, or None if it failed, with `samples` successive
+    episodes for each task. The success rate is the mean over all episodes, in which failed ones
+    count as 0. It is NaN if all failed, because the policy's success is then not known.
 
     >>> measure_success([True, False, None, False], samples=2)["eval/success_rate"]
     0.25
@@ -133,7 +138,7 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
         if not isinstance(outcome, Trajectory):
             failures.append(outcome)
             return None
-        finished.add(attempt, outcome.success, outcome.reward)
+        finished.add(attempt, outcome)
         return outcome.success
 
     attempts = list(zip(tasks, attempts_at(tasks), strict=True))

@@ -1,4 +1,4 @@
-"""The limit on failed episodes.
+"""The limit on the share of failed episodes.
 
 Failures are counted by group, because the episodes of a broken task fail together.
 """
@@ -10,7 +10,7 @@ from unstale.records import Failure, Trajectory
 WINDOW = 100
 """Smallest number of groups over which the share of failed episodes is measured."""
 MINIMUM = 20
-"""Smallest number of ended groups at which the share of failed episodes can stop the run."""
+"""Smallest number of ended groups after which failures can stop the run."""
 
 
 class TooManyFailures(RuntimeError):
@@ -20,9 +20,10 @@ class TooManyFailures(RuntimeError):
 class FailureLimit:
     """The share of failed episodes in the last groups, and its limit.
 
-    Failures are often faster than successes, so the groups that end first have more of them. The
-    share is therefore over groups in the order of their start: when n groups have ended, over the
-    first n groups that began. Groups among these that still run count as groups without failures.
+    Episodes that fail often end earlier than others, so the groups that end first have more
+    failures. To avoid this bias, the share is taken over groups in the order of their start: when n
+    groups have ended, over the first n groups that began. Groups among these that still run count
+    as groups without failures.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -30,16 +31,18 @@ class FailureLimit:
         self._num_begun = 0
         self._running: set[int] = set()
         self._window = WINDOW
-        """Number of groups that count: `WINDOW`, or as many as ran together if that is more."""
+        """Number of groups in the share: `WINDOW`, or as many as ran at the same time if that is
+        more.
+        """
         self._first = 0
-        """The number of the first group that counts."""
+        """The number of the first group in the share."""
         self._shares: dict[int, float] = {}
         """The share of failed episodes of each ended group, by the group's number. Groups before
         `_first` are removed.
         """
 
     def restore(self, shares: Iterable[float]) -> None:
-        """Restore the failed shares of earlier groups, in the order of their start."""
+        """Restore the shares of failed episodes of earlier groups, in the order of their start."""
         for share in shares:
             self._shares[self._num_begun] = share
             self._num_begun += 1
@@ -53,11 +56,14 @@ class FailureLimit:
         return number
 
     def end(self, group: int) -> None:
-        """Record that a group no longer runs. Called for cancelled groups, too."""
+        """Record that the group with this number no longer runs.
+
+        Called for cancelled groups, too.
+        """
         self._running.discard(group)
 
     def count(self, group: int, outcomes: Sequence[Trajectory | Failure]) -> None:
-        """Record the outcomes of a group that has ended.
+        """Record the outcomes of the episodes of a group that has ended.
 
         Raises `TooManyFailures` if the share of failed episodes is too large.
         """

@@ -1,4 +1,4 @@
-"""Sample one reply: the engine's tokens are added to the record of the episode."""
+"""Sampling of one reply: the engine's tokens are added to the record of the episode."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,19 @@ from unstale.rollout.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """An engine with its sampling options and the chat format that turns messages into tokens."""
+    """An engine with sampling options, and the chat format that turns messages into tokens."""
 
     engine: Engine
     chat: Chat
     config: EngineConfig
     temperature: float | None = None
-    """Sampling temperature. None is that of `config`, which the trainer has too."""
+    """Sampling temperature. None uses the temperature in `config`, which the trainer uses as
+    well.
+    """
     pins: bool = False
-    """True if an episode is sampled to its end with the version of its first token."""
+    """True if the version of the weights that sampled an episode's first token must also sample all
+    its later tokens.
+    """
 
     @property
     def sampling_temperature(self) -> float:
@@ -27,7 +31,7 @@ class Generator:
         return self.config.temperature if self.temperature is None else self.temperature
 
     def reply_budget(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after `num_tokens` of context."""
+        """Return how many tokens a reply may have after a context of `num_tokens` tokens."""
         return min(self.config.max_completion_tokens, self.config.max_context - num_tokens)
 
     async def generate(
@@ -38,15 +42,16 @@ class Generator:
         since: int | None = None,
         budget_use: BudgetUse | None = None,
     ) -> tuple[list[int], bool]:
-        """Sample one reply and add it to the transcript, which is the record of the episode.
+        """Sample one reply and add it to the transcript, the record of the episode.
 
         Return the reply's tokens, and True if it ended with a stop token. If a weight update
-        interrupts the engine, the reply continues from its own tokens under the new version, or
-        with `pins` under its own.
-        `since` is the index of the reply's first piece, if an interrupted call already sampled its
-        beginning. `budget_use` counts the tokens of the episode's segments: at the end of a segment
-        the reply pauses until the episode may continue. Raises `NotReplayed` if a resumed episode
-        differs from its record.
+        interrupts the engine, the reply continues from its tokens so far, under the new version, or
+        with `pins` under the old one.
+
+        `since` is the index in `transcript.pieces` where the reply begins, if an interrupted call
+        already sampled a part of it. `budget_use` counts the tokens of the episode's segments: at
+        the end of a segment the reply pauses until the episode may continue. Raises `NotReplayed`
+        if a resumed episode differs from its record.
         """
         before = transcript.pieces[since:] if since is not None else ()
         budget_use = budget_use or BudgetUse()

@@ -1,4 +1,4 @@
-"""Call the techniques (optional training methods) and the advantage estimator in a run's steps."""
+"""Calls of techniques (optional training methods) and advantage estimator in a run's steps."""
 
 from __future__ import annotations
 
@@ -27,29 +27,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHooks:
-    """The methods of `unstale.loop.TechniqueHooks`, by which the training loop calls a run's
-    techniques.
-    """
+    """The calls of a run's techniques by the training loop (`unstale.loop.TechniqueHooks`)."""
 
     techniques: Techniques
     selection: Selection
     estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]]
-    """The configured advantage estimator."""
+    """The advantage estimator that the run's options choose."""
     identify: Callable[[Task], str]
     """A function that returns a task's identity, which all repetitions of the task share."""
+    answer: Callable[[Trajectory], str]
+    """A function that returns the answer of an episode, empty if the task set reads none."""
     lag: Callable[[Tensor], Tensor]
-    """A function that maps the weight versions of tokens to the tokens' ages, in batches."""
+    """A function that maps the weight versions of tokens `[T]` to the tokens' ages, as numbers of
+    trained batches.
+    """
     resize: Callable[[int, int], None]
-    """A function `(group, size)` that writes a group's new number of episodes to the journal."""
+    """A function `(group, size)` that writes the new number of episodes of a group to the
+    journal.
+    """
     hidden_states: Callable[[Batch, StatesQuery], HiddenStates] | None
-    """A function that computes hidden states of the policy. None with trainer ranks, where
-    techniques that need it are refused.
+    """A function that computes hidden states of the policy. None with several trainer ranks, where
+    techniques that need hidden states are refused.
     """
     seed: int
     replay_experts: bool
-    """True if the passes for hidden states replay the recorded experts."""
+    """True if the forward passes for hidden states use the experts that were recorded during
+    sampling.
+    """
     give_lessons: Callable[[Batch, Sequence[Group]], Batch] | None = None
-    """A function that adds the lesson of each sequence to a batch. None if no teacher needs one."""
+    """A function that adds each sequence's lesson to a batch: its teacher, and text that only the
+    teacher reads. None if the run has no such teacher.
+    """
 
     @property
     def max_replay_age(self) -> int:
@@ -84,11 +92,12 @@ class RunHooks:
             version=version,
             estimate=self.estimate,
             identify=self.identify,
+            answer=self.answer,
             whole=whole,
         )
 
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch as the trainer receives it."""
+        """Return the batch as the trainer receives it, with additions by techniques and lessons."""
         return self.give_lessons(batch, groups) if self.give_lessons else batch
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:

@@ -1,8 +1,8 @@
-"""The lessons of a batch: which teacher each sequence has, and what only the teacher reads.
+"""The lessons of a batch: for each sequence, its teacher and the text that only the teacher reads.
 
-The technique `distil` takes both from the task: the name of the teacher from a field of its data,
-and the fields that `distil.context` names. The text is encoded separately and put at the end of the
-last message of the prompt, before the token that ends the message.
+The technique `distil` takes both from the task's data: the teacher's name from one field, and the
+text from the fields that `distil.context` names. The text is tokenized separately and inserted at
+the end of the last message of the prompt, before the token that ends the message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,17 @@ from unstale.records import Batch, Group, Lesson, Task
 from unstale.techniques.distil import DistilConfig
 
 ENV = "env"
-"""The field of every task's data with the name of its environment."""
+"""The name of a data field that every task has: the name of its environment."""
 
 
 class Lessons:
-    """Adds the lesson of each sequence to batches."""
+    """A function that adds each sequence's teacher, and the teacher's extra text, to a batch."""
 
     def __init__(self, options: DistilConfig, taskset: Taskset, chat: Chat) -> None:
-        """Read the names of fields in the options. Raises `ConfigError` for a wrong text."""
+        """Read the field names in the options.
+
+        Raises `ConfigError` if `options` has a malformed text.
+        """
         self._options = options
         self._taskset = taskset
         self._chat = chat
@@ -44,7 +47,7 @@ class Lessons:
         self._fields = found
 
     def __call__(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch with the lesson of each sequence, from the tasks of its groups."""
+        """Return the batch with each sequence's lesson, which its group's task defines."""
         tasks = {episode: group.task for group in groups for episode in group.episodes}
         of_task = {task: self.of(task) for task in set(tasks.values())}
         lessons = []
@@ -55,9 +58,10 @@ class Lessons:
         return replace(batch, lessons=tuple(lessons))
 
     def of(self, task: Task) -> Lesson:
-        """Return the teacher of a task and the text that it reads, without the place of the text.
+        """Return the teacher of a task and the text that it reads.
 
-        Raises `ConfigError` if the task has no teacher, or lacks a field.
+        The text's place in the prompt is not yet set. Raises `ConfigError` if the task has no
+        teacher, or lacks a field.
         """
         data = data_of(self._taskset, task)
         return Lesson(self._teacher(task, data), tokens=self._encoded(task, data))
@@ -83,7 +87,8 @@ class Lessons:
         return tuple(self._chat.encode_content(text))
 
     def _end_of_prompt(self, batch: Batch, sequence: int) -> int:
-        """Return the offset of the token that ends the last message before the first reply.
+        """Return the offset in a sequence of the token that ends the message before the first
+        reply.
 
         Raises `ConfigError` if there is none.
         """
@@ -101,9 +106,9 @@ class Lessons:
 
 
 def data_of(taskset: Taskset, task: Task) -> Mapping[str, Any]:
-    """Return the fields of a task's data and the name of its environment.
+    """Return the fields of a task's data, and the name of its environment as the field `env`.
 
-    A task set without data has only the name.
+    A task set without data gives only the name.
     """
     if isinstance(taskset, MixedTasks):
         taskset = taskset.part_of(task)

@@ -18,9 +18,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Of failed episodes, only the number is included.
+    """Return the metrics of a batch's groups. Failed episodes are only counted.
 
-    A metric that no episode defines is NaN.
+    A metric without a value in any episode is NaN.
     """
     finished = [trajectory for group in groups for trajectory in group.trajectories]
     uniform = [len({each.reward for each in group.trajectories}) <= 1 for group in groups]
@@ -62,7 +62,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 def describe_advantages(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> dict[str, float]:
-    """Return one metric: the share of groups in which all episodes have the same advantage."""
+    """Return one metric: the share of groups whose episodes all have the same advantage."""
     by_episode = {each.trajectory.episode: each.advantage for each in scored}
     uniform = []
     for group in groups:
@@ -75,14 +75,14 @@ def describe_advantages(
 
 
 def _cut_reply_share(finished: Sequence[Trajectory]) -> float:
-    """Return the share of all replies that a limit of tokens cut."""
+    """Return the share of all replies that were cut because they reached a limit of tokens."""
     replies = sum(one.num_turns for each in finished for one in each.conversations)
     cut = sum(each.facts.get(CUT_REPLIES, 0.0) for each in finished)
     return cut / replies if replies else math.nan
 
 
 def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each named reward. An episode that a limit ended counts as 0."""
+    """Return the mean of each named reward. It counts as 0 in an episode that a limit ended."""
     names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
     return {
         f"reward/{name}_mean": _mean(trajectory.rewards.get(name, 0.0) for trajectory in finished)

@@ -1,4 +1,4 @@
-"""Segments of episodes: the slots of running episodes, and the use of their budgets.
+"""Segments of episodes: how many episodes run at once, and the use of their budgets.
 
 A slot is the permission to run. At the end of a segment, a running episode gives its slot to the
 oldest waiting episode, even to a younger one: otherwise a long episode would hold its slot until
@@ -24,27 +24,29 @@ if TYPE_CHECKING:
     from unstale.envs.chat import Chat
 
 Age = tuple[int, int]
-"""The number of an episode's group and its index in the group. The oldest episode has the smallest.
+"""The age of an episode: the number of its group, and its index in the group. The smallest is the
+oldest.
 """
 UNLIMITED = 1 << 62
 """Number of tokens without a limit."""
 
 
 class EpisodeSlots:
-    """A fixed number of slots: permissions to run an episode. The oldest waiting episode gets the
-    next.
+    """A semaphore that limits the number of running episodes.
+
+    The oldest waiting episode runs next.
     """
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: list[tuple[Age, int, asyncio.Future[None]]] = []
-        """A heap of the waiting episodes, the oldest first. The future is done when the episode has
-        a slot (permission to run).
+        """A heap of the waiting episodes, the oldest first. The future is done when the episode may
+        run.
         """
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Take a slot (permission to run) for an episode of this age. Wait until one is free."""
+        """Wait until an episode of this age may run."""
         if self._free:
             self._free -= 1
             return
@@ -58,8 +60,9 @@ class EpisodeSlots:
             raise
 
     def give_back(self) -> None:
-        """Give a slot (permission to run) to the oldest waiting episode. The slot becomes free if
-        no episode waits.
+        """Let the oldest waiting episode run in place of one that stops.
+
+        If none waits, one more may start later.
         """
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
@@ -70,18 +73,19 @@ class EpisodeSlots:
 
 
 class EpisodeSlot:
-    """The slot of one episode (its permission to run): a context in which the episode runs."""
+    """The right of one episode to run: a context that is entered once the episode may run."""
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
-        """Create the slot (permission to run) of an episode. `on_wait` is called with the seconds
-        of each wait.
+        """`age` decides which waiting episode runs first.
+
+        `on_wait` is called with the seconds of each wait.
         """
         self._slots = slots
         self._age = age
         self._on_wait = on_wait
         self._held = False
         self.wait_s = 0.0
-        """Seconds of all waits so far."""
+        """Seconds for which the episode has waited to run."""
 
     async def __aenter__(self) -> Self:
         await self._take()
@@ -91,9 +95,9 @@ class EpisodeSlot:
         self._give_back()
 
     async def pause(self) -> None:
-        """Give the slot (permission to run) to the oldest waiting episode. Wait for another slot.
+        """Let the oldest waiting episode run. Wait until this one may continue.
 
-        Do nothing if no episode waits.
+        Return at once if no episode waits.
         """
         self._give_back()
         await self._take()
@@ -123,18 +127,18 @@ class BudgetUse:
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
 
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
-        """Begin with nothing used. `slot` is given to a waiting episode between two segments."""
+        """Begin with nothing used. Between two segments, `slot` lets a waiting episode run."""
         self.budget = budget
         self._slot = slot
         self.segment = 1
-        """The number of the present segment of the episode, from 1."""
+        """The number of the episode's current segment, from 1."""
         self._tokens = 0
-        """Number of sampled tokens of the segment."""
+        """Number of tokens sampled in the current segment."""
         self._segment_calls = 0
         self._calls = 0
 
     def replay(self, pieces: Sequence[Piece], chat: Chat) -> None:
-        """Count the replies of an episode that continues from a snapshot."""
+        """Count the replies on record of an episode that continues from a snapshot."""
         replies: dict[int, list[int]] = {}
         for _, piece, turn in walk(pieces):
             if isinstance(piece, Sampled):
@@ -144,9 +148,7 @@ class BudgetUse:
             self.count_calls(len(chat.parse(reply).tool_calls))
 
     def count(self, tokens: int) -> None:
-        """Count sampled tokens of a reply, and begin further segments of the episode as they fill
-        up.
-        """
+        """Count sampled tokens. When they fill a segment, begin the next one."""
         limit = self._segment_limit
         while tokens:
             self.begin_segment()
@@ -159,7 +161,10 @@ class BudgetUse:
         self._segment_calls += calls
 
     def begin_segment(self) -> bool:
-        """Begin the next segment of the episode if the present one has ended. Return True if so."""
+        """If the current segment has ended, begin the next one and return True.
+
+        Otherwise return False.
+        """
         if not self._is_over:
             return False
         self.segment += 1
@@ -168,28 +173,29 @@ class BudgetUse:
 
     @property
     def slot_wait_s(self) -> float:
-        """Seconds in which the episode has waited for a slot (permission to run), over all
-        attempts.
-        """
+        """Seconds for which the episode has waited to run, over all attempts."""
         return self._slot.wait_s if self._slot else 0.0
 
     @property
     def segment_left(self) -> int:
-        """Number of tokens that may still be sampled in the episode's present segment."""
+        """Number of tokens that may still be sampled in the episode's current segment."""
         return self._segment_limit - self._tokens
 
     async def tokens_left(self) -> int:
         """Return how many tokens may be sampled next.
 
-        At the end of a segment of the episode, wait first if another episode waits for a slot
-        (permission to run).
+        If the current segment has ended, first let a waiting episode run, and wait until this one
+        may continue.
         """
         if self.begin_segment() and self._slot:
             await self._slot.pause()
         return self.segment_left
 
     def reply_limit(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after `num_tokens` of context. May be below 1."""
+        """Return how many tokens a reply may have after a context of `num_tokens`.
+
+        Below 1 if none may follow.
+        """
         budget = self.budget
         limits = [UNLIMITED]
         if budget.reply_tokens:
@@ -204,7 +210,10 @@ class BudgetUse:
         return min(limits)
 
     def stop(self, num_tokens: int) -> Stop | None:
-        """Return "max_turns" or "max_tokens" if the budget allows no further reply, or None."""
+        """Return "max_turns" or "max_tokens" if the budget allows no further reply, otherwise None.
+
+        `num_tokens` is the length of the episode so far.
+        """
         budget = self.budget
         used_up = self.segment == budget.segments and self._is_over
         by_calls = budget.segment_calls and self._segment_calls >= budget.segment_calls
@@ -213,7 +222,10 @@ class BudgetUse:
         return "max_tokens" if self.reply_limit(num_tokens) < 1 else None
 
     def facts(self) -> dict[str, float]:
-        """Return the episode's number of segments as a fact. Empty if it runs in one piece."""
+        """Return the number of segments as a fact of the episode.
+
+        Empty if the budget has no segments.
+        """
         return {"segments": float(self.segment)} if self.budget.segments else {}
 
     @property
@@ -222,6 +234,6 @@ class BudgetUse:
 
     @property
     def _is_over(self) -> bool:
-        """True if the present segment of the episode has ended."""
+        """True if the current segment has used all its tokens or tool calls."""
         calls = self.budget.segment_calls
         return self._tokens >= self._segment_limit or bool(calls and self._segment_calls >= calls)

@@ -20,7 +20,7 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.techniques import chosen
 from unstale.envs import Taskset, task_identity, task_text
 from unstale.envs.hooks import Identities, tasks_of
@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
-"""Number of consecutive skipped tasks at which the run stops, because probably no usable task
-remains. A task is skipped if its episodes failed or were refused before.
+"""Number of tasks skipped in a row at which the run stops, because probably no usable task remains.
+A task is skipped if its episodes failed or were refused before.
 """
 MAX_COMPARED = 100_000
-"""Largest number of training tasks searched for a repeated task, which takes about 0.1 s."""
+"""Largest number of training tasks that are searched for a repeated task. The search takes about
+0.1 s.
+"""
 
 
 async def training_requests(
@@ -47,7 +49,7 @@ async def training_requests(
     identify: Identities,
     skipped: Collection[str],
 ) -> AsyncIterator[GroupRequest]:
-    """Yield one request for a group of episodes for each training task.
+    """Yield a request for a group of episodes for each training task, in order.
 
     `start` is the state from which the run continues. A resumed run continues after its last task.
     Tasks whose identity is in `skipped` get no request. The requests end after `MAX_SKIPPED`
@@ -75,16 +77,20 @@ async def training_requests(
 
 
 def make_pool(
-    taskset: Taskset, seed: int, size: int, identify: Callable[[Task], str] | None = None
+    taskset: Taskset,
+    seed: int,
+    options: SelectionConfig,
+    identify: Callable[[Task], str] | None = None,
 ) -> dict[str, tuple[int, Task]]:
-    """Return the first `size` tasks of a task set, by identity, each with its index in the task
-    set.
+    """Return the first tasks of a task set, by identity, each with its index in the task set.
 
-    Raises `ConfigError` if a task comes twice.
+    Raises `ConfigError` if a task comes twice, or if there are fewer than `options.pool`.
     """
     identify = identify or Identities(taskset)
+    size = options.pool
+    tasks = taskset.held_out(size) if options.test_time else islice(taskset.train(seed), size)
     pool: dict[str, tuple[int, Task]] = {}
-    for place, task in enumerate(islice(taskset.train(seed), size)):
+    for place, task in enumerate(tasks):
         pool.setdefault(identify(task), (place, task))
     if len(pool) < size:
         raise ConfigError(
@@ -114,7 +120,10 @@ def require_repeats(config: RunConfig, taskset: Taskset) -> None:
 
 
 def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[str, str]:
-    """Return the text of each task of a pool, by identity. Raises `ConfigError` if one has none."""
+    """Return the text of each task of a pool, by identity.
+
+    Raises `ConfigError` if a task has no text.
+    """
     texts = {name: task_text(taskset, task) for name, (_, task) in pool.items()}
     missing = next((name for name, text in texts.items() if not text), None)
     if missing is not None:
@@ -127,7 +136,7 @@ def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[s
 
 
 class Selection:
-    """The choice of training tasks, and of the number of their episodes.
+    """The choice of training tasks, and of the number of episodes on each.
 
     All methods are called on the event loop. Only `requests` is asynchronous: it waits for the task
     set.
@@ -142,7 +151,7 @@ class Selection:
         *,
         skipped: Collection[str],
     ) -> None:
-        """Create the choice for a run. `start` is the state from which the run continues.
+        """Create the selection of a run. `start` is the state from which the run continues.
 
         `skipped` are the identities of the tasks that are not tried again. Callers may add to this
         set.
@@ -156,17 +165,17 @@ class Selection:
         self._pool: dict[str, tuple[int, Task]] = {}
         self._visits: Counter[str] = Counter()
         if config.selection.pool:
-            self._pool = make_pool(taskset, config.seed, config.selection.pool, self.identify)
+            self._pool = make_pool(taskset, config.seed, config.selection, self.identify)
             for task, count in start.visits.items():
                 self._visits[self.identify(task)] += count
             if isinstance(techniques.sampler, TextReader):
                 techniques.sampler.read(read_texts(taskset, self._pool))
         self._names = list(self._pool)
         self._live = {each.number: self.identify(each.task) for each in start.requests}
-        """The identities of the tasks whose groups are in flight, by the number of the group."""
+        """The identity of the task of each group in flight, by the number of the group."""
 
     async def requests(self) -> AsyncIterator[GroupRequest]:
-        """Yield the requests for the next groups of episodes. They end if no task can be used."""
+        """Yield the requests for the next groups of episodes. End when no task can be used."""
         config = self._config
         if not self._pool:
             requests = training_requests(
@@ -205,9 +214,9 @@ class Selection:
         return draw
 
     def _candidates(self, number: int) -> Sequence[str]:
-        """Return the identities of the tasks among which a sampler chooses for a group.
+        """Return the identities of the tasks from which the task of group `number` is chosen.
 
-        Without a sampler, return only the next task in turn. Empty if no task can be used.
+        Without a sampler, it is only the next task in turn. Empty if no task can be used.
         """
         count = len(self._names)
         if self._techniques.sampler is None:
@@ -227,7 +236,11 @@ class Selection:
         return name not in self._skipped
 
     def _sized(self, request: GroupRequest, size: int = 0, reply_tokens: int = 0) -> GroupRequest:
-        """Return the request with the number and the limits of its episodes."""
+        """Return the request with the number of its episodes, and their limits of turns and tokens.
+
+        A `size` of 0 leaves the number to techniques or to `schedule.group_size`. `reply_tokens`
+        limits each reply (0: no limit).
+        """
         allocator, strategy = self._techniques.allocator, self._techniques.strategy
         if strategy is not None:
             size = strategy.roots(self._config.schedule.group_size)
@@ -246,7 +259,7 @@ class Selection:
         )
 
     def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
-        """Return the number of further episodes of a group whose episodes have all ended."""
+        """Return the number of further episodes to run in a group whose episodes have all ended."""
         allocator = self._techniques.allocator
         rewards = tuple(each.reward for each in results if isinstance(each, Trajectory))
         if allocator is None or not rewards:
@@ -256,6 +269,8 @@ class Selection:
         return allocator.more(GroupSoFar(task, rewards, len(results), first))
 
     def ended(self, groups: Sequence[Group]) -> None:
-        """Record that groups are no longer in flight, so that their tasks may be drawn again."""
+        """Record that these groups are no longer in flight, so that their tasks may be drawn
+        again.
+        """
         for group in groups:
             self._live.pop(group.number, None)

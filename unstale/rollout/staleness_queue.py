@@ -1,4 +1,4 @@
-"""The queue that bounds staleness, and the list of sampled tokens that no batch has contained.
+"""The queue that bounds staleness, and the list of sampled tokens that no batch has contained yet.
 
 Staleness is the number of versions between sampling a token and training on it. The bound depends
 on the number of tickets (permissions to start a group), on the order of the groups in batches and
@@ -19,25 +19,25 @@ from unstale.records import Batch, Group, PendingPiece
 from unstale.rollout.deadlines import Deadlines
 
 TICKET_SHARE = 8
-"""The number of tickets (permissions to start a group) changes by `groups_per_step` divided by this
-number. A smaller change would need too many steps to fit the workload, a larger one would vary the
-staleness from step to step.
+"""The permitted number of started groups changes by `groups_per_step` divided by this number. A
+smaller change would need too many steps to fit the workload, a larger one would vary the staleness
+from step to step.
 """
 
 StartGroup = Callable[[], Awaitable[Group]]
 
 
 class QueueExhausted(RuntimeError):
-    """Error: a batch can never be completed, because no more groups will be admitted."""
+    """Error: a batch can never be completed, because no more groups will start."""
 
 
 class StalenessQueue:
-    """A queue of groups (several episodes of one task), each with its position in the order of
-    admission.
+    """A queue of groups (several episodes of one task), in the order of their admission.
 
-    A group needs a ticket before its work begins. There are `(max_staleness + 1) * groups_per_step`
-    tickets, and `admit` waits until one is free. `release` frees the tickets of a batch when every
-    engine has the version that was trained on it.
+    Each group has a position in this order, from 0. A group needs a ticket before its episodes
+    start. There are `(max_staleness + 1) * groups_per_step` tickets, and `admit` waits until one is
+    free. `release` frees the tickets of a batch when every engine has the version that was trained
+    on it.
 
     `take` waits for the finished groups of the next batch and returns the oldest ones. It may skip
     unfinished groups: it takes only positions less than `lookahead_window` after the oldest
@@ -62,40 +62,40 @@ class StalenessQueue:
         self.bound = staleness_bound(max_staleness, groups_per_step, lookahead_window)
         self._most_tickets = (max_staleness + 1) * groups_per_step
         self._num_tickets = self._most_tickets
-        """Number of tickets (permissions to start a group) that may be in use now. With
-        `adaptive_window` it changes.
+        """Largest number of groups that may be started and not yet released. `adaptive_window`
+        changes it.
         """
         self._num_live = 0
         self._num_unreleased = 0
         self._num_admitted = 0
         self._unfinished: OrderedDict[int, None] = OrderedDict()
-        """Positions of the groups that are not finished, oldest first."""
+        """Positions in the queue of the unfinished groups, oldest first."""
         self._finished: list[tuple[int, Group]] = []
-        """Finished groups that were not taken yet, with their positions."""
+        """Finished groups that were not taken yet, each with its position in the queue."""
         self._ticket_free = asyncio.Event()
         self._ready = asyncio.Event()
-        """An event that is set when as many groups as the waiting caller wants (`_num_wanted`) may
+        """An event that is set when at least `_num_wanted` groups, as the waiting caller needs, may
         be taken.
         """
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
-        """Number of groups that the waiting caller's batch still lacks."""
+        """Number of groups that the batch of the waiting caller still lacks."""
         self._takes_part = False
-        """True if the waiting caller wants a part of a batch."""
+        """True if the waiting caller accepts a part of a batch."""
         self._waited_for = ""
         """The cause of the last wait: "groups" that had to finish, or the "deadline" of an older
         group.
         """
         self._deadlines = Deadlines(self.bound, groups_per_step) if adaptive_window else None
         self._restored_deadlines: Mapping[int, int] = {}
-        """Deadlines of groups that have tokens from before a resume, and of all groups older than
-        these.
+        """Deadlines, by position, of the groups with tokens from before a resume and of all older
+        groups.
         """
         self._closed = ""
 
     @property
     def num_open(self) -> int:
-        """Number of groups that were admitted and not yet taken into a batch."""
+        """Number of groups that were started and not yet taken into a batch."""
         return len(self._unfinished) + self.num_finished
 
     @property
@@ -107,8 +107,8 @@ class StalenessQueue:
     def waits_for_training(self) -> bool:
         """True if no group is unfinished, and none can start before the next optimizer step.
 
-        Then all tickets (permissions to start a group) are in use, and at most one batch waits for
-        `release`. Any thread may read it.
+        Then the limit on started groups is reached, and at most one batch waits for `release`. Any
+        thread may read it.
         """
         is_publishing = self._num_unreleased > self.groups_per_step
         return not (self._unfinished or self._num_live < self._num_tickets or is_publishing)
@@ -126,21 +126,21 @@ class StalenessQueue:
     ) -> None:
         """Restore a queue that had admitted `admitted` groups before a resume.
 
-        `open_positions` are the groups that were not trained on. Call `readmit` for each of them
-        afterwards. `ages` has the staleness of the oldest token of each group that has tokens, by
-        position.
+        `open_positions` are the positions of the groups that were not trained on. Call `readmit`
+        for each of them afterwards. `ages` has, by position, the staleness of the oldest token of
+        each group that has tokens.
         """
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
         self._restored_deadlines = _ascending_deadlines(self._unfinished, ages or {}, self.bound)
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket (permission to start), then start a group admitted before a resume.
+        """Wait until a group that was admitted before a resume may start, then start it.
 
-        `position` is the number of the group. There may be more such groups than tickets: the steps
-        since the last checkpoint are lost, so their groups must be trained on again. A group
-        without a ticket must wait, because tokens sampled now would be too old when the group is
-        taken into a batch.
+        `position` is the group's position in the queue. There may be more such groups than may
+        start: the steps since the last checkpoint are lost, so their groups must be trained on
+        again. Groups beyond the limit must wait, because tokens sampled earlier would be too old
+        when the group is taken into a batch.
         """
         await self._take_ticket()
         if self._deadlines:
@@ -149,7 +149,7 @@ class StalenessQueue:
         tasks.create_task(self._run(position, start))
 
     async def admit(self, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket (permission to start), then start a group in the task group `tasks`."""
+        """Wait until another group may start, then start it in the task group `tasks`."""
         await self._take_ticket()
         self._unfinished[self._num_admitted] = None
         if self._deadlines:
@@ -158,7 +158,7 @@ class StalenessQueue:
         self._num_admitted += 1
 
     async def wait_for_ticket(self) -> None:
-        """Wait until a ticket (permission to start a group) is free, without taking it."""
+        """Wait until another group may start. No group is started."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
@@ -168,9 +168,9 @@ class StalenessQueue:
         self._num_live += 1
 
     def close(self, reason: str) -> None:
-        """Declare that no more groups will be admitted.
+        """Declare that no more groups will be started.
 
-        Afterwards `take` raises `QueueExhausted` with the reason if a batch cannot be completed.
+        Afterwards `take` raises `QueueExhausted` with this reason if a batch cannot be completed.
         """
         self._closed = reason
         self._ready.set()
@@ -184,7 +184,7 @@ class StalenessQueue:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake the caller of `take` if enough groups may be taken."""
+        """Wake the caller of `take` or `take_part` if enough groups may be taken."""
         if self._num_ready() >= self._num_wanted and not self._ready.is_set():
             was_enough = self.num_finished > self._num_wanted
             self._waited_for = "deadline" if was_enough else "groups"
@@ -202,11 +202,10 @@ class StalenessQueue:
         return bisect_left(self._finished, reach, key=itemgetter(0))
 
     def _num_in_time(self, deadlines: Deadlines) -> int:
-        """Return the number of finished groups that may be taken without a group missing its
-        deadline.
+        """Return how many finished groups may be taken so that no other group misses its deadline.
 
-        The oldest groups may always be taken. While groups wait for their tickets after a resume,
-        no others may.
+        The oldest groups may always be taken. After a resume, only these may be taken while other
+        groups wait to start.
         """
         oldest = next(iter(self._unfinished), self._num_admitted)
         most = min(len(self._finished), self._num_missing)
@@ -219,20 +218,20 @@ class StalenessQueue:
         return in_order
 
     async def take(self, missing: int = 0) -> list[Group]:
-        """Wait for the `missing` groups of the next batch, 0 for all of them, and return them.
+        """Wait for the groups of the next batch and return them.
 
-        Raises `QueueExhausted` if they can never be complete.
+        `missing` is their number (0: a whole batch). Raises `QueueExhausted` if so many can never
+        finish.
         """
         self._takes_part = False
         missing = missing or self.groups_per_step
         return await self._take(missing, missing=missing)
 
     def leave_out(self, count: int) -> None:
-        """Free the tickets (permissions to start) of taken groups that no step is trained on.
+        """Allow other groups to start in place of `count` taken groups that no step is trained on.
 
-        `count` is their number. Other groups start in their place now, and the batch takes as many
-        more. The bound stays, because the new groups are behind all others. Not for a queue with
-        `adaptive_window`.
+        The batch then takes as many more. The staleness bound holds, because the new groups are
+        behind all others in the queue. Not for a queue with `adaptive_window`.
         """
         self._num_live -= count
         self._num_unreleased -= count
@@ -241,9 +240,9 @@ class StalenessQueue:
     async def take_part(self, missing: int) -> list[Group]:
         """Wait for a part of the next batch, which lacks `missing` groups, and return it.
 
-        The part has at least one group, and all missing groups that may be taken now. With a window
-        of 1, the batch has the oldest groups, and those that are finished may be taken in any
-        order. With a larger window, a group must be near the oldest unfinished group, as for
+        The part has at least one group, and all missing groups that may be taken at that time. With
+        a window of 1, the batch has the oldest groups, and those that are finished may be taken in
+        any order. With a larger window, a group must be near the oldest unfinished group, as for
         `take`. It then stays near, because the oldest unfinished group only gets newer.
 
         Raises `QueueExhausted` if the batch can never be complete.
@@ -273,11 +272,10 @@ class StalenessQueue:
         return [group for _, group in taken]
 
     def _adapt_tickets(self) -> None:
-        """Change the number of tickets, depending on what the last group of a batch waited for.
+        """Change the number of groups that may be started, by the cause of the last wait.
 
-        A ticket is the permission to start a group. One that is not given out leaves a place in a
-        batch free, so finished groups may enter a batch before slow ones. There are always enough
-        tickets for a batch in training and another one.
+        Starting fewer groups leaves places in batches free, so that finished groups may enter a
+        batch before slow ones. The number always suffices for a batch in training and another one.
         """
         change = max(1, self.groups_per_step // TICKET_SHARE)
         if self._waited_for == "deadline":
@@ -303,8 +301,7 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Free the tickets (permissions to start a group) of the oldest batch that was taken
-        completely.
+        """Allow as many groups to start as the oldest taken batch has.
 
         Call it when every engine has the weights that were trained on this batch.
         """
@@ -321,9 +318,9 @@ def _ascending_deadlines(
 ) -> dict[int, int]:
     """Return the deadlines of groups after a resume, by position, as numbers of batches from 0.
 
-    `ages` has the staleness of the oldest token of each group with tokens. Such a group may wait
-    for `bound` minus its age batches. An older group gets the deadline of a newer one if this is
-    earlier. Groups that are newer than all groups with tokens get none.
+    `ages` has, by position, the staleness of the oldest token of each group with tokens. The
+    deadline of such a group is `bound` minus this age. An older group gets the deadline of a newer
+    one if this is earlier. Groups that are newer than all groups with tokens get none.
 
     >>> _ascending_deadlines([3, 5, 6, 8], {5: 2, 6: 0}, bound=2)
     {3: 0, 5: 0, 6: 2}
@@ -340,7 +337,7 @@ def _ascending_deadlines(
 
 
 class PendingPieces:
-    """The sampled pieces (runs of tokens) that no batch has contained, by version and episode.
+    """The sampled tokens that no batch has contained yet, by version and episode.
 
     The weights of their versions must be kept, because their old log-probabilities may still be
     needed.
@@ -349,26 +346,22 @@ class PendingPieces:
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.changed = asyncio.Event()
-        """An event that is set by `end`, and when the pieces (runs of sampled tokens) of a version
-        are complete. A caller that waits for it clears it first.
+        """An event that is set when an episode ends, and when no more tokens of a version will be
+        sampled. A caller that waits for it clears it first.
         """
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def end(self, episode: int) -> list[PendingPiece]:
-        """Return all pieces (runs of sampled tokens) of an episode that has ended, and set the
-        event `changed`.
-        """
+        """Return all sampled tokens of an episode that has ended, and set the event `changed`."""
         self.changed.set()
         return [
             piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
         ]
 
     def discard(self, episodes: Collection[int]) -> None:
-        """Remove the pieces (runs of sampled tokens) of episodes that were trained on or have
-        failed.
-        """
+        """Remove the tokens of episodes that were trained on or have failed."""
         for version in self.versions:
             by_episode = self._pieces[version]
             for episode in episodes:
@@ -378,22 +371,18 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions of the weights that sampled at least one of these pieces (runs of sampled
-        tokens).
-        """
+        """The versions of the weights that sampled at least one of these tokens."""
         return frozenset(self._pieces)
 
     def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces (runs of sampled tokens) of earlier versions, without those of the
-        excluded episodes.
+        """Return the tokens of versions before `version`, except those of the episodes
+        `excluding`.
         """
         earlier = sorted(each for each in self._pieces if each < version)
         return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces (runs of sampled tokens) that one version sampled, without those of the
-        excluded episodes.
-        """
+        """Return the tokens that one version sampled, without those of the episodes `excluding`."""
         excluded = frozenset(excluding)
         by_episode = self._pieces.get(version, {})
         return [
@@ -413,8 +402,8 @@ def measure_staleness(
 ) -> dict[str, object]:
     """Return the staleness metrics of a batch. Raises `StalenessError` for a token beyond `bound`.
 
-    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are left out, because
-    `measure_replay` has their bound.
+    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are not included:
+    `measure_replay` checks them.
     """
     ages = lag[batch.fresh]
     youngest, oldest = (int(ages.min()), int(ages.max())) if len(ages) else (0, 0)
@@ -437,13 +426,12 @@ def measure_staleness(
 
 
 def measure_replay(batch: Batch, *, lag: Tensor, bound: int, version: int) -> dict[str, float]:
-    """Return the metrics of the replayed tokens of a batch, on which earlier steps were trained,
-    too.
+    """Return the metrics of a batch's replayed tokens, on which earlier steps were trained, too.
 
-    The batch is trained from `version`. `lag` is the staleness of each token, `[T]`, in versions.
-    Raises `StalenessError` for a replayed token of the current version, which no step can have been
-    trained on before, and for one that is older than `bound`. After a resume, tokens of versions
-    that were lost may have lag 0.
+    `version` is the version of the weights before training on the batch. `lag` is the staleness of
+    each token, `[T]`, in versions. Raises `StalenessError` for a replayed token of the current
+    version, which no step can have been trained on before, and for one that is older than `bound`.
+    After a resume, tokens of versions that were lost may have lag 0.
     """
     ages = lag[batch.replayed].double()
     is_current = batch.version[batch.replayed] >= version

@@ -10,7 +10,7 @@ from unstale.envs.guard import CANCEL_INTERVAL_S, MAX_CANCELS, OCCUPANCY, abando
 _T = TypeVar("_T")
 
 END_S = 4.0
-"""Seconds in which an environment must release its resources after the first cancellation."""
+"""Seconds within which an environment must release its resources after the first cancellation."""
 
 
 class Attempt(asyncio.Task[None]):
@@ -24,9 +24,9 @@ class Attempt(asyncio.Task[None]):
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         loop = asyncio.get_running_loop()
         self.stage = ""
-        """Name of the part of the episode that runs now, or ran last, such as "step 2"."""
+        """Name of the stage of the episode that is running or ran last, such as "step 2"."""
         self.ending = False
-        """True if the owner has cancelled the task, or no longer waits for it."""
+        """True if the task's owner has cancelled it, or no longer waits for it."""
         self._outcome: asyncio.Future[Any] = loop.create_future()
         super().__init__(_settle(work, self._outcome), loop=loop)
 
@@ -51,17 +51,14 @@ class Attempt(asyncio.Task[None]):
         return super().cancel(msg)
 
     def abandon(self) -> None:
-        """Stop waiting for the task, because its code ignores cancellation."""
+        """Stop waiting for the task, whose code ignores cancellation."""
         self.ending = True
         abandon(self)
         if not self._outcome.done():
             self._outcome.set_exception(EnvError("it ignores cancellation"))
 
     async def _end(self) -> None:
-        """Cancel the task and wait up to `END_S` for its end.
-
-        Repeat the cancellation a few times.
-        """
+        """Cancel the task, several times if needed, and wait up to `END_S` seconds for its end."""
         self.ending = True
         for seconds in (END_S, *[CANCEL_INTERVAL_S] * (MAX_CANCELS - 1)):
             self.cancel()
@@ -72,7 +69,7 @@ class Attempt(asyncio.Task[None]):
 
 
 async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) -> None:
-    """Run the work and set its outcome, if something still waits for the outcome."""
+    """Run `work` and set its result or error in the future `outcome`, unless that is done."""
     try:
         result = await work
     except asyncio.CancelledError:
@@ -119,7 +116,7 @@ class PersistentTimeout:
         self._timer = self._loop.call_later(CANCEL_INTERVAL_S, self._cancel)
 
     async def without_limit(self, work: Awaitable[None]) -> None:
-        """Wait for `work`, however long it takes. `timeout_s` starts again when it is done."""
+        """Wait for `work` without a time limit. Afterwards `timeout_s` starts anew."""
         self._timer.cancel()
         await work
         self._timer = self._loop.call_later(self._timeout_s, self._cancel)
@@ -140,7 +137,7 @@ class PersistentTimeout:
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`. If the caller is cancelled, wait for the end of `work` first.
 
-    Only a second cancellation of the caller ends the wait. An error of `work` is raised, also after
+    Only a second cancellation of the caller ends this wait. An error of `work` is raised even after
     a cancellation.
     """
     task = asyncio.create_task(work)
@@ -154,7 +151,10 @@ async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def first_error(group: BaseException) -> BaseException:
-    """Return the error that was raised first in a group of errors, which may be nested."""
+    """Return the error that was raised first in an exception group, which may be nested.
+
+    Another exception is returned unchanged.
+    """
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

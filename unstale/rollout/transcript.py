@@ -1,8 +1,9 @@
 """Record and replay of one attempt at an episode.
 
-Each piece of text is written to the journal before other code uses it. After a crash, a resumed run
-repeats the attempt with the recorded replies. The environment or agent must produce the recorded
-text again. If it does not, the episode starts from its beginning.
+The record consists of pieces: successive tokens that are all context, or all sampled by one
+version. Each piece is written to the journal before other code uses it. After a crash, a resumed
+run repeats the attempt with the recorded replies. The environment or agent must produce the
+recorded text again. If it does not, the episode starts from its beginning.
 """
 
 import json
@@ -44,9 +45,10 @@ class EpisodeWriter(Protocol):
 
 
 OpenWriter = Callable[..., EpisodeWriter]
-"""A function that opens the record of an attempt, with the arguments `episode`, `seed` and `again`.
-`again` is True if the journal already has the attempt. For a forked episode it also gets `fork`,
-the place of the fork, and `prefix`, the pieces (runs of tokens) before it, which it writes at once.
+"""A function that opens the journal's record of an attempt, with the arguments `episode`, `seed`
+and `again`. `again` is True if the journal already has the attempt. For a forked episode it also
+gets `fork`, the place of the fork, and `prefix`, the recorded tokens before it, which it writes at
+once.
 """
 
 
@@ -76,9 +78,9 @@ class Transcript:
     """The tokens of one attempt at an episode, and of its branches.
 
     A branch is a further conversation of the attempt, which begins when an external agent edits its
-    history. If `record` is given, the pieces (runs of tokens) of this record are replayed first.
-    A forked episode (`fork`) without a record replays `prefix` first, the pieces before the fork.
-    `on_piece` is called with each piece that is newly sampled.
+    history. If `record` is given, its tokens are replayed first. A forked episode (`fork`) without
+    a record replays `prefix` first, the tokens before the fork. `on_piece` is called with all newly
+    sampled tokens.
     """
 
     __slots__ = (
@@ -115,18 +117,18 @@ class Transcript:
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
         self.tokens = EpisodeTokens()
-        """The tokens of all pieces (runs of sampled tokens) so far. Tokens are only ever added."""
+        """All tokens of the attempt so far. Tokens are only ever added."""
         self.branches: list[Transcript] = []
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
         self._recorded = [*record.pieces] if record else [*prefix]
-        """Recorded pieces (runs of tokens) that are still to be replayed."""
+        """Recorded tokens that are still to be replayed."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """True for a new branch (further conversation) before its first reply. A branch without
-        replies is not recorded.
+        """True for a further conversation of the attempt before its first reply. It is not recorded
+        until then.
         """
         if not self._opens_at_reply:
             self._open(again=record is not None)
@@ -143,9 +145,9 @@ class Transcript:
         self._opens_at_reply = False
 
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a branch (further conversation), with a separate seed for sampling.
+        """Begin a further conversation of the attempt, with a separate seed for sampling.
 
-        The branch is recorded as episode number `episode`.
+        It is recorded as episode number `episode`. `record` is its earlier record, if there is one.
         """
         branch = Transcript(
             episode,
@@ -160,8 +162,8 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True while the attempt, or a branch (further conversation) of it, still repeats what was
-        recorded before a resume.
+        """True while the attempt, or a conversation of it, repeats its record from before a
+        resume.
         """
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
@@ -176,12 +178,11 @@ class Transcript:
 
     @property
     def all_pieces(self) -> list[Piece]:
-        """The pieces (runs of tokens) so far, and those of the record still to be replayed."""
+        """The tokens so far, in pieces, then the recorded ones that are still to be replayed."""
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
-        """Restore a `Resumable` environment from its snapshot, and replay what was recorded before
-        it.
+        """Restore a `Resumable` environment from its snapshot, and replay the record up to it.
 
         Return the turn before the snapshot, without its messages, and the rewards of the replies
         until then. Return None if there is no snapshot.
@@ -213,8 +214,7 @@ class Transcript:
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:
-        """Add a piece (run of tokens) of context. If a recorded one is still to be replayed,
-        compare both.
+        """Add context tokens. While the record is replayed, compare them with the recorded ones.
 
         Raises `NotReplayed` if they differ.
         """
@@ -230,9 +230,10 @@ class Transcript:
         self._replay()
 
     def replay_reply(self) -> Iterator[Piece]:
-        """Yield the recorded pieces of the next reply, and add them to the transcript.
+        """Yield the recorded parts of the next reply, and add them to the transcript.
 
-        A piece is a run of tokens of one version, or of a reply before the place of a fork.
+        A reply has several parts if several versions sampled it, or if an episode was forked within
+        it.
         """
         while self._recorded and is_reply(piece := self._recorded[0]):
             self._replay()
@@ -244,7 +245,7 @@ class Transcript:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     def append(self, piece: Piece) -> None:
-        """Write a new piece (run of tokens) to the journal, then add it to the transcript."""
+        """Write new tokens to the journal, then add them to the transcript."""
         if isinstance(piece, Sampled):
             piece = link_experts(piece, self.pieces)
         if self._opens_at_reply and isinstance(piece, Sampled):
@@ -256,10 +257,10 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_experts(self) -> tuple[int, int]:
-        """Return the version of the last sampled piece, and how many tokens have recorded experts.
+        """Return the version that sampled last, and how many tokens have recorded experts.
 
-        A piece is a run of tokens of one version. The experts are those of a mixture-of-experts
-        model. Without recorded experts, return (-1, 0).
+        The experts are those of a mixture-of-experts model. Without recorded experts, return (-1,
+        0).
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (

@@ -1,7 +1,7 @@
-"""The number of turns that an episode may have: `rollout.max_turns`, or less with a technique.
+"""The number of turns that an episode may have: `rollout.max_turns`, or fewer.
 
-A technique may also remind the policy of the turns left, and extend its limit. All of this follows
-from the tokens and rewards of the episode so far, so it is the same in a resumed episode.
+A technique may set a limit, remind the policy of the turns left, and extend the limit. All of this
+follows from the tokens and rewards of the episode so far, so it is the same in a resumed episode.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,14 @@ class AllowedTurns:
     def __init__(
         self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
     ) -> None:
-        """Begin without turns. `limit` is the limit that a technique sets, or None.
-
-        `most` is `rollout.max_turns`.
-        """
+        """`limit` is the limit that a technique sets, or None. `most` is `rollout.max_turns`."""
         self._limit = limit
         self._most = most
         self._transcript = transcript
         self._chat = chat
 
     def number(self, turn_rewards: Sequence[float]) -> int:
-        """Return how many turns the episode may have, with the extensions so far.
+        """Return how many turns the episode may have, including the extensions granted so far.
 
         `turn_rewards` are the rewards of its turns so far.
         """
@@ -78,7 +75,7 @@ class AllowedTurns:
         return limit.extensions
 
     def _reply(self, turn: int) -> str:
-        """Return the text of a reply, by its number from 0."""
+        """Return the text of the reply in a turn, numbered from 0."""
         tokens: list[int] = []
         for _, piece, number in walk(self._transcript.pieces):
             if number == turn and isinstance(piece, Sampled):

@@ -169,6 +169,11 @@ def _check(options: DistilConfig, config: RunConfig) -> None:
             "are over the kept set of each token, the teacher's over its whole vocabulary. Sample "
             "from the whole distribution, or remove distil from --techniques"
         )
+    if config.engine.logit_bias:
+        raise ConfigError(
+            "the technique distil cannot be used with engine.logit_bias: the policy's logits have "
+            "the bias, the teacher's do not. Remove one of both"
+        )
     if config.advantage.estimator == "gae":
         raise ConfigError(
             "the technique distil cannot be used with advantage.estimator = gae: the critic would "

@@ -76,6 +76,10 @@ class CreditContext:
     identify: Callable[[Task], str]
     """A function that returns the identity of a task: the same string each time the task is drawn.
     """
+    answer: Callable[[Trajectory], str] = lambda episode: ""
+    """A function that returns the answer of an episode, for techniques that need `answers`. Empty
+    if the episode gives none.
+    """
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, by full name. Techniques add theirs."""
     whole: bool = True
@@ -320,12 +324,25 @@ class Strategy(Protocol):
         """
         ...
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
-        """Return the places at which further episodes are forked from finished ones.
+    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+        """Return the places at which further episodes are forked from finished ones, None for an
+        episode with its own beginning.
 
         `results` are those of the episodes that began the group, in order. All have ended. The
         result must depend only on the arguments.
         """
+        ...
+
+
+@runtime_checkable
+class SolutionReader(Protocol):
+    """A technique that uses solutions of tasks."""
+
+    solution_field: str
+    """The field of the task's data with the solution. Empty for the task set's demonstration."""
+
+    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
+        """Receive a function that returns the tokens of a reply that solves a task."""
         ...
 
 
@@ -631,7 +648,7 @@ class Techniques:
         for reader in self.states_readers:
             reader.read_states(groups, compute(batch, reader.query))
 
-    def credit(  # noqa: PLR0913 - two of them are functions
+    def credit(  # noqa: PLR0913 - three of them are functions
         self,
         groups: Sequence[Group],
         *,
@@ -639,6 +656,7 @@ class Techniques:
         version: int,
         estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
         identify: Callable[[Task], str],
+        answer: Callable[[Trajectory], str] = lambda episode: "",
         whole: bool = True,
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
@@ -648,7 +666,7 @@ class Techniques:
         filters leave no trajectory of the batch, all its trajectories are returned with advantage
         0. `whole` is False for a part of a batch.
         """
-        context = CreditContext(progress, version, identify, whole=whole)
+        context = CreditContext(progress, version, identify, answer, whole=whole)
         selected = groups
         for term in self.rewards:
             selected = term.reward(selected, context)

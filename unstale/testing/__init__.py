@@ -1,4 +1,7 @@
-"""Public fakes, and tests that every engine, environment or route (`OldLogps`) must pass."""
+"""Public fakes, and tests that every engine, environment or route (`OldLogps`) must pass.
+
+A route is a method to compute old log-probabilities.
+"""
 
 from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env

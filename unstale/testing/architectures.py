@@ -1,4 +1,4 @@
-"""Small random models of many architectures, also with the massive activations of trained ones."""
+"""Small random models of many architectures, some with the massive activations of trained ones."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from unstale.config.run import SHIPPED_POLICY
 from unstale.model.loading import load_tokenizer, no_progress_bars
 
 MASSIVE_DIMENSION = 5
-"""The dimension of the hidden states that `plant` scales."""
+"""Index of the dimension of the hidden states that `plant` scales."""
 MASSIVE = 1000.0
-"""Factor by which `plant` scales that dimension. In trained networks it is 100 to 10,000 (arXiv
+"""Factor by which `plant` scales one dimension. In trained networks it is 100 to 10,000 (arXiv
 2402.17762).
 """
 _SINK_WEIGHTS = {False: 0.6, True: 3.0}
@@ -40,7 +40,7 @@ _SIZES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An architecture of transformers, with the sizes of its small model."""
+    """An architecture of transformers, and the sizes of its small test model."""
 
     model_type: str
     """The name of the architecture in `config.json`."""
@@ -209,7 +209,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def save_architecture(architecture: Architecture, folder: Path, *, planted: bool) -> None:
     """Save the small model of an architecture, with the tokenizer of the shipped base policy.
 
-    If `planted`, it has massive activations and an attention sink.
+    With `planted`, it has massive activations and an attention sink.
     """
     tokenizer = load_tokenizer(SHIPPED_POLICY)
     model = architecture.make()
@@ -225,7 +225,7 @@ def save_architecture(architecture: Architecture, folder: Path, *, planted: bool
 
 @torch.no_grad()
 def plant(model: PreTrainedModel, *, sink: int) -> None:
-    """Give a random model a massive dimension and an attention sink, as trained models have.
+    """Give a random model massive activations and an attention sink, as trained models have.
 
     One dimension of the embeddings is `MASSIVE` times as large as the others, and has the other
     sign in the token `sink`, with which a sequence must begin. The residual stream carries this
@@ -259,7 +259,7 @@ def _projects(module: nn.Module) -> bool:
 
 
 def _attend_to_sink(module: Any, config: Any) -> None:
-    """Let the last component of queries and keys read the massive dimension.
+    """Set weights with which the last component of queries and keys reads the massive dimension.
 
     With rotary embeddings this component has the lowest frequency, so the distance to the sink
     hardly matters.
@@ -285,7 +285,8 @@ def _is_norm(module: nn.Module, width: int) -> bool:
 def _calibrated(massive: float) -> Callable[[Any, tuple[Tensor, ...]], None]:
     """Return a hook that sets the weights of a norm whose input has the massive dimension.
 
-    The mean square of the norm's other outputs is then 1. `massive` is the dimension's own weight.
+    The mean square of the norm's other outputs is then 1. `massive` is the weight of that
+    dimension.
     """
 
     def set_weight(norm: Any, inputs: tuple[Tensor, ...]) -> None:

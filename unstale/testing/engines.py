@@ -18,11 +18,12 @@ _LONG_REPLY = 1000
 def check_engine(
     make: Callable[[], Engine], *, update: Mapping[str, Tensor], prompt: Sequence[int] = (1, 2, 3)
 ) -> None:
-    """Test an engine. Raise AssertionError with the likely mistake if it breaks its contract.
+    """Test an engine.
 
-    `make` returns a new engine, and `update` is a full set of weights for it. The engine's context
-    must have room for a thousand tokens after `prompt`. A reply of two tokens must end before one
-    of a thousand that started at the same time.
+    Raise AssertionError with the probable mistake if the engine breaks its contract. `make` returns
+    a new engine, and `update` is a full set of weights for it. The engine's context must have room
+    for a thousand tokens after `prompt`. A reply of two tokens must end before one of a thousand
+    that started at the same time.
     """
     virtual_clock.run(_check_engine(make(), update, list(prompt)))
 
@@ -102,7 +103,7 @@ async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _truncates(engine: Engine, prompt: list[int], params: SamplingParams) -> None:
-    """Require that the engine returns kept sets, or refuses with a ValueError."""
+    """Require that the engine returns the kept sets, or refuses truncation with a ValueError."""
     try:
         piece = (await engine.sample(prompt, params)).piece
     except ValueError:

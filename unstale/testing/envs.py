@@ -31,13 +31,13 @@ NOISE = (
 )
 """Replies that an untrained policy may give. An environment must answer all of them."""
 MAX_FORKS = 3
-"""Number of replies after which `check_env` forks an episode. Each fork repeats all earlier ones.
+"""Number of replies after each of which `check_env` forks an episode. A fork repeats all replies
+before it.
 """
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
-    """Test a task set. Raise AssertionError if the task set or its environments break their
-    contract.
+    """Test a task set. Raise AssertionError if it, or one of its environments, breaks its contract.
 
     Up to `episodes` tasks are played twice with fixed replies. The environment must give the same
     answers both times. The first task is also forked after each of its first replies: a second
@@ -96,7 +96,10 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
 
 
 async def _fork(taskset: Taskset, task: Task, turns: list[Turn], at: int) -> None:
-    """Fork an episode with seed 0 after `at` replies. `turns` are its turns without a fork."""
+    """Fork an episode with seed 0 after `at` replies.
+
+    `turns` are the episode's turns without a fork.
+    """
     parent, fork = taskset.env(task, 0), taskset.env(task, 0)
 
     async def answers(env: Any, numbers: range, *, other: int = 0) -> list[Turn]:

@@ -69,14 +69,15 @@ _ANSWERS = ("It is Paris.", "The last of the seven days is Sunday.", "I do not k
 
 @dataclass(slots=True)
 class Trial:
-    """The results of one model in one precision. Values that a failed trial did not reach keep
-    their defaults.
+    """The results of one model in one precision.
+
+    Values that a failed trial did not reach keep their defaults.
     """
 
     trainer: str = ""
     """How the trainer runs sequences: `packed` into one pass, or each `apart`."""
     engine: str = ""
-    """The program by which the embedded engine runs the model."""
+    """The name of the embedded engine's code that runs the model."""
     scored: float = float("nan")
     """Error of the trainer's log-probabilities, in units of plain transformers' error."""
     sampled: float = float("nan")
@@ -89,7 +90,7 @@ class Trial:
     refused: str = ""
     """The message with which the run refuses the model. Empty if the run accepts it."""
     crash: str = ""
-    """An error of the program, which no model should cause."""
+    """An unexpected error, which no model should cause. Empty if there was none."""
 
     @property
     def passed(self) -> bool:
@@ -103,9 +104,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The trials of one model, by precision: of the plain model, and of one with planted
-    activations.
-    """
+    """The trials of one model by precision: plain, and with planted activations."""
 
     name: str
     plain: dict[str, Trial] = field(default_factory=dict)
@@ -216,7 +215,7 @@ class _Reference:
             self._exact.set_experts_implementation("eager")  # grouped products lack float64
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the weights of a policy."""
+        """Copy a policy's weights into the reference models."""
         for model in (self._plain, self._exact):
             model.load_state_dict(weights, strict=False)
 
@@ -235,8 +234,10 @@ class _Reference:
         return self._size(torch.cat(ours)) / size
 
     def _size(self, errors: Tensor) -> float:
-        """Return the root mean square of errors. With experts the median replaces the mean, because
-        rounding may change the choice of an expert, and with it the value of some tokens.
+        """Return the root mean square of errors.
+
+        With experts the median replaces the mean, because rounding may change the choice of an
+        expert, and with it the value of some tokens.
         """
         squares = errors.square()
         return float((squares.median() if self._has_experts else squares.mean()).sqrt())
@@ -272,8 +273,9 @@ def _conversations(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 def _sample(
     batcher: Batcher, prompts: Sequence[Sequence[int]], *, seed: int
 ) -> dict[int, FinishedReply]:
-    """Return four replies to each prompt, by number. Reply i is to prompt i modulo the number of
-    prompts.
+    """Return four sampled replies to each prompt, by number.
+
+    Reply i belongs to prompt i modulo the number of prompts.
     """
     for number in range(4 * len(prompts)):
         prompt = tuple(prompts[number % len(prompts)])
@@ -324,7 +326,9 @@ def table(rows: Sequence[Row], dtypes: Sequence[str]) -> list[str]:
 
 
 def _path(engine: str) -> str:
-    """Return the kind of program with which the embedded engine runs a model."""
+    """Return the kind of code with which the embedded engine runs a model, given the code's
+    name.
+    """
     if not engine.startswith("transformers"):
         return "own decoder"
     return "transformers, packed" if engine.endswith("packed") else "transformers, one by one"
@@ -354,10 +358,10 @@ def table_in(page: str) -> list[str]:
 
 
 def with_table(page: str, lines: Sequence[str]) -> str:
-    """Return a page with the rows of a new table. Old rows stay for models that the new table
-    lacks.
+    """Return a page in which a new table replaces the old one.
 
-    If the head of the table differs, because of other precisions, no old row stays.
+    Rows of models that the new table lacks are kept. If the head of the table differs, because of
+    other precisions, no old row is kept.
     """
     old = table_in(page)
     if old[:2] == list(lines[:2]):

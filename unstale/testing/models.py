@@ -86,8 +86,8 @@ def plain_logps(
 ) -> Tensor:
     """Return the log-probability in nats of each token of one sequence, `[T]`.
 
-    They are computed by a plain forward pass. The value of the first token is 0. With the T tokens'
-    `kept_sets`, other logits are masked.
+    They are computed by a plain forward pass. The value of the first token is 0. With `kept_sets`,
+    the logits of tokens outside of each position's set are masked.
     """
     row = torch.tensor([tokens], device=policy.device)
     with torch.no_grad():
@@ -136,9 +136,9 @@ def episode(
 
 
 def with_kept_sets(item: ScoredTrajectory, *, vocab: int = 64) -> ScoredTrajectory:
-    """Return an episode whose sampled tokens have random kept sets. One token has all tokens.
+    """Return an episode whose sampled tokens have random kept sets. One set contains all tokens.
 
-    The sets depend only on the episode's number and the piece's place.
+    The sets depend only on the episode's number and the position in the episode.
     """
     pieces: list[Piece] = []
     for place, piece in enumerate(item.trajectory.pieces):
@@ -157,7 +157,9 @@ def with_kept_sets(item: ScoredTrajectory, *, vocab: int = 64) -> ScoredTrajecto
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
-    """Add random noise of this size to all weights, in place of an optimizer step."""
+    """Add random noise of standard deviation `size` to all weights, in place of an optimizer
+    step.
+    """
     noise = torch.Generator().manual_seed(seed)
     moved = {
         name: tensor + size * torch.randn(tensor.shape, generator=noise).to(tensor)
@@ -167,7 +169,7 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
 
 
 def checkpoint_round_trip(state: Any) -> Any:
-    """Write the state of a component to a checkpoint, and return what is read back.
+    """Write a component's state to a checkpoint. Return the state that is read back.
 
     Raises TypeError for a state that a checkpoint cannot store.
     """

@@ -37,7 +37,7 @@ def check_old_logps(
 ) -> None:
     """Test the routes that `make` returns. Raise AssertionError if one breaks its contract.
 
-    The route gets a batch with tokens of three versions, some of them sampled with a KV cache of
+    A route gets a batch with tokens of three versions, some of them sampled with a KV cache of
     older weights. Its values may have any error, except where the route marks them as exact. A
     second test resumes a killed run from its checkpoint. `make_policy` returns a policy with the
     weights of `tiny_policy(lora=lora)`, which may be divided among ranks.
@@ -205,7 +205,7 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], 
 def _episode(
     number: int, plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]]
 ) -> ScoredTrajectory:
-    """Return an episode, every second one of truncated sampling."""
+    """Return an episode of the plan. Every second one has kept sets, as with truncated sampling."""
     made = episode(number, plan)
     return with_kept_sets(made) if number % 2 else made
 
@@ -239,7 +239,7 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """Return the pieces that `version` sampled in these episodes, as the route receives them."""
+    """Return the token runs that `version` sampled in these episodes, as a route receives them."""
     pieces = []
     for number, plan in enumerate(plans):
         trajectory = _episode(number, plan).trajectory

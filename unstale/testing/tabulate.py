@@ -1,4 +1,4 @@
-"""List all states of a small environment, by playing every sequence of some replies."""
+"""All states of a small environment, found by playing every sequence of given replies."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
     max_turns: int = 5,
     max_episodes: int = 100_000,
 ) -> Tabular:
-    """Return a task as arrays. A state is the sequence of replies so far, an action a reply.
+    """Return a task as arrays. A state is the sequence of replies so far, an action is a reply.
 
     The environment is played again from its beginning for each sequence of up to `max_turns`
     replies, so it must answer equally each time. Episodes that are longer have no reward. Raises

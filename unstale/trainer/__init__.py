@@ -1,8 +1,8 @@
-"""The contract of trainers. A trainer turns batches into optimizer steps.
+"""The interface of trainers. A trainer turns batches into optimizer steps.
 
 The training loop, the planner and the command line use the Protocols of this file.
-`local.LocalTrainer` trains in this process, and
-`unstale.cluster.ranked_trainer.RankedTrainer` in several.
+`local.LocalTrainer` trains in this process, and `unstale.cluster.ranked_trainer.RankedTrainer` in
+several.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest version number.
+        """The newest version number of the weights.
 
-        The weights of this version are published already, or will be published next.
+        This version is published already, or is the next to be.
         """
         ...
 
@@ -48,19 +48,18 @@ class Trainer(Protocol):
         ...
 
     def add(self, part: Batch) -> None:
-        """Add the gradient of some groups of the next batch, which is not complete yet.
+        """Add the gradient of some groups of the next batch, before the batch is complete.
 
-        The next call of `prepare` receives the whole batch. Raises FloatingPointError if the loss
-        is not finite.
+        `prepare` later receives the whole batch. Raises FloatingPointError if the loss is not
+        finite.
         """
         ...
 
     def prepare(self, batch: Batch) -> Sequence[Any]:
-        """Compute old log-probabilities and corrections of a batch. Divide the batch into optimizer
-        steps.
+        """Compute a batch's old log-probabilities and corrections. Divide it into optimizer steps.
 
-        Each element of the result is for one call of `backward`. Sequences whose gradient was added
-        already are left out.
+        Each element of the result is a minibatch for one call of `backward`. Sequences whose
+        gradient was already added by `add` are left out.
         """
         ...
 
@@ -72,9 +71,9 @@ class Trainer(Protocol):
         ...
 
     def step(self) -> None:
-        """Take an optimizer step.
+        """Take an optimizer step with the gradients of `backward`.
 
-        Raises FloatingPointError instead if the gradient is not finite.
+        If the gradient is not finite, take no step and raise FloatingPointError.
         """
         ...
 
@@ -85,21 +84,22 @@ class Trainer(Protocol):
     def scatter_sample(self) -> list[dict[str, float]]:
         """Return `log_d`, `log_s` and `lag` of some sampled tokens of the last batch, for plots.
 
-        log_d is the discrepancy between trainer and engine, log_s the change by newer weights.
+        `log_d` is the log-ratio between trainer and engine, `log_s` the log-ratio between newer and
+        older weights.
         """
         ...
 
     def tokens(self) -> Sequence[TokenValues]:
         """Return the values of the trained tokens of the last batch, for the journal.
 
-        Only the share `journal.token_share` of the batch's groups has values. Empty if the trainer
+        Only the share `journal.token_share` of the batch's groups is included. Empty if the trainer
         does not collect values.
         """
         ...
 
 
 def train_on(trainer: Trainer, batch: Batch) -> None:
-    """Take the optimizer steps of one batch, without publishing the new weights to engines.
+    """Take the optimizer steps of one batch. The new weights are not published to engines.
 
     The training loop makes the same calls, and publishes weights between them.
     """
@@ -109,18 +109,18 @@ def train_on(trainer: Trainer, batch: Batch) -> None:
 
 
 class AuditObserver(Protocol):
-    """The methods of the audit that the training loop calls.
+    """The audit's methods that the training loop calls.
 
     The audit measures the error of old log-probabilities.
     """
 
     def on_published(self, live: Collection[int]) -> None:
-        """Receive the notice that every engine has loaded the newest version of the weights.
+        """Handle the event that every engine has loaded the newest version of the weights.
 
         `live` are the versions that sampled tokens which are still to be trained on.
         """
         ...
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return the true and the estimated ratios of some tokens (as logarithms), for plots."""
+        """Return true and estimated log-ratios of some tokens, for plots."""
         ...

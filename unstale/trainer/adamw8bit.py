@@ -1,4 +1,4 @@
-"""AdamW whose moments take one byte each."""
+"""AdamW whose optimizer moments take one byte each."""
 
 import math
 from collections.abc import Iterable
@@ -11,14 +11,16 @@ from torch import Tensor
 from unstale.model.sharding import local, zero_rows
 
 BLOCK = 256
-"""Number of moments that share a scale."""
+"""Number of moments that share a scale factor."""
 MIN_ROW = 64
-"""Smallest number of weights in a row whose moments have 8 bits. Others are few, and float32."""
+"""Smallest number of weights in a row whose moments are stored in 8 bits. Shorter rows have few
+weights in all, and their moments stay in float32.
+"""
 _PART = 1 << 24
-"""Number of weights that are changed at a time, which limits the memory for float32 moments."""
+"""Number of weights that are updated at a time. It limits the memory for float32 moments."""
 _EXPONENTS = 7
 _MOMENTS = {"mean": True, "deviation": False}
-"""The moments of a weight, and whether they have a sign."""
+"""The two moments of a weight. The value is True if the moment may be negative."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -43,7 +45,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Change the weights that have a gradient. `closure` must be None."""
+        """Update the weights that have a gradient. `closure` must be None."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -54,7 +56,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     _update(weight, state, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a state. torch has given its codes the dtype of the weights."""
+        """Load a state. torch has cast its 8-bit codes to the dtype of the weights."""
         super().__setstate__(state)
         for values in self.state.values():
             for name in _MOMENTS:
@@ -63,15 +65,15 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class _Moment(NamedTuple):
-    """This rank's part of a moment of a weight."""
+    """This rank's part of one moment of a weight."""
 
     values: Tensor
-    """Codes, or float32 numbers without `scale`."""
+    """8-bit codes. If there is no `scale`, float32 numbers."""
     scale: Tensor | None
     levels: Tensor
 
     def read(self, rows: slice) -> Tensor:
-        """Return some rows in float32, each flat."""
+        """Return the moments of some rows of the weight in float32, `[rows, N]`."""
         if self.scale is None:
             return self.values[rows].flatten(1)
         codes = self.values[rows].flatten(1)
@@ -80,7 +82,10 @@ class _Moment(NamedTuple):
         return (blocks * self.scale[rows][..., None]).flatten(1)[:, :width]
 
     def write(self, rows: slice, numbers: Tensor) -> None:
-        """Round some rows to the nearest levels. The scale is the largest size in a block."""
+        """Store the moments of some rows, rounded to the nearest of the 256 levels of their block.
+
+        The scale of a block is its largest absolute value.
+        """
         target = self.values[rows]
         if self.scale is None:
             target.copy_(numbers.view_as(target))
@@ -94,14 +99,20 @@ class _Moment(NamedTuple):
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
-    """Return rows `[R, N]` as `[R, blocks, BLOCK]`, filled up with zeros."""
+    """Return rows `[R, N]` as blocks `[R, blocks, BLOCK]`.
+
+    The last block of a row is padded with zeros.
+    """
     missing = -rows.shape[1] % BLOCK
     return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
 
 
 @cache
 def _levels(device: torch.device, *, signed: bool) -> Tensor:
-    """Return the 256 numbers of a code: 0, 1, and 7 powers of ten with more digits at the top."""
+    """Return the 256 numbers that an 8-bit code can stand for, between -1 or 0 and 1.
+
+    They are 0, 1, and numbers of 7 powers of ten, with more digits for larger powers.
+    """
     found = [torch.tensor([0.0, 1.0])]
     for exponent in range(_EXPONENTS):
         bounds = torch.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1)
@@ -111,7 +122,7 @@ def _levels(device: torch.device, *, signed: bool) -> Tensor:
 
 
 def _scale(moment: str) -> str:
-    """Return the name of a moment's scales in an optimizer's state."""
+    """Return the name of the scales of a moment in the optimizer's state."""
     return f"{moment}_scale"
 
 
@@ -129,7 +140,7 @@ def _new_state(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _update(weight: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Change this rank's part of a weight, some rows at a time."""
+    """Update this rank's part of a weight, some rows at a time."""
     assert weight.grad is not None
     (beta1, beta2), count = group["betas"], float(state["step"])
     numbers, gradient = local(weight.detach()), local(weight.grad)

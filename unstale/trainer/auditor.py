@@ -1,7 +1,8 @@
-"""The audit: measure the error of a route's old log-probabilities during training.
+"""The audit: measure the error of the run's old log-probabilities during training.
 
-The auditor scores a share of every batch again, with full copies of the weights that sampled the
-tokens. It keeps its own copies, so that errors in the route's copies are found.
+A route is the method by which a run obtains old log-probabilities. The auditor computes those of a
+share of every batch again, with full copies of the weights that sampled the tokens. It keeps its
+own copies, so that errors in the route's copies are found.
 """
 
 import time
@@ -26,31 +27,37 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RecordedBatch, Recording
 
 WINDOW = 4096
-"""Number of recent audited tokens over which leaks and agreement are estimated. One step has too
-few tokens for these estimates.
+"""Number of recent audited tokens from which the shares of leaks and of agreement are estimated. A
+single step has too few tokens.
 """
 MAX_POINTS = 64
-"""Largest number of points (log D, log S) kept of one step for plots. They are evenly spaced over
-its audited tokens. D is the discrepancy, S the staleness ratio (docs/glossary.md).
+"""Largest number of points (log D, log S) that one step stores for plots. They are evenly spaced
+over its audited tokens. D is the discrepancy, S the staleness ratio (docs/glossary.md).
 """
 NOISE_SEQUENCES = 4
-"""Number of sequences that are scored in another packing, to measure numerical noise."""
+"""Number of sequences whose log-probabilities are computed again in another packing, to measure
+numerical noise.
+"""
 SHIFT = 0.6180339887
-"""The golden ratio minus 1. Its multiples, modulo 1, are evenly spread for any number of steps."""
+"""The golden ratio minus 1. The fractional parts of its multiples are evenly spread for any number
+of steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """`N` audited tokens, and which of them the correction drops and the objective clips."""
+    """The result of an audit of N tokens: which ones the correction drops and the objective
+    clips.
+    """
 
     tokens: Tokens
     dropped: Tensor
-    """`[2, N]` bool: tokens that the correction drops, by the route's values and by the true
-    ones.
+    """`[2, N]` bool: True for tokens that the correction drops. Row 0 uses the route's old
+    log-probabilities, row 1 the true ones.
     """
     clipped: Tensor
-    """`[2, N]` bool: tokens that the objective clips, by the route's values and by the true
-    ones.
+    """`[2, N]` bool: True for tokens that the objective clips. Row 0 uses the route's old
+    log-probabilities, row 1 the true ones.
     """
 
 
@@ -58,7 +65,8 @@ class Audited:
 class Truth:
     """A batch with its true old log-probabilities.
 
-    `version` and `logp` are those of the policy before the first optimizer step on the batch.
+    `version` and `logp` are the policy's version and log-probabilities before the first optimizer
+    step on the batch.
     """
 
     batch: Batch
@@ -68,10 +76,10 @@ class Truth:
     version_gaps: VersionGaps = ()
 
     def compare(self, prox: Tensor, rules: LossSpec) -> Audited:
-        """Compare a route's old log-probabilities `prox` `[T]` with the true ones.
+        """Compare the route's old log-probabilities `prox` `[T]` with the true ones.
 
-        Tokens without a true value (`has_clean_behavior`) are left out. If a ratio is aggregated
-        over several tokens, the route's values stand in for missing true values.
+        Tokens without a true value are left out (`has_clean_behavior` is False). If a ratio is
+        aggregated over several tokens, the route's values replace missing true values in it.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
         both = (prox, torch.where(where, self.old_logp, prox))
@@ -87,7 +95,7 @@ class Truth:
 
 
 def join(parts: Sequence[Audited]) -> Audited:
-    """Join the audited tokens of several batches into one object."""
+    """Join the audits of several batches into one."""
     return Audited(
         audit.join([part.tokens for part in parts]),
         torch.cat([part.dropped for part in parts], 1),
@@ -96,7 +104,7 @@ def join(parts: Sequence[Audited]) -> Audited:
 
 
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
-    """Return the audit's metrics by name: mean error, leaks, agreement, each with a standard error.
+    """Return the audit's metrics by name: mean error, leaks, agreement, with standard errors.
 
     docs/old-logps.md explains them. A metric is None if there are too few tokens to estimate it, or
     if the ratios vary too little.
@@ -114,7 +122,10 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 
 
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Return an estimate as the metric `name` and its standard error as the metric `{name}_se`."""
+    """Return an estimate as the metric `name`, and its standard error as the metric `{name}_se`.
+
+    Both are None without an estimate.
+    """
     return {
         name: estimate.value if estimate else None,
         f"{name}_se": estimate.se if estimate else None,
@@ -124,7 +135,7 @@ def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
 def score_truth(scorer: Scorer, batch: Batch) -> Scored:
     """Return the log-probability of each sampled token under the weights that sampled it, `[T]`.
 
-    A token sampled while the engine kept an older cache has no such value.
+    A token sampled after a context that the engine had cached with older weights has no such value.
     """
     return scorer.score_versions(batch, has_clean_behavior(batch))
 
@@ -133,8 +144,8 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
     """Return the numerical noise of log-probabilities, in nats.
 
     This is the root mean square of their change when sequences are packed differently. `logp` `[T]`
-    are the scorer's values for this batch and version. Some sequences are scored again, each alone
-    and only up to its middle. The result is at least the rounding error of the dtype.
+    are the scorer's values for this batch and version. Some sequences are scored again, each in its
+    own pass and only up to its middle. The result is at least the rounding error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, shift=0.0):
@@ -163,10 +174,10 @@ def spread(count: int, wanted: int, *, shift: float) -> list[int]:
 
 
 class Auditor:
-    """Measures the error of the route's old log-probabilities on a share of each batch's sequences.
+    """An observer that measures the error of the route's old log-probabilities.
 
-    If `recording` is set, the auditor also writes every version and batch to disk for `unstale
-    audit`.
+    It audits a share of each batch's sequences. If `recording` is set, it also writes every version
+    and batch to disk for `unstale audit`.
     """
 
     def __init__(
@@ -178,11 +189,11 @@ class Auditor:
         share: float,
         is_bitwise: bool = False,
     ) -> None:
-        """Make the auditor of the route `old`.
+        """Create the auditor of the route `old`, which computes old log-probabilities.
 
         `scorer` must not be the scorer that the route uses. `share` is the share of a batch's
-        sequences that are audited. With `is_bitwise`, `look` raises NotBitwise unless the true
-        log-probabilities are the engine's.
+        sequences that are audited. With `is_bitwise`, `look` raises NotBitwise if a true
+        log-probability differs from the engine's.
         """
         if share:
             scorer.keep_versions(Copies)
@@ -207,11 +218,11 @@ class Auditor:
             self._seconds += time.perf_counter() - began
 
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
-        """Return metrics of the error of the route's `old_logp` `[T]`.
+        """Return metrics of the error of the route's `old_logp` `[T]` for a batch.
 
-        Called before the first optimizer step on a batch. `old_logp` is empty for a route that
-        computes its values in every training pass. The auditor then asks the route itself. Metrics
-        that cannot be estimated from the data are left out.
+        Called before the first optimizer step on the batch. `old_logp` is empty if the route
+        computes its values in every training pass. The auditor then asks the route for them.
+        Metrics that cannot be estimated from the data are left out.
         """
         self._steps += 1
         scorer = self._scorer
@@ -246,10 +257,10 @@ class Auditor:
         }
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return lag, log D and log S of some tokens, for plots.
+        """Return lag, log D and log S of some audited tokens, for plots.
 
-        D is the discrepancy, S the staleness ratio. Each is returned twice: computed with the
-        route's values, and with the true values.
+        D is the discrepancy, S the staleness ratio. Both are given twice: with the route's values,
+        and with the true values.
         """
         if not self._window:
             return []
@@ -281,12 +292,15 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Read from disk the past weights that unused tokens need and that the checkpoint lacks."""
+        """Read from disk the past weights that tokens in `past` need and that the checkpoint lacks.
+
+        `past` has, by version, the sampled tokens that no batch has contained yet.
+        """
         if self._share:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """Return the mean error of this step, and the other metrics over recent steps."""
+        """Return the mean error in this step, and the other metrics over recent steps."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW
@@ -309,7 +323,7 @@ class Auditor:
 class Copies:
     """Full copies of the weights of past versions.
 
-    The auditor uses them instead of the version store, so that it finds errors of that store.
+    The auditor uses them instead of the run's version store, so that it finds errors of that store.
     """
 
     encode_s = 0.0

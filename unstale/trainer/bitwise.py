@@ -1,4 +1,4 @@
-"""The check of a bitwise run: engine and trainer compute equal log-probabilities."""
+"""The check of a run with `engine.bitwise`: equal log-probabilities in engine and trainer."""
 
 from functools import partial
 from typing import Any
@@ -10,8 +10,8 @@ from unstale.algorithms.corrections import has_behavior
 from unstale.records import Batch
 
 COMPARED = "trainer/bitwise_tokens"
-"""Metric: the number of comparisons of a token's log-probabilities in a batch. A token may be
-compared twice.
+"""Metric: the number of comparisons of a token's log-probability with the engine's in a batch. A
+token may be compared twice.
 """
 
 
@@ -19,7 +19,10 @@ class NotBitwise(ValueError):
     """Error: the engine and the trainer computed different log-probabilities of a token."""
 
     def __init__(self, name: str, value: float, behavior: float, **place: int) -> None:
-        """`place` is the `episode`, the `token` in its sequence, and the `version`."""
+        """`value` is the trainer's log-probability, `behavior` the engine's.
+
+        `place` is the `episode`, the `token` in its sequence, and the `version`.
+        """
         super().__init__(
             f"engine.bitwise: {name} is {value:.9g} and behavior_logp is {behavior:.9g} at token "
             f"{place['token']} of episode {place['episode']}, sampled and scored by version "
@@ -29,17 +32,18 @@ class NotBitwise(ValueError):
         self.name, self.value, self.behavior, self.place = name, value, behavior, place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs to copy the error: all arguments, not only the message."""
+        """Return all arguments, not only the message, so that pickle can copy the error."""
         return partial(type(self), self.name, self.value, self.behavior, **self.place), ()
 
 
 def require_equal(batch: Batch, name: str, logp: Tensor, where: Tensor) -> int:
-    """Compare log-probabilities of the trainer with the engine's. Return the number of tokens.
+    """Compare the trainer's log-probabilities with the engine's.
 
-    Raises NotBitwise at the first token that differs. `logp` `[T]`, called `name` in the message,
-    has the trainer's log-probabilities of the tokens in `where`, under the weights that sampled
-    them. Tokens that the engine did not sample in this context are left out. So are replayed
-    tokens, which may come from a run without `engine.bitwise`.
+    Return the number of compared tokens. Raises NotBitwise at the first token that differs. `logp`
+    `[T]`, called `name` in the message, has the trainer's log-probabilities of the tokens in
+    `where`, under the weights that sampled them. Tokens that the engine sampled in another context,
+    or not at all, are left out. So are replayed tokens, which may come from a run without
+    `engine.bitwise`.
     """
     where = where & batch.fresh & has_behavior(batch.provenance)
     bad = (where & (logp != batch.behavior_logp)).nonzero()

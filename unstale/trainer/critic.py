@@ -4,8 +4,9 @@
     loss(...)       the critic's loss of some sequences, in the pass of the policy's loss
     step()          change the critic's weights
 
-A forecast is a linear function of the last hidden state before an action, divided by its norm. The
-forecasts of a batch come from the newest weights, those from which its optimizer steps start,
+A forecast is a linear function of the last hidden state before an action, divided by its norm.
+Least squares find this function, the head, from all batches so far, so it needs no learning rate.
+The forecasts of a batch come from the newest weights, those from which its optimizer steps start,
 whatever version sampled a token. They are computed once and do not depend on the rewards of the
 batch, so with lambda 1 they are a baseline that does not bias the gradient. Corrections of D and
 the objective on S act on the policy's loss as with any other advantage.
@@ -19,13 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from unstale.algorithms.advantages import whiten
 from unstale.algorithms.gae import action_starts, gae_advantage, value_loss
 from unstale.config import ConfigError, RunConfig
 from unstale.model.forward import last_states
-from unstale.model.head import wide
 from unstale.model.policy import Policy
 from unstale.records import Batch
 from unstale.trainer.passes import pass_tokens
@@ -34,20 +35,31 @@ from unstale.trainer.weight_update import WeightUpdate
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """The forecasts of a batch and what they are trained towards. Tensors are `[T]` on the CPU."""
+    """The critic's forecasts for a batch, and their training targets.
+
+    Tensors are `[T]` on the CPU.
+    """
 
     starts: Tensor
-    """True for the first token of each action, before which there is a forecast."""
+    """True for the first token of each action. A forecast is made before it."""
     value: Tensor
-    """The forecast before the optimizer steps of the batch. 0 elsewhere."""
+    """The forecast at each action's first token, made before the batch's optimizer steps. 0
+    elsewhere.
+    """
     target: Tensor
 
     def select(self, index: Tensor) -> "Forecasts":
         return Forecasts(self.starts[index], self.value[index], self.target[index])
 
 
+_RIDGE = 3e-3
+"""Penalty on the squares of the head's weights, beside the mean squared error of a batch. At the
+retail desk, penalties from a tenth to ten times as large forecast as well.
+"""
+
+
 class Critic:
-    """A linear head on hidden states, its optimizer, and the layers below if they are its own."""
+    """A linear head on hidden states, and the layers below if they are its own."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         """Create a critic that forecasts 0. Raises ConfigError for a model without a plain head."""
@@ -66,19 +78,31 @@ class Critic:
         self._model = self._own or policy
         self._max_tokens = pass_tokens(policy, config, trains=False)
         width = policy.model.config.get_text_config().hidden_size
-        kind: Any = {"dtype": wide(policy.dtype), "device": policy.device}
-        self._head = [nn.Parameter(torch.zeros(size, **kind)) for size in (width, 1)]
-        self._optimizer = torch.optim.Adam(self._head, lr=config.critic.lr)
+        kind: Any = {"dtype": torch.float64, "device": policy.device}
+        self._head = torch.zeros(width + 1, **kind)
+        """The weights of a forecast, and its constant."""
+        self._squares = torch.zeros(width + 1, width + 1, **kind)
+        """The weighted sum, over optimizer steps, of the mean product of two features."""
+        self._products = torch.zeros_like(self._head)
+        """The same of a feature and the target."""
+        self._new = [torch.zeros_like(each) for each in (self._squares, self._products)]
+        """What this rank adds to both at the next optimizer step."""
+        self._pass: list[tuple[Tensor, Tensor]] = []
+        """What the last pass adds to both, if it counts."""
         self._steps = 0
         self.metrics: dict[str, float] = {}
-        """The metrics of the last batch."""
+        """The critic's metrics for the last batch."""
 
     @classmethod
     def of(cls, policy: Policy, config: RunConfig) -> "Critic | None":
         return cls(policy, config) if config.advantage.estimator == "gae" else None
 
     def credit(self, batch: Batch) -> tuple[Batch, Forecasts, int]:
-        """Return the batch with advantages, its forecasts, and the tokens of forward passes."""
+        """Compute forecasts and advantages of a batch.
+
+        Return the batch with these advantages, its forecasts, and the number of tokens in forward
+        passes.
+        """
         options = self._advantage
         sequence = batch.sequence
         starts = action_starts(batch.sampled, batch.turn, sequence=sequence, over=options.over)
@@ -112,7 +136,8 @@ class Critic:
 
     @contextmanager
     def reading(self) -> Iterator[list[Tensor]]:
-        """Return a context with a list of the hidden states of the policy's passes, for `loss`.
+        """Return a context that collects hidden states of the policy's passes in a list, for
+        `loss`.
 
         The list stays empty if the critic has layers of its own.
         """
@@ -125,10 +150,11 @@ class Critic:
     def loss(
         self, part: Batch, states: list[Tensor], minibatch: Forecasts, index: Tensor
     ) -> Tensor:
-        """Return the critic's loss of some sequences of a minibatch, a scalar with a gradient.
+        """Return the critic's loss on some sequences of a minibatch, a scalar with a gradient.
 
-        It is the mean over the minibatch's actions. `states` has those before the sampled tokens of
-        `part`, and `index` the positions of the part's tokens in the minibatch.
+        It is the mean over the minibatch's actions. `part` has the sequences. `states` are the
+        hidden states before their sampled tokens, and `index` is the position in the minibatch of
+        each token of `part`.
         """
         here = minibatch.select(index)
         where = part.sampled.clone()
@@ -141,64 +167,81 @@ class Critic:
         places = where.nonzero().squeeze(1)
         chosen = here.starts[places].nonzero().squeeze(1)
         places = places[chosen]
-        value = self._forecast(hidden[chosen.to(hidden.device)]).cpu()
+        hidden = hidden[chosen.to(hidden.device)]
+        count = int(minibatch.starts.sum())
+        features = _features(hidden.detach())
+        target = here.target[places].to(features)
+        self._pass = [(features.T @ features / count, features.T @ target / count)]
+        value = self._forecast(hidden).cpu()
         loss = value_loss(value, here.value[places], here.target[places], clip=self._options.clip)
-        return loss.sum() / minibatch.starts.sum()
+        return loss.sum() / count
 
-    def collect_gradients(self, scale: float) -> None:
-        """Add the gradients of a backward pass, multiplied by `scale`, to those of the layers."""
+    def collect(self, scale: float, *, counts: bool) -> None:
+        """Add what a backward pass gives, whose gradients are multiplied by `scale`.
+
+        If it does not count (`counts`), its gradients are 0, and another rank adds its sums.
+        """
+        for new in self._pass if counts else ():
+            for total, each in zip(self._new, new, strict=True):
+                total += each
+        self._pass = []
         if self._weights:
             self._weights.masters.collect_gradients(scale)
 
-    def step(self, *, scale: float, is_skipped: bool) -> None:
-        """Take a step of the critic's optimizers. All ranks must call this.
+    def step(self, *, is_skipped: bool) -> None:
+        """Change the critic's weights. All ranks must call this.
 
-        The head's gradient is divided by `scale`. With `is_skipped` no weight changes. Raises
-        FloatingPointError if the gradient is not finite.
+        With `is_skipped` no weight changes. Raises FloatingPointError if the states, the targets or
+        the gradient are not finite.
         """
-        for weight in self._head:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            self._peers.sum(weight.grad).div_(scale)
+        squares, products = map(self._peers.sum, self._new)
         norm = self._weights.clip(self._clip_norm) if self._weights else 0.0
-        norm += sum(float(each.grad.norm()) for each in self._head if each.grad is not None)
+        norm += float(squares.norm() + products.norm())
         if not is_skipped and not math.isfinite(norm):
-            raise FloatingPointError("the gradient of the critic is not finite; no step was taken")
+            raise FloatingPointError("the critic's step is not finite; no step was taken")
         if not is_skipped:
             self._steps += 1
-            self._optimizer.step()
+            self._squares.mul_(self._options.memory).add_(squares)
+            self._products.mul_(self._options.memory).add_(products)
+            penalty = torch.full_like(self._head, _RIDGE)
+            penalty[-1] = 1e-9  # the constant is free
+            system = self._squares + penalty.diag()
+            self._head = torch.linalg.solve(system, self._products)
             if self._weights:
                 for group in self._weights.optimizer.param_groups:
                     group["lr"] = self._options.own_lr
                 self._weights.apply(self._steps)
-        self._optimizer.zero_grad(set_to_none=True)
+        for each in self._new:
+            each.zero_()
         if self._weights:
             self._weights.drop_gradients()
 
     def state(self) -> Mapping[str, Any]:
         return {
-            "head": [each.detach() for each in self._head],
-            "optimizer": self._optimizer.state_dict(),
+            "head": self._head,
+            "squares": self._squares,
+            "products": self._products,
             "steps": self._steps,
             "own": self._weights.state() if self._weights else None,
         }
 
-    @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        for weight, saved in zip(self._head, state["head"], strict=True):
-            weight.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])
+        for mine, name in (
+            (self._head, "head"),
+            (self._squares, "squares"),
+            (self._products, "products"),
+        ):
+            mine.copy_(state[name])
         self._steps = state["steps"]
         if self._weights:
             self._weights.restore(state["own"])
 
     def _forecast(self, states: Tensor) -> Tensor:
         """Return the forecasts `[R]` from hidden states `[R, H]`."""
-        weight, bias = self._head
-        hidden = states.to(weight.dtype)
-        return nn.functional.normalize(hidden, dim=-1) @ weight + bias
+        return _features(states) @ self._head
 
     def _describe(self, value: Tensor, target: Tensor) -> None:
-        """Note the metrics of a batch's forecasts and targets, `[n]` each."""
+        """Set the metrics of a batch from its forecasts and their targets, `[n]` each."""
         error = (target - value).square().mean()
         spread = target.var(correction=0)
         unexplained = (target - value).var(correction=0) / spread
@@ -234,14 +277,19 @@ def token_rewards(batch: Batch) -> Tensor:
     return rewards
 
 
+def _features(states: Tensor) -> Tensor:
+    """Return `[R, H + 1]`: states divided by their norms, and ones."""
+    return F.pad(F.normalize(states.double(), dim=-1), (0, 1), value=1.0)
+
+
 def _scale_gradient(states: Tensor, factor: float) -> Tensor:
-    """Return the same states, whose gradient is multiplied by `factor`."""
+    """Return hidden states with equal values, whose gradient is multiplied by `factor`."""
     held = states.detach()
     return held + factor * (states - held) if factor else held
 
 
 def _trained_copy(policy: Policy) -> Policy:
-    """Return a copy of the policy whose weights can be trained."""
+    """Return a copy of the policy with its own trainable weights."""
     copied = policy.twin()
     trained = {name for name, each in policy.model.named_parameters() if each.requires_grad}
     for name, parameter in copied.model.named_parameters():

@@ -1,4 +1,4 @@
-"""Save the batch at which the trainer stopped, so that `unstale replay` can repeat the failure."""
+"""Save the batch at which training failed, so that `unstale replay` can repeat the failure."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -8,10 +8,9 @@ from unstale.weights.recording import WENT_WRONG, FailedStep
 
 
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
-    """Save the last batch and the trainer's weights in `folder`.
+    """Save the last batch and the trainer's weights in `folder`. Return a message for the terminal.
 
-    Return a message for the terminal. All ranks of a trainer must call this function. The first one
-    writes, and the message of the others is empty.
+    All ranks of a trainer must call this function. The first rank writes, and the others return "".
     """
     failed = trainer.failed_batch
     if failed is None:

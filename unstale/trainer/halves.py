@@ -1,4 +1,4 @@
-"""The gradients of two halves of a step's groups, for an estimate of the gradient's noise."""
+"""The gradients of the two halves of a step's groups, to estimate the noise of the gradient."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from unstale.records import Batch, group_of
 
 
 class GradientNoiseScale:
-    """The gradient of the first half of a step's groups, and the number of groups in each half.
+    """An estimate of gradient noise from the gradients of the two halves of a step's groups.
 
     The gradient of a step is a sum over groups, which are independent of each other. Episodes of
-    one group are not, because they are compared with each other.
+    one group are not, because their rewards are compared with each other.
     """
 
     def __init__(self) -> None:
@@ -21,9 +21,10 @@ class GradientNoiseScale:
         self._first: dict[str, Tensor] = {}
 
     def split(self, batch: Batch, members: Sequence[int]) -> list[list[int]]:
-        """Divide the sequences `members` into two halves: every second group, and the other groups.
+        """Divide the sequences `members` (indices) into two halves: every second group, and the
+        rest.
 
-        One half may be empty. Raises ValueError if the groups of the batch are unknown.
+        A half may be empty. Raises ValueError if the groups of the batch are unknown.
         """
         group = group_of(batch).tolist()
         numbers = {number: i for i, number in enumerate(dict.fromkeys(group[i] for i in members))}
@@ -32,7 +33,10 @@ class GradientNoiseScale:
         return [[i for i in members if numbers[group[i]] % 2 == half] for half in (0, 1)]
 
     def keep_first(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the gradients of the weights after the backward passes of the first half."""
+        """Copy the gradients of the weights.
+
+        Call it after the backward passes of the first half.
+        """
         self._first = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
 
     def noise(self, weights: Mapping[str, Tensor]) -> float:

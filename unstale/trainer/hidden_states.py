@@ -1,4 +1,4 @@
-"""The tokens whose hidden states techniques use, and statistics of entropies."""
+"""The choice of tokens whose hidden states techniques read, and statistics of entropies."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from unstale.records import Batch
 
 
 def last_tokens(batch: Batch, count: int) -> Tensor:
-    """Return a mask of the last `count` tokens of each prompt and of each reply, `[T, 2]` bool.
+    """Return a mask `[T, 2]` of the last `count` tokens of each prompt and of each reply, bool.
 
     Column 0 marks tokens of prompts, column 1 tokens of replies. A prompt is the text before the
     first reply of a sequence.
@@ -28,7 +28,7 @@ def last_tokens(batch: Batch, count: int) -> Tensor:
 def statistics(entropy: Tensor, batch: Batch) -> Tensor:
     """Return mean, standard deviation and maximum of each sequence's entropies, `[n, 3]`.
 
-    Only sampled tokens count. A sequence without them has NaN.
+    `entropy` is `[T]`, and only sampled tokens count. A sequence without sampled tokens has NaN.
     """
     rows = []
     for start, end in batch.spans():

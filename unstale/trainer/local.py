@@ -51,7 +51,7 @@ from unstale.trainer.weight_update import WeightUpdate
 
 
 class LocalTrainer:
-    """A trainer in this process. It has the whole model and optimizer, or one rank's shard of them.
+    """A trainer in this process. It has the whole model and optimizer, or one rank's shard of both.
 
     A float32 policy is optimized directly. For a bfloat16 or float16 policy, the optimizer changes
     float32 weights, which are rounded into the policy after every step (`trainer.rounding`).
@@ -81,8 +81,8 @@ class LocalTrainer:
         self.skips_zero_advantage = not (
             self.rules.trains_zero_advantage or techniques.controllers or self.critic
         )
-        """True if sequences in which every advantage is 0 need no forward and backward pass. A
-        controller sees all sequences, and a critic learns from all.
+        """True if sequences whose advantages are all 0 need no forward and backward pass. It is
+        False with a controller, which sees all sequences, and with a critic, which learns from all.
         """
         self._critic_steps = config.critic.warmup_steps if self.critic else 0
         self._bitwise = config.engine.bitwise
@@ -103,19 +103,22 @@ class LocalTrainer:
         self._metrics = StepMetrics()
         self._added = AddedParts()
         self.divisor = 0
-        """The divisor of the loss, over the sequences counted so far. Used only with
+        """The divisor of the loss, over all sequences counted so far. Used only with
         `trainer.stream`.
         """
         self._whole_minibatch: Minibatch | None = None
         """The minibatch of the whole batch, if parts of the batch were added before it was
-        complete.
+        complete. Otherwise None.
         """
         self._groups_per_batch = config.schedule.groups_per_step
         self._cpu_s = time.process_time()
 
     @property
     def failed_batch(self) -> FailedBatch | None:
-        """The data of the current step, to be saved if a number is not finite."""
+        """The data of the current step, to be saved if a number is not finite.
+
+        None before a step.
+        """
         return self.scoring.failed_batch
 
     @property
@@ -132,17 +135,17 @@ class LocalTrainer:
         return self.policy.weights()
 
     def hidden_states(self, batch: Batch, query: StatesQuery) -> HiddenStates:
-        """Return hidden states of the sequences of a batch, under the current weights."""
+        """Return the hidden states that `query` asks for, of a batch under the current weights."""
         return self.scoring.hidden_states(batch, query)
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Compute old log-probabilities and corrections of a batch. Divide it into optimizer steps.
+        """Compute a batch's old log-probabilities and corrections. Divide it into optimizer steps.
 
         With `trainer.epochs_per_batch`, the same minibatches come several times.
 
-        Sequences that cannot have a gradient count in the loss's divisor but are not run. Sequences
-        whose gradient was added by `add` are left out. Raises ValueError if the batch has no
-        sampled token, and if an added part is not a part of the batch.
+        Sequences that cannot have a gradient count in the loss's divisor, but get no forward pass.
+        Sequences whose gradient was added by `add` are left out. Raises ValueError if the batch has
+        no sampled token, or lacks a part that was added.
         """
         began = time.perf_counter()
         added, self._added = self._added, AddedParts()
@@ -173,7 +176,7 @@ class LocalTrainer:
         return minibatches * self.config.epochs_per_batch
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of a minibatch's loss.
+        """Add the gradient of a minibatch's loss to the weights' gradients.
 
         The gradient does not depend on the size of microbatches.
         """
@@ -181,7 +184,7 @@ class LocalTrainer:
         self._run(minibatch)
 
     def add(self, part: Batch) -> None:
-        """Add the gradient of some groups of the next batch, which is not complete yet.
+        """Add the gradient of some groups of the next batch, before the batch is complete.
 
         The weights do not change before `step`, which applies the divisor of the loss. A part
         without a gradient is left to `prepare`. Raises FloatingPointError if the loss is not
@@ -208,13 +211,17 @@ class LocalTrainer:
             replays=bool(self.techniques.sources),
             tokens=TokenLog(share=self._token_share),
         )
+        self._metrics.places = self.rules.objective.placed != "mask"
         self._metrics.epochs = self.config.epochs_per_batch
         self.divisor = 0
         self._whole_minibatch = None
         self.scoring.num_compared = 0
 
     def _count(self, batch: Batch) -> list[int]:
-        """Count the tokens of some sequences of the batch. Return the sequences with a gradient."""
+        """Count the tokens of a batch.
+
+        Return the indices of its sequences that can have a gradient.
+        """
         self._metrics.tokens.begin(batch, route=self._route)
         self._metrics.count(batch)
         return self._with_gradient(batch, torch.ones_like(batch.advantage))
@@ -224,8 +231,8 @@ class LocalTrainer:
     ) -> tuple[Batch, Tensor, list[Minibatch]]:
         """Compute old log-probabilities, corrections and divisors for optimizer steps.
 
-        `steps` has the sequences of each step. Only the sequences `members` get forward passes.
-        Return them, their `old_logp` `[T]`, and the minibatch of each step.
+        `steps` has the indices of each step's sequences. Only the sequences `members` get forward
+        passes. Return these sequences, their `old_logp` `[T]`, and the minibatch of each step.
         """
         scoring, metrics = self.scoring, self._metrics
         scored, index = batch.select(members)
@@ -238,6 +245,7 @@ class LocalTrainer:
             metrics.score_tokens += tokens
             metrics.extra |= self.critic.metrics
             metrics.tokens.add_shaped(scored, dropped=torch.zeros_like(scored.sampled))
+        old = scoring.with_placed(scored, old, metrics)
         reference_logp = scoring.reference(scored)
         teacher_logp = scoring.teachers.logps(scored) if scoring.teachers else torch.empty(0)
         progress = self.steps / self.num_steps
@@ -245,7 +253,7 @@ class LocalTrainer:
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
         metrics.count_gradient(scored.select(trained)[0])
 
-        keep = batch.sampled.index_put((index,), old.correction.keep)
+        keep = batch.trained.index_put((index,), old.correction.keep)
         norm = self._norm(batch, steps, keep)[index]
         place = {sequence: position for position, sequence in enumerate(members)}
         minibatches = []
@@ -266,7 +274,7 @@ class LocalTrainer:
         return scored, old.old_logp, minibatches
 
     def _run(self, minibatch: Minibatch) -> None:
-        """Run the forward and backward passes of a minibatch, or of a part of one."""
+        """Run the forward and backward passes of a minibatch, or of an added part of one."""
         began = time.perf_counter()
         metrics = self._metrics
         self.scoring.failed_batch = FailedBatch("step", minibatch)
@@ -287,11 +295,14 @@ class LocalTrainer:
     def _add_gradient(
         self, minibatch: Minibatch, members: Sequence[int], passes: StepMetrics
     ) -> None:
-        """Add the gradient of some sequences' loss, in microbatches. `passes` gets the metrics."""
+        """Add the gradient of the loss on some sequences, in microbatches.
+
+        `passes` receives the metrics.
+        """
         batch = minibatch.batch
         all_spans = batch.spans()
         spans = [all_spans[i] for i in members]
-        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=batch.sampled)
+        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=batch.trained)
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
             counted = passes if counts else self._metrics.of_passes()
@@ -308,14 +319,14 @@ class LocalTrainer:
             (scale * loss if counts else 0 * loss).backward()
             self._masters.collect_gradients(scale)
             if self.critic:
-                self.critic.collect_gradients(scale)
+                self.critic.collect(scale, counts=counts)
             counted.microbatches += 1
             counted.sequence_tokens += len(microbatch.tokens)
 
     def step(self) -> None:
         """Take one optimizer step.
 
-        Raises FloatingPointError instead if the gradient is not finite.
+        If the gradient is not finite, take no step and raise FloatingPointError.
         """
         began = time.perf_counter()
         for master in self._master.values():
@@ -329,7 +340,6 @@ class LocalTrainer:
             self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
         norm = self._weights.clip(self.config.grad_clip)
-        scale = self._loss_scale.value
         overflows = self._loss_scale.absorbs(math.isfinite(norm))
         if not overflows and not math.isfinite(norm):
             raise FloatingPointError(
@@ -339,7 +349,7 @@ class LocalTrainer:
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
         plan = StepPlan(skip=True) if overflows else self._plan(norm, noise)
         if self.critic:
-            self.critic.step(scale=scale, is_skipped=overflows)
+            self.critic.step(is_skipped=overflows)
         lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -354,8 +364,9 @@ class LocalTrainer:
         self._metrics.update_s += time.perf_counter() - began
 
     def _update(self, *, is_skipped: bool) -> None:
-        """Let the optimizer change the weights, and round them. A skipped step
-        changes no weights.
+        """Let the optimizer change the weights, and round them into the policy.
+
+        A skipped step changes no weights.
         """
         if is_skipped:
             self._metrics.skipped_steps += 1
@@ -367,15 +378,15 @@ class LocalTrainer:
             self._metrics.add_moved(self._peers.sum(moved))
 
     def _keep_whole(self) -> None:
-        """Keep the data of all parts, because each may be the cause of a gradient that is not
-        finite.
-        """
+        """Store the data of all added parts: each may be the cause of a non-finite gradient."""
         assert self.failed_batch
         minibatch = self._whole_minibatch or self.failed_batch.minibatch
         self.scoring.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
 
     def _apply_divisor(self) -> None:
-        """Divide the gradient and the losses of the parts by the divisor of the whole batch."""
+        """Divide the gradient and the losses of the added parts by the divisor of the whole
+        batch.
+        """
         scale = 1 / max(1, self.divisor)
         for master in self._master.values():
             assert master.grad is not None
@@ -383,7 +394,10 @@ class LocalTrainer:
         self._metrics.losses = [scale * loss for loss in self._metrics.losses]
 
     def _plan(self, grad_norm: float, noise: float) -> StepPlan:
-        """Return the controllers' plan for the next optimizer step."""
+        """Return the plan of the techniques' controllers for the next optimizer step.
+
+        `grad_norm` is the norm of the gradient, and `noise` its estimated variance.
+        """
         if not self.techniques.controllers:
             return StepPlan()
         log_weight = torch.tensor(self._metrics.take_log_weights(), dtype=torch.float64)
@@ -394,7 +408,7 @@ class LocalTrainer:
         return plan
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the last batch, and the CPU seconds since the last call."""
+        """Return the metrics of the last batch, and the CPU seconds used since the last call."""
         costs = self._total_costs()
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
         costs["forward_per_token"] = costs["forward_tokens"] / max(1, self._metrics.fresh_tokens)
@@ -415,7 +429,7 @@ class LocalTrainer:
         return metrics
 
     def _total_costs(self) -> dict[str, float]:
-        """Return the costs that the route reports for this step, with the bytes of all ranks."""
+        """Return this step's costs of obtaining `old_logp`, summed over all ranks."""
         costs = dict(self.old.costs())
         ranks = self._peers.gather({name: costs[name] for name in costs if "bytes" in name})
         return costs | {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
@@ -461,7 +475,7 @@ class LocalTrainer:
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _describe_experts(self, batch: Batch) -> dict[str, float]:
-        """Return the metrics that only an MoE policy has."""
+        """Return the metrics of expert routing. Empty unless the policy is an MoE model."""
         metrics = {}
         if self.policy.has_experts:
             metrics["trainer/packing_noise"] = self.policy.packing_noise
@@ -477,7 +491,10 @@ class LocalTrainer:
         return bool(batch.select(sequences)[0].fresh.any())
 
     def _audit(self, batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
-        """Return the audit's metrics. Replayed tokens are left out: their weights are not kept."""
+        """Return the audit's metrics for a batch.
+
+        Replayed tokens are left out: their weights are not kept.
+        """
         if batch.stored is not None:
             batch, index = batch.select_fresh()
             old_logp = select(old_logp, index)
@@ -486,9 +503,9 @@ class LocalTrainer:
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
         """Return the weight of each token in the loss, `[T]`: 1 / the divisor of the loss.
 
-        `steps` are the sequences of each optimizer step. Each step has its own divisor, such as its
-        number of trained tokens. With `trainer.stream` divisors are added up instead, and `step`
-        applies the sum.
+        `steps` has the indices of each optimizer step's sequences. Each step has its own divisor,
+        such as its number of trained tokens. With `trainer.stream` divisors are summed instead, and
+        `step` applies the sum.
         """
         indices = []
         norms = []
@@ -505,18 +522,18 @@ class LocalTrainer:
         return norm.new_zeros(len(batch.tokens)).index_put((torch.cat(indices),), norm)
 
     def _with_gradient(self, batch: Batch, factor: Tensor) -> list[int]:
-        """Return the sequences that can have a gradient.
+        """Return the indices of the sequences that can have a gradient.
 
         `factor` `[T]` multiplies each token's loss.
         """
-        tokens = batch.sampled
+        tokens = batch.trained
         if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
         return batch.sequences_with(tokens)
 
 
 def _describe_sets(batch: Batch) -> dict[str, float]:
-    """Return the metrics that only a batch of truncated sampling has."""
+    """Return metrics of the kept sets. Empty unless sampling was truncated."""
     if batch.kept_sets is None:
         return {}
     sizes = torch.from_numpy(batch.kept_sets.sizes)[batch.sampled].double()
@@ -527,10 +544,10 @@ def _describe_sets(batch: Batch) -> dict[str, float]:
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step, by index.
+    """Return the indices of each optimizer step's sequences.
 
-    Only sequences with a sampled token are returned. Sequences of one group are divided among the
-    steps.
+    Only sequences with a token that has a loss are returned. Sequences of one group are divided
+    among the steps.
     """
-    sequences = batch.sequences_with(batch.sampled)
+    sequences = batch.sequences_with(batch.trained)
     return [sequences[k::num_steps] for k in range(num_steps) if sequences[k::num_steps]]

@@ -31,7 +31,7 @@ from unstale.trainer.scoring import Scoring, require_finite, select
 
 
 class Loss:
-    """Computes the loss of some sequences of a minibatch."""
+    """The loss of some sequences of a minibatch, as a function of the current policy."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Loss:
     ) -> Tensor:
         """Return the loss of the sequences of a microbatch, a scalar with a gradient.
 
-        `index` has the positions of the microbatch's tokens in the minibatch. Metrics are added to
-        `passes`. Raises NonFinite if a log-probability is NaN or infinite.
+        `index` has the position in the minibatch of each token of the microbatch. Metrics are added
+        to `passes`. Raises NonFinite if a log-probability is NaN or infinite.
         """
         objective = self._rules.objective
         norm = minibatch.norm[index]
@@ -115,14 +115,13 @@ class Loss:
         return loss
 
     def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log-probability, the entropy and the divergence from the teacher of each
-        token, `[T]` on the CPU.
+        """Return log-probability, entropy and teacher divergence of each token, `[T]` on the CPU.
 
         The divergence is 0 unless the loss needs the teacher's distribution. With an entropy bonus,
         the entropy is computed for all sampled tokens and has a gradient. Otherwise it is computed
         for some tokens, only for the metric.
         """
-        run = self._policy.prefix_tree(batch)
+        run = self._policy.prefix_tree(batch, batch.trained)
         passes.forward_tokens += run.num_tokens
         measured, every = batch.sampled, 1
         if not self._rules.objective.entropy_coef:
@@ -133,10 +132,10 @@ class Loss:
             run,
             teachers.comparison(batch) if teachers else None,
             temperature=self._temperature,
-            where=batch.sampled,
+            where=batch.trained,
             entropy_sample=None if self._rules.objective.entropy_coef else measured,
         )
-        entropy = entropy.cpu()
+        entropy = entropy.cpu().where(batch.sampled, 0.0)  # not of placed text
         passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
         passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
         return logp.cpu(), entropy, divergence.cpu()

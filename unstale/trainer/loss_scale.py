@@ -11,10 +11,10 @@ import torch
 
 FIRST, LARGEST = 2.0**16, 2.0**24
 LEAST = 1.0
-"""Smallest factor. With it, a gradient that is not finite is an error of the run."""
+"""Smallest factor. If a gradient is not finite at this factor, the run ends with an error."""
 GROWTH_STEPS = 200
-"""Number of optimizer steps without an overflow after which the factor is doubled. torch's default
-of 2000 is for runs of many thousand steps.
+"""Number of optimizer steps in a row with finite gradients after which the factor is doubled.
+torch's default of 2000 is for runs of many thousand steps.
 """
 
 
@@ -27,9 +27,10 @@ class LossScale:
         self._finite_steps = 0
 
     def absorbs(self, norm_is_finite: bool) -> bool:
-        """Update the factor after a gradient. Return True if the optimizer step is to be skipped.
+        """Update the factor after a gradient. Return True if this optimizer step must be skipped.
 
-        Return False if the gradient is not finite for another reason than the factor.
+        A step is skipped if the factor caused an overflow. Return False if the gradient is finite,
+        or not finite for another reason.
         """
         if not self._is_used:
             return False

@@ -1,4 +1,4 @@
-"""The float32 weights that the optimizer changes, and their rounded copies in the forward pass."""
+"""The float32 weights that the optimizer changes, and their rounded copies for forward passes."""
 
 from collections.abc import Collection, Mapping
 
@@ -16,15 +16,15 @@ one weight of every tensor.
 """
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
-"""Number of bits after the binary point of a number between 1 and 2, by dtype."""
+"""Number of stored bits of the fraction of a floating-point number, by dtype."""
 LEAST_EXPONENT = {torch.bfloat16: -133, torch.float16: -24}
 """The binary logarithm of the smallest positive number, by dtype."""
 
 
 class Masters:
-    """The weights that an optimizer changes, and how they are rounded for forward passes.
+    """The weights that an optimizer changes, and their rounding for forward passes.
 
-    A float32 parameter is optimized directly. For a parameter of a narrower dtype there is a
+    A float32 parameter is optimized directly. A parameter of a narrower dtype has a separate
     float32 weight, which is rounded into the parameter after every step. If the checkpoint has more
     precision than the parameter, the float32 weights start with the checkpoint's values.
     """
@@ -43,17 +43,17 @@ class Masters:
         self.separate = [
             name for name, each in self._forward.items() if each is not self.tensors[name]
         ]
-        """The names of weights that no forward pass uses."""
+        """The names of the weights that are separate from the parameters used in forward passes."""
         total = sum(local(each.detach()).numel() for each in self.tensors.values())
         self._stride = max(1, total // SAMPLE)
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self.rounded_at = 0
-        """The optimizer step after which the weights were last rounded."""
+        """The number of the optimizer step after which the weights were last rounded."""
         self.round(0, self.tensors)
 
     @property
     def is_narrow(self) -> bool:
-        """True if forward passes use rounded weights."""
+        """True if forward passes use rounded copies of the weights."""
         return self._dtype in NARROW
 
     def _master(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
@@ -68,7 +68,9 @@ class Masters:
         return parameter
 
     def collect_gradients(self, scale: float = 1.0) -> None:
-        """Add gradients of rounded weights, divided by `scale`, to those of the float32 weights."""
+        """Add rounded parameters' gradients, divided by `scale`, to those of the float32
+        weights.
+        """
         for name in self.separate:
             master, parameter = self.tensors[name], self._forward[name]
             if parameter.grad is None:
@@ -85,8 +87,8 @@ class Masters:
     def round(self, step: int, names: Collection[str]) -> None:
         """Round the float32 weights `names` into the parameters, after optimizer step `step`.
 
-        The weights before the first step (0) are rounded to nearest, as an engine rounds those that
-        it reads from the checkpoint.
+        If `step` is 0, they are rounded to nearest, as an engine rounds the weights that it reads
+        from the checkpoint.
         """
         self.rounded_at = step
         separate = [name for name in self.separate if name in names]
@@ -105,7 +107,7 @@ class Masters:
                 local(self._forward[name].detach()).copy_(part.to(self._dtype))
 
     def _round_one(self, name: str, draw: Draw) -> None:
-        """Round the part of a tensor that this process has."""
+        """Round this process's part of a weight into its parameter."""
         weight = local(self.tensors[name].detach())
         target = local(self._forward[name].detach())
         dtype = target.dtype
@@ -127,7 +129,10 @@ class Masters:
 
     @torch.no_grad()
     def watch(self, names: Collection[str]) -> None:
-        """Copy a sample of the weights `names` before an optimizer step, for `moved`."""
+        """Copy a sample of the weights `names` before an optimizer step.
+
+        `moved` compares it afterwards.
+        """
         if self.is_narrow:
             self._before = {
                 name: (self._sample(self.tensors[name]), self._rounded_sample(name))
@@ -136,7 +141,7 @@ class Masters:
 
     @torch.no_grad()
     def moved(self) -> Tensor:
-        """Return three sums over the sample since `watch`, as a float64 tensor `[3]` on the CPU.
+        """Return three sums over the sample of `watch`, as a float64 tensor `[3]` on the CPU.
 
         They are the number of rounded weights that changed, the number that is expected to change,
         and the size of the sample. The first two count only weights whose update is less than half
@@ -168,9 +173,9 @@ class Masters:
     def restore(
         self, weights: Mapping[str, Tensor], rounded_at: int, names: Collection[str]
     ) -> None:
-        """Load the weights `names`, and round them as they were rounded after step `rounded_at`.
+        """Load the weights `names`, and round them in the same way as after step `rounded_at`.
 
-        No other thread may read the weights of the policy.
+        No other thread may read the weights of the policy meanwhile.
         """
         for name in names:
             local(self.tensors[name].detach()).copy_(local(weights[name]))
@@ -178,8 +183,10 @@ class Masters:
 
 
 def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
-    """Return the float32 weight of a parameter: the checkpoint's value `own`, if it rounds to the
-    parameter, otherwise the parameter's value.
+    """Return the float32 weight of a parameter.
+
+    It is the checkpoint's value `own`, if this rounds to the parameter. Otherwise it is the
+    parameter's value.
     """
     if own is not None and own.shape == parameter.shape:
         # a copy, because the memory of a file cannot be freed for `trainer.offload_optimizer`
@@ -190,6 +197,6 @@ def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _spacing(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance between the two numbers of `dtype` that enclose each size."""
+    """Return for each number in `sizes` the distance between the numbers of `dtype` around it."""
     exponent = torch.frexp(sizes).exponent - 1 - MANTISSA[dtype]
     return torch.ldexp(torch.ones_like(sizes), exponent.clamp(min=max(LEAST_EXPONENT[dtype], -126)))

@@ -1,7 +1,7 @@
 """Metrics of one batch, over the tokens that the policy sampled.
 
-Replayed tokens have metrics of their own, with names that begin with `replay/`. `log_d` is
-`old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without tokens is NaN, so
+Replayed tokens (trained on before) have separate metrics, whose names begin with `replay/`. `log_d`
+is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without tokens is NaN, so
 that every step has the same names. docs/metrics.md defines all metrics.
 """
 
@@ -29,11 +29,11 @@ because it needs the logits of the whole vocabulary.
 
 
 _REPLAY = "replayed_"
-"""Beginning of the names under which values of replayed tokens are recorded."""
+"""Prefix of the names under which values of replayed tokens are recorded."""
 
 
 class StepMetrics:
-    """Collects the metrics of one batch while its optimizer steps run."""
+    """A collector of the metrics of one batch while its optimizer steps run."""
 
     def __init__(
         self,
@@ -47,29 +47,37 @@ class StepMetrics:
         """Start the metrics of a batch.
 
         The first three arguments are numbers of sampled tokens: of all sequences, of sequences with
-        a gradient, and of replayed ones with a gradient. `replays` is True if the run replays
-        groups. `tokens` collects values for the journal.
+        a gradient, and of replayed sequences with a gradient. `replays` is True if the run trains
+        on groups again. `tokens` collects values for the journal.
         """
         self.tokens = tokens or TokenLog()
         self.epochs = 1
-        """Number of passes over the batch, each of which counts its clipped tokens."""
+        """Number of passes over the batch. Each pass counts its clipped tokens."""
         self.extra: dict[str, float] = {}
         """Further metrics, added to the result under their names."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
         self.replays = replays
+        self.places = False
+        """True if the run gives placed text a loss."""
+        self.placed_tokens = 0
+        """Tokens of placed text, with a loss or without."""
         self.expected_tokens = tokens_with_gradient
-        """The number of tokens with a gradient that the whole batch will have, if only a part of it
-        is known yet.
+        """The number of tokens with a gradient that the whole batch is expected to have, if only a
+        part of it is known so far.
         """
         self.fresh_tokens = 0
-        """Tokens of trajectories, with their contexts, that no earlier step was trained on."""
+        """Number of tokens, contexts included, in sequences that no earlier step was trained on."""
         self.score_tokens = 0
-        """Tokens in forward passes of the current weights that a route needed."""
+        """Number of tokens in forward passes of the current weights that the route (the source of
+        `old_logp`) needed.
+        """
         self.sequence_tokens = 0
         self.forward_tokens = 0
-        """Tokens in all forward passes. A prompt that sequences of a pass share counts once."""
+        """Number of tokens in all forward passes. A prompt that sequences of one pass share counts
+        once.
+        """
         self.microbatches = 0
         self.num_steps = 0
         self.prepare_s = 0.0
@@ -78,27 +86,29 @@ class StepMetrics:
         self.losses: list[float] = []
         """The loss of each forward pass of the batch so far."""
         self.imbalance = 1.0
-        """Tokens that the busiest rank ran, divided by the mean over ranks, in the last optimizer
-        step.
+        """Number of tokens that the busiest rank ran, divided by the mean over ranks, in the last
+        optimizer step.
         """
         self.grad_norms: list[float] = []
-        """The gradient norm of each optimizer step, NaN for a float16 gradient that overflowed."""
+        """The gradient norm of each optimizer step. NaN for a float16 gradient that overflowed."""
         self.skipped_steps = 0
-        """Number of steps that changed no weight, because of an overflow, a technique or a
-        critic's warm-up.
+        """Number of optimizer steps that changed no weight, because of an overflow, a technique or
+        a critic's warm-up.
         """
         self._moved = torch.zeros(3, dtype=torch.float64)
-        """Sums of `Masters.moved`: weights that changed, weights expected to change, size of the
-        sample.
+        """Sums of the results of `Masters.moved`: weights that changed, weights expected to change,
+        size of the sample.
         """
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the current optimizer step."""
         self._taken = 0
-        """Number of tensors of `_values["log_s"]` that `take_kl` has read."""
+        """Number of tensors in `_values["log_s"]` that `take_kl` has already read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
         self.tokens_run = 0
-        """Sampled tokens in the forward passes so far, from which `entropy_sample` counts on."""
+        """Number of sampled tokens in the forward passes so far. `entropy_sample` counts on from
+        it.
+        """
 
     def add_correction(
         self,
@@ -109,7 +119,10 @@ class StepMetrics:
         exact: Tensor,
         lag: Tensor,
     ) -> None:
-        """Record the old log-probabilities and the correction of sampled tokens."""
+        """Record the old log-probabilities and the corrections of a batch's sampled tokens.
+
+        Tensors are `[T]`.
+        """
         self._add(
             batch,
             scored_log_d=old_logp - batch.behavior_logp,
@@ -122,7 +135,10 @@ class StepMetrics:
     def add_forward(
         self, batch: Batch, logp: Tensor, old_logp: Tensor, *, lag: Tensor, surrogate: Surrogate
     ) -> None:
-        """Record the sampled tokens of one forward pass of the loss."""
+        """Record values of the sampled tokens in one forward pass of the loss.
+
+        Tensors are `[T]`.
+        """
         self._add(
             batch,
             log_d=old_logp - batch.behavior_logp,
@@ -133,8 +149,9 @@ class StepMetrics:
         )
 
     def add_log_weights(self, batch: Batch, logp: Tensor) -> None:
-        """Record log pi - log mu of each sequence, summed over its sampled tokens. mu is the
-        engine's policy.
+        """Record log pi - log mu of each sequence, summed over its sampled tokens.
+
+        pi is the policy in training (`logp` `[T]`), mu the engine's policy.
         """
         log_ratio = logp.double() - batch.behavior_logp.double()
         log_ratio = torch.where(has_behavior(batch.provenance), log_ratio, 0.0)
@@ -142,8 +159,9 @@ class StepMetrics:
         self._log_weights += total.tolist()
 
     def take_log_weights(self) -> list[float]:
-        """Return log pi - log mu of the sequences recorded since the last call. mu is the engine's
-        policy.
+        """Return log pi - log mu of each sequence recorded since the last call.
+
+        pi is the policy in training, mu the engine's policy.
         """
         taken, self._log_weights = self._log_weights, []
         return taken
@@ -152,35 +170,45 @@ class StepMetrics:
         """Return two estimates of KL(pi_old || pi) per token, in nats (k3).
 
         The first is over all tokens recorded since the last call, the second over those that lag by
-        one batch. A mean of no token is NaN.
+        one batch. NaN if there is no such token.
         """
         log_s = torch.cat([torch.empty(0), *self._values["log_s"][self._taken :]])
         lag = torch.cat([torch.empty(0), *self._values["lag"][self._taken :]])
         self._taken = len(self._values["log_s"])
         return kl_estimates(log_s)[1], kl_estimates(log_s[lag == 1])[1]
 
+    def add_placed(self, kept: Tensor, log_gamma: Tensor, truncated: Tensor) -> None:
+        """Record the placed text that has a loss, `[T]` bool, and for each sequence that has some
+        its log Gamma, and whether Gamma was truncated, `[n]`.
+        """
+        self._values["placed_kept"].append(kept.sum().reshape(1))
+        self._values["placed_log_gamma"].append(log_gamma.double())
+        self._values["placed_truncated"].append(truncated.double())
+
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
 
     def add_divergence(self, divergence: Tensor) -> None:
-        """Record the divergence from a teacher at sampled tokens, or its estimates, in nats."""
+        """Record the divergence from a teacher at sampled tokens, in nats, exact or estimated."""
         self._values["divergence"].append(divergence)
 
     def count(self, batch: Batch) -> None:
-        """Count the tokens of some sequences of the batch."""
+        """Count the tokens of a batch, or of a part of one."""
         self.action_tokens += int(batch.sampled.sum())
+        self.placed_tokens += int(batch.placed.given.sum()) if batch.placed else 0
         self.fresh_tokens += len((batch.select_fresh()[0] if batch.stored else batch).tokens)
 
     def count_gradient(self, trained: Batch) -> None:
-        """Count the sampled tokens of the sequences of the batch that have a gradient."""
+        """Count the sampled tokens in `trained`, the sequences with a gradient."""
         self.tokens_with_gradient += int(trained.sampled.sum())
         self.replayed_with_gradient += int(trained.replayed.sum())
         self.expected_tokens = self.tokens_with_gradient
 
     def expect(self, times: float) -> None:
-        """Set the expected number of tokens with a gradient in the batch: `times` those counted so
-        far.
+        """Set the expected number of tokens with a gradient in the whole batch.
+
+        It is `times` the number counted so far.
         """
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
@@ -189,7 +217,7 @@ class StepMetrics:
         self._moved += sums
 
     def _of_rounding(self) -> dict[str, float]:
-        """Return the metrics of rounded weights. Empty if the forward pass uses float32 weights."""
+        """Return metrics of rounded weights. Empty if the forward pass uses float32 weights."""
         moved, due, sample = self._moved.tolist()
         if not sample:
             return {}
@@ -199,15 +227,15 @@ class StepMetrics:
         }
 
     def add_entropy(self, entropy: Tensor, *, every: int = 1) -> None:
-        """Record the entropies, in nats, of every `every`-th sampled token."""
+        """Record entropies, in nats. There is one for every `every`-th sampled token."""
         self._values["entropy"].append(entropy)
         self._values["entropy_every"].append(torch.full_like(entropy, every))
 
     @property
     def entropy_every(self) -> int:
-        """The entropy is computed for every n-th token, where n is this number.
+        """The number n, if the entropy is computed for every n-th token with a gradient.
 
-        It is chosen so that at most `ENTROPY_SAMPLE` tokens of a batch are chosen.
+        It is the smallest with which at most `ENTROPY_SAMPLE` tokens of a batch are chosen.
         """
         return max(1, math.ceil(self.expected_tokens / ENTROPY_SAMPLE))
 
@@ -224,9 +252,9 @@ class StepMetrics:
         return chosen
 
     def of_passes(self) -> "StepMetrics":
-        """Return an empty object that collects the metrics of forward passes in one optimizer step.
+        """Return an empty collector for the metrics of the forward passes in one optimizer step.
 
-        `add_passes` adds it to this object later.
+        `add_passes` later adds it to this object.
         """
         tokens = self.tokens.of_passes(max(0, self.num_steps - 1))
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
@@ -235,9 +263,9 @@ class StepMetrics:
         return passes
 
     def add_passes(self, ranks: "Sequence[StepMetrics]") -> None:
-        """Add the metrics of the forward passes of one optimizer step, rank by rank.
+        """Add the metrics of the forward passes of one optimizer step, one object for each rank.
 
-        Of several ranks, only the first one adds them.
+        With several ranks, only the first rank adds them.
         """
         for passes in ranks:
             self.microbatches += passes.microbatches
@@ -253,14 +281,18 @@ class StepMetrics:
 
     @property
     def kept_share(self) -> float:
-        """The share of tokens with an old log-probability that the correction kept. 1 without such
-        tokens.
+        """The share of tokens that the correction kept, among those with an old log-probability.
+
+        It is 1 if no token has one.
         """
         keep = self._column("keep")
         return _mean(keep) if len(keep) else 1.0
 
     def _of_steps(self) -> dict[str, float]:
-        """Return the mean gradient norm, NaN if all overflowed, and the shares of skipped steps."""
+        """Return the mean gradient norm and the shares of skipped steps.
+
+        The norm is NaN if all steps overflowed.
+        """
         steps = max(1, len(self.grad_norms))
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         overflows = len(self.grad_norms) - len(finite)
@@ -319,10 +351,23 @@ class StepMetrics:
                 else {}
             ),
             **(self._of_replayed() if self.replays else {}),
+            **(self._of_placed() if self.places else {}),
+        }
+
+    def _of_placed(self) -> dict[str, float]:
+        """Return the metrics of placed text by name."""
+        given, log_gamma = self.placed_tokens, self._column("placed_log_gamma").double()
+        kept = self._column("placed_kept").sum().item()
+        return {
+            "placed/token_share": given / max(1, given + self.action_tokens),
+            "placed/trained_share": kept / given if given else math.nan,
+            "placed/gamma_mean": _mean(bounded_exp(log_gamma)),
+            "placed/log_gamma_mean": _mean(log_gamma),
+            "placed/truncated_share": _mean(self._column("placed_truncated")),
         }
 
     def _of_replayed(self) -> dict[str, float]:
-        """Return the metrics of replayed tokens by name."""
+        """Return the metrics of replayed tokens (trained on before) by name."""
 
         def column(name: str) -> Tensor:
             return self._column(f"{_REPLAY}{name}")
@@ -348,7 +393,7 @@ class StepMetrics:
         return rows_of(columns, chosen)
 
     def _add(self, batch: Batch, **values: Tensor) -> None:
-        """Record values of the sampled tokens of a batch, `[T]` each."""
+        """Record values `[T]` by name, at the sampled tokens of a batch."""
         for name, tensor in values.items():
             self._values[name].append(tensor[batch.fresh])
         if batch.stored is not None:
@@ -362,8 +407,8 @@ class StepMetrics:
 
 
 def rows_of(columns: Mapping[str, Tensor], chosen: Tensor) -> list[dict[str, float]]:
-    """Return one dict for each token index in `chosen`: the token's value in each column,
-    by name.
+    """Return one dict for each token index in `chosen`: the token's value in each column, by
+    name.
     """
     values = [column[chosen].tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
@@ -380,7 +425,7 @@ def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:
 
 
 def effective_sample_size(log_ratio: Tensor) -> float:
-    """Return the effective sample size of importance weights, as a share of the number of tokens.
+    """Return the effective sample size of importance weights, divided by the number of tokens.
 
     The formula is (sum w)^2 / (n sum w^2) with weights `w = exp(log_ratio)`, limited as in the
     loss. The result is 1 if all weights are equal, and 1/n if one token dominates. NaN without
@@ -398,7 +443,10 @@ def _mean(values: Tensor) -> float:
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> float:
-    """Return the mean of values `[n]`, each of which represents `weights` tokens."""
+    """Return the weighted mean of values `[n]`.
+
+    Each value represents as many tokens as its weight.
+    """
     if not len(values) or (weights == weights[0]).all():
         return _mean(values)
     return ((weights * values).sum() / weights.sum()).item()
@@ -412,8 +460,8 @@ def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:
 def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
     """Return metrics of a log-ratio: mean, mean absolute value and its 99th percentile.
 
-    The mean absolute value is also given for each lag, with its number of tokens. The lag is the
-    number of versions between sampling and training.
+    `name` begins their names. The mean absolute value is also given for each lag, with its number
+    of tokens. The lag is the number of versions between sampling and training.
     """
     size = log_ratio.double().abs()
     p99 = math.nan

@@ -1,4 +1,4 @@
-"""Tensors of a device whose numbers are in main memory most of the time."""
+"""Tensors of a device whose values are in main memory most of the time."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from unstale.model.sharding import host_copy, local
 
 
 class MainMemory:
-    """The numbers of tensors that have no memory on their device.
+    """The values, in main memory, of tensors whose memory on the device was freed.
 
     Such a tensor keeps its shape, its device, its division among ranks and its gradient. It must
     not be read until `bring` is called. It must not share its memory with another tensor.
@@ -17,13 +17,13 @@ class MainMemory:
 
     def __init__(self) -> None:
         self._placed: dict[int, tuple[Tensor, Tensor]] = {}
-        """Maps the address of a tensor's storage to the tensor and its copy in main memory."""
+        """For each address of a tensor's storage: the tensor, and its copy in main memory."""
 
     @torch.no_grad()
     def put(self, tensor: Tensor) -> None:
-        """Copy a tensor's numbers to main memory, and free its memory on the device.
+        """Copy a tensor's values to main memory, and free its memory on the device.
 
-        Call `wait` before the numbers are read.
+        Call `wait` before the copy is read.
         """
         storage = _storage(tensor)
         if storage._cdata in self._placed:
@@ -35,23 +35,26 @@ class MainMemory:
 
     @torch.no_grad()
     def bring(self, tensor: Tensor) -> None:
-        """Give a tensor memory on its device again, with its numbers."""
+        """Allocate a tensor's memory on its device again, and copy its values back."""
         _, host = self._placed[_storage(tensor)._cdata]
         _storage(tensor).resize_(local(host).nbytes)
         local(tensor).copy_(local(host), non_blocking=True)
 
     def forget(self, tensor: Tensor) -> None:
-        """Free the numbers of a tensor that is no longer used."""
+        """Free the main-memory copy of a tensor that is no longer used."""
         self._placed.pop(_storage(tensor)._cdata, None)
 
     def numbers(self, value: Any) -> Any:
-        """Return the tensor in main memory with a tensor's numbers. Other values are returned."""
+        """Return the main-memory copy of a tensor that was put away.
+
+        Return any other value unchanged.
+        """
         if not isinstance(value, Tensor) or _storage(value)._cdata not in self._placed:
             return value
         return self._placed[_storage(value)._cdata][1]
 
     def wait(self) -> None:
-        """Wait until all copies have been made."""
+        """Wait until all copies to main memory are complete."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 

@@ -14,11 +14,11 @@ from unstale.trainer.adamw8bit import AdamW8bit
 
 
 def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Create the optimizer that `trainer.optimizer` names.
+    """Create the optimizer that the option `trainer.optimizer` names.
 
     It is a class of torch.optim except LBFGS, or `AdamW8bit`.
 
-    Raises ConfigError for an unknown name, and for options that the class does not take.
+    Raises ConfigError for an unknown name, and for options that the class does not accept.
     """
     kind = _optimizer_class(config.optimizer)
     accepted = inspect.signature(kind).parameters
@@ -64,7 +64,7 @@ def _optimizer_class(name: str) -> Any:
 
 
 def _supports_fused(kind: Any, parameter: Tensor) -> bool:
-    """Return True if the optimizer class has a fused kernel for the parameter's device.
+    """Return True if the optimizer class `kind` has a fused kernel for the parameter's device.
 
     torch has no list of these kernels, so one step on a single number is tried.
     """

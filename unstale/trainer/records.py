@@ -19,31 +19,34 @@ if a log-probability differs from the engine's with `engine.bitwise`.
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The sequences of one optimizer step. Tensors are `[T]` on the CPU, without gradient."""
+    """The sequences of one optimizer step, with the inputs of their loss.
+
+    Tensors are `[T]` on the CPU, without gradient.
+    """
 
     batch: Batch
     old_logp: Tensor
-    """Old log-probability of each token. Empty for a route that computes it in every training
-    pass.
-    """
-    factor: Tensor
-    """Weight from the correction, 0 for a dropped token. All 1 for a route that computes its values
+    """Old log-probability of each token. Empty if the route (the source of `old_logp`) computes it
     in every training pass.
     """
+    factor: Tensor
+    """Weight of each token from the correction of the discrepancy, 0 for a dropped token. All 1 if
+    the old log-probability is computed in every training pass.
+    """
     norm: Tensor
-    """The factor of each token's loss: one over the divisor of the loss."""
+    """Factor on each token's loss: one divided by the divisor of the loss."""
     reference_logp: Tensor
     """Log-probability of each token under the reference policy. Empty if the loss has no KL
     term.
     """
     lag: Tensor
-    """Lag of each token in batches, -1 for tokens that were not sampled."""
+    """Lag of each token in batches. -1 for tokens that the policy did not sample."""
     teacher_logp: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Log-probability of each token under its teacher. Empty if the loss needs none, or the whole
-    distribution of the teacher.
+    """Log-probability of each token under its teacher. Empty if the loss needs no teacher, or the
+    teacher's whole distribution.
     """
     forecasts: Forecasts | None = None
-    """The forecasts of the critic. None without a critic."""
+    """The critic's forecasts. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,12 @@ class FailedBatch:
     """
 
     stage: Literal["old_logps", "step"]
-    """The computation that failed: `old_logps` (the route's values of a batch) or `step` (the
+    """The computation that failed: `old_logps` (old log-probabilities of the batch) or `step` (the
     gradient).
     """
     minibatch: Minibatch
     divisor: int = 1
-    """The divisor of the loss with `trainer.stream`, which `norm` of the minibatch does not
-    contain; else 1. With `trainer.stream`, the minibatch has all parts of the batch if the gradient
-    was not finite, and only the failed part if a loss was not.
+    """With `trainer.stream`, the divisor of the loss, which the minibatch's `norm` does not
+    include. Otherwise 1. With `trainer.stream`, the minibatch has all parts of the batch if the
+    gradient was not finite, and only the failed part if a loss was not.
     """

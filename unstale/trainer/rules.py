@@ -1,4 +1,4 @@
-"""The correction and the objective of a run, as functions of log-probabilities.
+"""The configured correction and objective, as functions of log-probabilities.
 
 The trainer calls these functions in every step. The dashboard calls them on recorded tokens with
 other options, so this module needs no model.
@@ -31,17 +31,17 @@ class LossSpec:
     techniques: Techniques = NO_TECHNIQUES
 
     def correct(self, old_logp: Tensor, batch: Batch) -> CorrectionWeights:
-        """Return the correction of each token: first the token veto, then the mode.
+        """Return the correction's weight of each token: first the token veto, then the mode.
 
         The veto drops sequences with an impossible token. The mode drops or weights tokens by the
-        discrepancy, which may be aggregated over a unit of several tokens.
+        discrepancy D, which may be aggregated over a unit of several tokens.
         """
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         correction = self._veto(log_d, batch)
         over_unit = partial(
             corrections.aggregate,
-            unit=_unit_ids(config.unit, batch),
+            unit=_unit_ids(config.unit, batch, batch.sampled),
             sampled=batch.sampled,
             how=config.aggregate,
         )
@@ -55,7 +55,7 @@ class LossSpec:
         return apply_mode(over_unit(log_d), correction, **divergences, **options)
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
-        """Return True for the sampled tokens that the token veto drops, `[T]`."""
+        """Return a mask `[T]`: True for the sampled tokens that the token veto drops."""
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         return batch.sampled & ~self._veto(log_d, batch).keep
 
@@ -67,9 +67,9 @@ class LossSpec:
         return corrections.veto(log_d, correction, sequence=batch.sequence, below=below)
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
-        """Return the loss of each token from its staleness ratio, before weights are applied.
+        """Return the loss of each token, computed from its staleness ratio S.
 
-        The ratio may be aggregated over a unit of several tokens.
+        Weights are not applied. The ratio may be aggregated over a unit of several tokens.
         """
         config = self.objective
         if self.techniques.ratio:
@@ -78,8 +78,8 @@ class LossSpec:
             log_s = corrections.log_staleness(
                 logp,
                 old_logp,
-                unit=_unit_ids(config.ratio_unit, batch),
-                sampled=batch.sampled,
+                unit=_unit_ids(config.ratio_unit, batch, batch.trained),
+                sampled=batch.trained,
                 how=config.ratio_aggregate,
             )
         found = self._surrogate(log_s, old_logp, batch)
@@ -99,12 +99,12 @@ class LossSpec:
         config = self.objective
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
-        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.sampled}
+        known = {"old_logp": old_logp, "sequence": batch.sequence, "sampled": batch.trained}
         inputs = {name: known[name] for name in config.inputs}
         return config.surrogate(log_s, batch.advantage, **inputs)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the weights `factor` of the tokens' losses, reduced where pi / mu is above
+        """Return the weights `factor` of tokens' losses, lowered where pi / mu exceeds
         `ratio_cap`.
         """
         high = self.objective.ratio_cap
@@ -115,9 +115,12 @@ class LossSpec:
         )
 
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
-        """Return the inverse of the loss's divisor for each token, within one optimizer step."""
+        """Return, for each token, one divided by the loss's divisor in one optimizer step, `[T]`.
+
+        `keep` `[T]` is False for tokens that the correction dropped.
+        """
         return objectives.token_norm(
-            batch.sampled,
+            batch.trained,
             keep,
             sequence=batch.sequence,
             how=self.objective.loss_aggregation,
@@ -125,17 +128,17 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return what some sequences add to the loss's divisor.
+        """Return the amount that a batch's sequences contribute to the loss's divisor.
 
-        `norm` times this number does not depend on the other sequences of the batch.
+        `norm` times this number does not depend on other sequences.
         """
         return objectives.loss_divisor(
-            batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
+            batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
         )
 
     @property
     def trains_zero_advantage(self) -> bool:
-        """True if the objective can give a token with advantage 0 a gradient."""
+        """True if a token with advantage 0 can have a gradient under the configured objective."""
         config = self.objective
         return (
             config.trains_zero_advantage
@@ -146,7 +149,7 @@ class LossSpec:
         )
 
 
-def _unit_ids(unit: Unit, batch: Batch) -> Tensor:
+def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor:
     return corrections.unit_ids(
-        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=where
     )

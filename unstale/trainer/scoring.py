@@ -1,11 +1,12 @@
-"""Old log-probabilities and corrections of a batch: everything that no gradient flows through.
+"""Old log-probabilities and corrections of a batch: all inputs of the loss without a gradient.
 
     Scoring.old_logps(batch)   checked values of the route (`old_logp`), and the correction of D
     Scoring.shape(batch)       advantages and weights as techniques change them
     Scoring.reference(batch)   log-probabilities of the reference policy
     Scoring.teachers           log-probabilities or distributions of teachers
 
-All tensors are `[T]` on the CPU. `unstale.trainer.loss` turns them into a loss.
+A route is the method by which a run obtains old log-probabilities. All tensors are `[T]` on the
+CPU. `unstale.trainer.loss` turns them into a loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +27,14 @@ from unstale.trainer import bitwise
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.passes import pass_tokens
+from unstale.trainer.placed import PlacedScores, guided
 from unstale.trainer.records import FailedBatch, Minibatch
 from unstale.trainer.rules import LossSpec
 from unstale.trainer.teachers import Teachers
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""A function from the route's `old_logp` `[T]` to metrics of its error. The tensor is empty if the
-route computes its values in every training pass.
+"""A function from a batch and its `old_logp` `[T]` to metrics of the error of these values.
+`old_logp` is empty if it is computed in every training pass.
 """
 
 
@@ -40,28 +42,30 @@ route computes its values in every training pass.
 class OldScores:
     """The old log-probabilities of a batch, a mask of exact ones, and the correction, each `[T]`.
 
-    `old_logp` and `exact` are empty, and the correction changes nothing, for a route that computes
-    its values in every training pass (`needs.inline`).
+    If old log-probabilities are computed in every training pass (`needs.inline`), `old_logp` and
+    `exact` are empty, and the correction changes nothing.
     """
 
     old_logp: Tensor
     exact: Tensor
-    """True where the value is exact and not an approximation."""
+    """True where `old_logp` is exact, False where it is an approximation."""
     correction: CorrectionWeights
-    """The correction of the discrepancy."""
+    """The weights that correct the discrepancy between trainer and engine."""
 
 
 class Scoring:
-    """Computes the inputs of a batch's loss: old log-probabilities, corrections, advantages."""
+    """The computation of a loss's inputs: old log-probabilities, corrections and advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
-        """`old` is the route, which computes `old_logp`. A copy of `policy` is kept if the loss or
-        a technique compares with the policy before training.
+        """`old` is the route that computes `old_logp`.
+
+        A copy of `policy` is kept if the loss or a technique compares with the policy before
+        training.
         """
         self._policy = policy
         self._old = old
         self.is_inline = old.needs.inline
-        """True if the route computes its values in every training pass."""
+        """True if old log-probabilities are computed in every training pass."""
         self._rules = rules
         self._techniques = rules.techniques
         self._temperature = config.engine.temperature
@@ -70,19 +74,24 @@ class Scoring:
         self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
         keeps_reference = config.objective.kl_coef or "reference" in rules.techniques.needs
         self.reference_policy = policy.twin() if keeps_reference else None
-        """The policy before training. None if nothing compares with it."""
+        """The policy before training. None if neither the loss nor a technique compares with it."""
         distiller = rules.techniques.distiller
         self.teachers = Teachers(policy, config, distiller) if distiller else None
-        """The teachers of a run that distils."""
+        """The teachers of a run with distillation. None without it."""
         self.num_compared = 0
-        """Tokens of the batch whose value was compared with the engine's in a bitwise run."""
+        """Number of tokens of the batch that were compared with the engine's values in a bitwise
+        run.
+        """
         self.failed_batch: FailedBatch | None = None
-        """The data of the current step, to be saved if a number is not finite."""
+        """The data of the current step, to be saved if a number is not finite. None before a step.
+        None before the first step.
+        """
 
     def old_logps(self, batch: Batch, lag: Tensor, metrics: StepMetrics) -> OldScores:
-        """Return the old log-probabilities of a batch and the corrections.
+        """Return the old log-probabilities and the corrections of a batch.
 
-        Raises NonFinite if a log-probability is NaN or infinite.
+        Metrics are added to `metrics`. `lag` is the lag of each token, `[T]`. Raises NonFinite if a
+        log-probability is NaN or infinite.
         """
         if self._old.needs.inline or not batch.num_sequences:
             return OldScores(torch.empty(0), torch.empty(0), corrections.keep_all(batch.sampled))
@@ -116,11 +125,14 @@ class Scoring:
         return OldScores(old_logp, exact, correction)
 
     def require_equal(self, batch: Batch, name: str, logp: Tensor, where: Tensor) -> None:
-        """Raise NotBitwise unless tokens in `where` have the engine's log-probability."""
+        """Raise NotBitwise if a log-probability at `where` differs from the engine's."""
         self.num_compared += bitwise.require_equal(batch, name, logp, where)
 
     def reference(self, batch: Batch) -> Tensor:
-        """Return the log-probabilities of the reference policy. Empty if nothing needs them."""
+        """Return the log-probabilities `[T]` under the reference policy.
+
+        Empty if neither loss nor techniques need them.
+        """
         if self.reference_policy is None or not batch.num_sequences:
             return torch.empty(0)
         return self._score(self.reference_policy, batch).logp
@@ -134,9 +146,10 @@ class Scoring:
         *,
         progress: float,
     ) -> tuple[Batch, Tensor]:
-        """Apply the shapers. Return the batch with new advantages, and the weight of each token.
+        """Apply the techniques that change advantages.
 
-        `progress` is the share of the optimizer steps that are done.
+        Return the batch with new advantages, and token weights `[T]`. `progress` is the share of
+        the run's optimizer steps that are done, 0 to 1.
         """
         factor = old.correction.factor
         if not self._techniques.shapers or not batch.num_sequences:
@@ -166,19 +179,50 @@ class Scoring:
             gradient_norms=gradient_norms,
             progress=progress,
         )
+        nowhere = torch.zeros_like(batch.sampled)
         for shaper in self._techniques.shapers:
             shaped = shaper.shape(batch, signals)
             require_finite(batch, advantage=shaped.advantage)
             batch = replace(batch, advantage=torch.where(batch.trained, shaped.advantage, 0.0))
-            factor = factor * shaped.keep
+            exempt = batch.placed.trained if batch.placed else nowhere
+            factor = factor * (shaped.keep | exempt)
         metrics.tokens.add_shaped(batch, dropped=(old.correction.factor != 0) & (factor == 0))
         return batch, factor
 
-    def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
-        """Offer a batch with its old log-probabilities to the techniques that store groups.
+    def with_placed(self, batch: Batch, old: OldScores, metrics: StepMetrics) -> OldScores:
+        """Return old log-probabilities and weights with those of the placed text that has a loss.
 
-        `old` has the values of the tokens at `index`. `behavior_logp` replaces values that are not
-        exact.
+        The token veto drops the placed text of a sequence, too.
+        """
+        placed = batch.placed
+        if placed is None or not placed.trained.any():
+            return old
+        cap = self._rules.objective.placed_cap or torch.inf
+        if self._rules.objective.placed == "guided":
+            scores = guided(batch, placed, self._old, self._rules)
+        else:
+            scored = self._score(self._policy, batch, placed.trained)
+            metrics.score_tokens += scored.forward_tokens
+            log_gamma = torch.zeros(batch.num_sequences)
+            scores = PlacedScores(scored.logp, torch.ones_like(scored.logp), log_gamma)
+        gamma = corrections.bounded_exp(scores.log_gamma)
+        values = scores.old_logp.where(placed.trained, old.old_logp)
+        require_finite(batch, old_logp=values)
+        vetoed = batch.sequence[self._rules.vetoed(old.old_logp, batch)]
+        kept = placed.trained & (scores.factor > 0) & ~torch.isin(batch.sequence, vetoed)
+        weight = scores.factor.where(placed.trained, old.correction.weight)
+        rows = batch.sequences_with(placed.trained)
+        metrics.add_placed(kept, scores.log_gamma[rows], gamma[rows] > cap)
+        gamma[rows] = gamma[rows].clamp(max=cap)
+        weight = weight * gamma[batch.sequence].to(weight.dtype)
+        correction = replace(old.correction, weight=weight, keep=old.correction.keep | kept)
+        return replace(old, old_logp=values, correction=correction)
+
+    def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
+        """Offer a batch with its `old_logp` to the techniques that store groups for replay.
+
+        `old` has the values of the tokens at `index`. Values that are not exact are replaced by
+        `behavior_logp`.
         """
         if not self._techniques.sources:
             return
@@ -191,7 +235,7 @@ class Scoring:
         self._techniques.prepared(replace(batch, stored=StoredLogps(values, known)), lag)
 
     def hidden_states(self, batch: Batch, query: StatesQuery) -> HiddenStates:
-        """Return hidden states of the sequences of a batch, under the current weights."""
+        """Return the hidden states that `query` asks for, of a batch under the current weights."""
         found = self._policy.hidden_means(
             batch,
             last_tokens(batch, query.tokens),
@@ -208,10 +252,9 @@ class Scoring:
         )
 
     def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the old log-probabilities of a batch, and where they are exact.
+        """Return the old log-probabilities of a batch and a mask of exact ones, `[T]` each.
 
-        The route computes the values of fresh sequences. The values of replayed tokens are stored
-        in the batch.
+        The route computes those of fresh tokens. Those of replayed tokens are stored in the batch.
         """
         if batch.stored is None:
             return self._old.logps(batch, logp)
@@ -223,10 +266,17 @@ class Scoring:
         old_logp = old_logp.to(values.dtype).index_put((index,), values)
         return old_logp, exact.index_put((index,), are_exact)
 
-    def _score(self, policy: Policy, batch: Batch, *, with_entropy: bool = False) -> Scored:
+    def _score(
+        self,
+        policy: Policy,
+        batch: Batch,
+        where: Tensor | None = None,
+        *,
+        with_entropy: bool = False,
+    ) -> Scored:
         return policy.score(
             batch,
-            batch.sampled,
+            batch.sampled if where is None else where,
             temperature=self._temperature,
             max_tokens_per_microbatch=self._max_tokens,
             with_entropy=with_entropy,
@@ -236,12 +286,15 @@ class Scoring:
 def select(values: Tensor, index: Tensor) -> Tensor:
     """Return `values[index]`.
 
-    If `values` is empty, because the values are unknown, return it as it is.
+    Return `values` unchanged if it is empty, which means that it is unknown.
     """
     return values[index] if len(values) else values
 
 
 def require_finite(batch: Batch, **logps: Tensor) -> None:
-    """Raise NonFinite, with the episode and the token, if a sampled token's value is not finite."""
+    """Raise NonFinite, with the episode and the token, if a token's value is not finite.
+
+    Only tokens with a loss are checked.
+    """
     episode = torch.tensor(batch.episodes)[batch.sequence]
-    corrections.check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
+    corrections.check_finite(logps, batch.trained, sequence=episode, version=batch.version)

@@ -1,4 +1,4 @@
-"""A teacher on a server: vLLM's completions with `prompt_logprobs`.
+"""A distillation teacher on a server, called by vLLM's completions API with `prompt_logprobs`.
 
 One request has the tokens of one sequence. The server returns the log-probability of each of them
 at temperature 1. Its tokenizer is compared with the policy's before the first request.
@@ -19,25 +19,27 @@ from unstale.model.prefix_tree import Packed
 from unstale.records import Batch
 
 REQUESTS = 64
-"""Largest number of requests at the same time."""
+"""Largest number of requests that are sent at the same time."""
 ATTEMPTS = 5
-"""Number of attempts at a request that fails without an answer."""
+"""Number of attempts at a request. It is repeated only if no answer came."""
 FIRST_WAIT_S = 1.0
-"""Time before the second attempt. It doubles with each further one."""
+"""Seconds before the second attempt. They double with each further attempt."""
 PROBE = (
     "".join(map(chr, range(32, 127)))
     + " Zürich, 東京, Київ: 3.14159e-10 != 2,718 \n\t def f(x): 🙂"
 )
-"""A text whose tokens are compared: letters of several scripts, digits, code and a symbol."""
+"""A text that both tokenizers encode for comparison: letters of several scripts, digits, code and a
+symbol.
+"""
 
 
 class ServedTeacher:
-    """A teacher behind the address of a server. Only the first rank calls it."""
+    """A teacher that a server computes. Only the first rank sends requests."""
 
     def __init__(self, url: str, tokenizer: Any, peers: RankGroup) -> None:
-        """Ask the server for its model and compare the tokenizers.
+        """Ask the server for its model, and compare the model's tokenizer with `tokenizer`.
 
-        Raises `ConfigError` if the server does not answer, or has other tokens.
+        Raises `ConfigError` if the server does not answer, or tokenizes differently.
         """
         self._url = url.rstrip("/").removesuffix("/v1")
         self._peers = peers
@@ -51,7 +53,10 @@ class ServedTeacher:
             raise ConfigError(f"distil.teacher {url} {problem}")
 
     async def _meet(self, tokenizer: Any) -> str:
-        """Read the name of the model. Return a problem with its tokenizer, or an empty text."""
+        """Read the name of the server's model.
+
+        Return a problem with its tokenizer, or "" if there is none.
+        """
         models = await self._http.call("GET", "/v1/models")
         self._model = models["data"][0]["id"]
         body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
@@ -65,9 +70,10 @@ class ServedTeacher:
         )
 
     def score(self, packed: Batch | Packed, where: Tensor) -> Tensor:
-        """Return the log-probability `[T]` of the tokens of sequences. `where` is not read.
+        """Return the teacher's log-probabilities `[T]` of the tokens of sequences.
 
-        The first token of a sequence has 0. Raises OSError if the server fails.
+        The first token of a sequence has 0. `where` is not used. Raises OSError if the server
+        fails.
         """
         tokens = packed.tokens.tolist()
         spans = zip(packed.offsets[:-1], packed.offsets[1:], strict=True)
@@ -88,7 +94,10 @@ class ServedTeacher:
         return await asyncio.gather(*map(row, sequences))
 
     async def _ask(self, tokens: Sequence[int]) -> Any:
-        """Send a request, again if there is no answer."""
+        """Send the request for one sequence.
+
+        Repeat it if no answer comes. Return the JSON of the answer.
+        """
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
         for attempt in range(ATTEMPTS):
             try:
@@ -102,9 +111,9 @@ class ServedTeacher:
 
 
 def _values(tokens: Sequence[int], answer: Any, url: str) -> list[float]:
-    """Return the log-probability of each token of a sequence, 0 for the first.
+    """Return the log-probabilities of a sequence's tokens from an answer, 0 for the first.
 
-    Raises ConnectionError if the server did not return one.
+    Raises ConnectionError if the answer lacks one.
     """
     try:
         rows: Sequence[Mapping[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
@@ -126,7 +135,10 @@ def _values(tokens: Sequence[int], answer: Any, url: str) -> list[float]:
 
 
 def _complete(call: Awaitable[Any]) -> Any:
-    """Run a coroutine in an event loop of its own: the caller's thread may have one already."""
+    """Run a coroutine in a new event loop and return its result.
+
+    The caller's thread may already run one.
+    """
 
     async def run() -> Any:
         return await call

@@ -3,7 +3,7 @@
 The gradient of a step is a sum over tokens, divided by the number of tokens or sequences of the
 whole batch (`objectives.loss_divisor`). So the gradients of a batch's parts can be added in any
 order, without the divisor, which is applied before the gradient is clipped. The method is from the
-paper Periodic Asynchrony. There, too, the weights do not change before the batch is complete.
+paper Periodic Asynchrony, in which the weights do not change before the batch is complete, either.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from unstale.trainer.records import Minibatch
 
 
 class AddedParts:
-    """The parts of the next batch whose gradients were added already."""
+    """The parts of the next batch whose gradients were already added."""
 
     def __init__(self) -> None:
         self._parts: list[Batch] = []
         self._scored: list[tuple[Batch, Tensor]] = []
-        """The sequences of each part that were run, with their `old_logp` `[T]`."""
+        """For each part: its sequences that got forward passes, and their `old_logp` `[T]`."""
         self._minibatches: list[Minibatch] = []
 
     def __bool__(self) -> bool:
@@ -33,15 +33,16 @@ class AddedParts:
         return len({number for part in self._parts for number in part.group})
 
     def append(self, part: Batch, scored: Batch, old_logp: Tensor, minibatch: Minibatch) -> None:
-        """Add a part of the batch. `scored` are the part's sequences that were run, with `old_logp`
-        `[T]`.
+        """Add a part of the batch.
+
+        `scored` are its sequences that got forward passes, with `old_logp` `[T]`.
         """
         self._parts.append(part)
         self._scored.append((scored, old_logp))
         self._minibatches.append(minibatch)
 
     def rest(self, batch: Batch) -> list[int]:
-        """Return the sequences of the whole batch that are in no part, by index.
+        """Return the indices of the sequences of the whole batch that no part contains.
 
         Raises ValueError if a part is not in the batch, or has other advantages there.
         """
@@ -55,10 +56,10 @@ class AddedParts:
         return [i for i, episode in enumerate(batch.episodes) if episode not in added]
 
     def join(self, batch: Batch, scored: Batch, old_logp: Tensor) -> tuple[Batch, Tensor]:
-        """Return all sequences of the batch that were run, and their `old_logp` `[T]`.
+        """Return all sequences of the batch that got forward passes, and their `old_logp` `[T]`.
 
         `scored` and `old_logp` are the sequences that are in no part, and their values. The result
-        is in the order of the batch. `old_logp` is empty if the route computes it in every training
+        is in the order of the batch. Its `old_logp` is empty if that is computed in every training
         pass.
         """
         found = [*self._scored, (scored, old_logp)]
@@ -66,9 +67,7 @@ class AddedParts:
         return whole, _arrange([values for _, values in found], order)
 
     def whole_minibatch(self, batch: Batch, last: Minibatch) -> Minibatch:
-        """Return the minibatch of all parts, in the order of the batch. `last` has the sequences
-        that are in no part.
-        """
+        """Return the minibatch of the whole batch. `last` has the sequences that are in no part."""
         found = [*self._minibatches, last]
         whole, order = _assemble(batch, [each.batch for each in found])
         return Minibatch(
@@ -85,8 +84,7 @@ class AddedParts:
 def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
     """Return the sequences of the parts in the order of the batch, with the parts' advantages.
 
-    The second value, `[T]`, is an index that puts the values of the parts, end to end, into that
-    order.
+    Also return an index `[T]` that brings the concatenated values of the parts into that order.
     """
     index = torch.cat([_positions(batch, part) for part in parts])
     advantage = batch.advantage.clone()
@@ -98,16 +96,16 @@ def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
 
 
 def _arrange(columns: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Join tensors, one from each part of a batch, and return the values at the indices `order`.
+    """Join tensors, one from each part of a batch. Return their values at the indices `order`.
 
-    Without values, the result is empty.
+    If all tensors are empty, so is the result.
     """
     values = torch.cat(list(columns))
     return values[order] if len(values) else values
 
 
 def _positions(batch: Batch, part: Batch) -> Tensor:
-    """Return the position in the batch of each token of a part, `[T]`. Episodes are looked up.
+    """Return the position in the batch of each token of a part, `[T]`, found by its episode.
 
     Raises ValueError if an episode of the part is not in the batch.
     """
@@ -119,7 +117,7 @@ def _positions(batch: Batch, part: Batch) -> Tensor:
 
 
 def _require_equal_advantages(part: Batch, advantage: Tensor) -> None:
-    """Raise ValueError if the advantages `[T]` of a part changed when the batch was complete."""
+    """Raise ValueError if a part has other advantages `[T]` in the complete batch."""
     differs = ~torch.isclose(part.advantage, advantage, rtol=1e-5, atol=1e-7)
     if differs.any():
         at = int(differs.nonzero()[0])

@@ -1,7 +1,7 @@
 """Objectives of supervised training, which learns from reference replies (`unstale sft`).
 
-No policy of a run sampled the replies, so there is no discrepancy and no staleness. The batch has 0
-as `behavior_logp`, so the log-ratio that an objective receives is log pi itself.
+The policy of the run did not sample the replies, so there is no discrepancy and no staleness. The
+batch has 0 as `behavior_logp`, so the log-ratio that an objective receives is log pi itself.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from unstale.records import Batch, Provenance
 
 
 def reference_batch(references: Sequence[Reference], *, version: int) -> Batch:
-    """Return conversations as a batch whose replies are trained on.
+    """Return conversations as a batch that trains on their replies.
 
-    `version` is the version of the weights before the batch. Raises ValueError without a
+    `version` is the version of the weights before the batch. Raises ValueError if there is no
     conversation.
     """
     if not references:
@@ -60,7 +60,7 @@ class CrossEntropy:
         return Surrogate(-self.weight(logp.detach()) * logp, nowhere, nowhere)
 
     def weight(self, logp: Tensor) -> Tensor:
-        """Return the factor of each token's -log pi, from its log pi `[T]`."""
+        """Return the factor on each token's -log pi, given its log pi `[T]`."""
         return torch.ones_like(logp)
 
     def take_nll(self) -> float:
@@ -82,7 +82,10 @@ class Otr(CrossEntropy):
     """
 
     def __init__(self, *, beta: float = 0.0, samples: int = 0, seed: int = 0) -> None:
-        """Raises ValueError for `beta` >= 1, which would not reward y, or negative `samples`."""
+        """`beta` is the reward of other tokens.
+
+        Raises ValueError for `beta` >= 1, which would not favour y, and for negative `samples`.
+        """
         if not beta < 1 or samples < 0:
             raise ValueError(f"beta must be < 1 and samples >= 0, got {beta:g} and {samples}")
         super().__init__()

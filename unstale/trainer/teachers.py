@@ -1,7 +1,8 @@
-"""The teachers of a run that distils: they score its tokens, or give their whole distributions.
+"""The teachers of a run with distillation.
 
-A sequence may have a lesson: which teacher it has, and a text that only the teacher reads. Tokens
-that the policy sampled are the same for policy and teacher, after different prompts.
+A teacher gives log-probabilities or whole distributions. A sequence may have a lesson: its teacher,
+and a text that only the teacher reads. Policy and teacher then predict the same sampled tokens
+after different prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +28,15 @@ _PLAIN = Lesson()
 
 
 class Teacher(Protocol):
-    """A model that scores the sampled tokens of sequences."""
+    """A model that gives log-probabilities of the sampled tokens of sequences."""
 
     def score(self, packed: Batch | Packed, where: Tensor) -> Tensor:
-        """Return the log-probability `[T]` of the tokens in `where` (`[T]` bool)."""
+        """Return the teacher's log-probabilities `[T]`, correct at the tokens in `where` (bool)."""
         ...
 
 
 class LocalTeacher:
-    """A teacher whose model is in the trainer."""
+    """A teacher whose model runs in the trainer's process."""
 
     def __init__(self, policy: Policy, *, temperature: float, max_tokens: int) -> None:
         self.policy = policy
@@ -78,7 +79,7 @@ class Teachers:
         return LocalTeacher(policy, temperature=temperature, max_tokens=self._max_tokens)
 
     def _load(self, name: str) -> Policy:
-        """Load the teacher in a folder or of the hub, with the precision of the policy."""
+        """Load a teacher from a folder or the Hugging Face hub, in the precision of the policy."""
         own = self._policy
         folder = self._config.with_policy(name).pretrained_folder
         require_same_tokens(own.tokenizer, load_tokenizer(folder), name)
@@ -96,7 +97,7 @@ class Teachers:
         return teacher
 
     def logps(self, batch: Batch) -> Tensor:
-        """Return the log-probability of each sampled token under its teacher, `[T]`.
+        """Return the log-probability of each sampled token under its sequence's teacher, `[T]`.
 
         Empty if the loss needs whole distributions.
         """
@@ -110,7 +111,7 @@ class Teachers:
         return values
 
     def comparison(self, batch: Batch) -> Comparison | None:
-        """Return the query that computes the divergence at the sampled tokens of a training pass.
+        """Return a query for the divergence from the teachers at a training pass's sampled tokens.
 
         None if the loss needs only log-probabilities of tokens.
         """
@@ -129,7 +130,9 @@ class Teachers:
         return Comparison(found, self._distiller.divergence)
 
     def _parts(self, batch: Batch) -> list[tuple[Teacher, Batch, Tensor]]:
-        """Return each teacher with its sequences, and their tokens' positions in the batch."""
+        """Return each teacher with its sequences, and the positions of their tokens in the
+        batch.
+        """
         numbers = [each.teacher for each in batch.lessons] or [0] * batch.num_sequences
         found = []
         for number, teacher in enumerate(self._teachers):
@@ -139,7 +142,7 @@ class Teachers:
         return found
 
     def after_step(self, steps: int) -> None:
-        """Replace the teacher's weights by the policy's after each `distil.refresh` steps.
+        """Copy the policy's weights to the teacher after every `distil.refresh` optimizer steps.
 
         `steps` is the number of optimizer steps that were taken.
         """
@@ -154,7 +157,10 @@ class Teachers:
         return teacher.policy
 
     def state(self) -> Mapping[str, Any]:
-        """Return the teacher's weights, if they change during the run."""
+        """Return the teacher's weights for a checkpoint.
+
+        Empty if they do not change during the run.
+        """
         if not self._options.refresh:
             return {}
         return {name: each.clone() for name, each in self._refreshed.weights().items()}
@@ -165,9 +171,10 @@ class Teachers:
 
 
 def as_taught(batch: Batch) -> tuple[Batch | Packed, Tensor]:
-    """Return the sequences as their teachers read them, and where their sampled tokens are there.
+    """Return the sequences as the teachers read them, and a mask of the sampled tokens in these.
 
-    Sampled tokens keep their order. Without a text for the teacher the batch itself is returned.
+    Sampled tokens keep their order. If no teacher reads a further text, the batch itself is
+    returned.
     """
     if not any(each.tokens for each in batch.lessons):
         return batch, batch.sampled
@@ -183,14 +190,14 @@ def as_taught(batch: Batch) -> tuple[Batch | Packed, Tensor]:
 
 
 def _predicted(where: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return `where` without the first token of each sequence, which nothing predicts."""
+    """Return the mask `where` without each sequence's first token, which nothing predicts."""
     predicted = where.clone()
     predicted[list(offsets[:-1])] = False
     return predicted
 
 
 def require_same_tokens(own: Any, other: Any, teacher: str) -> None:
-    """Raise `ConfigError` unless two tokenizers have the same tokens with the same ids."""
+    """Raise `ConfigError` if the teacher's tokenizer has other tokens or ids than the policy's."""
     ours, theirs = own.get_vocab(), other.get_vocab()
     if ours == theirs:
         return

@@ -28,7 +28,7 @@ class WorkerThread(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the thread after the function that it runs now."""
+        """Stop the thread when the function that it is running has returned."""
         ...
 
 
@@ -36,8 +36,9 @@ class LocalThread:
     """A worker thread in this process."""
 
     def __init__(self, name: str, before: Callable[[], object] = lambda: None) -> None:
-        """Create the thread. It calls `before` before each function, and before each layer of a
-        model that a function runs.
+        """Create the thread.
+
+        `before` is called before each function, and before each layer of a model in it.
         """
         self._executor = ThreadPoolExecutor(1, name, before_layer.set, (before,))
         self._before = before
@@ -55,7 +56,7 @@ class LocalThread:
 
 
 class FreedMemory:
-    """Returns freed memory of this process to the system, when this is worth the time.
+    """A policy for returning freed memory of this process to the system.
 
     The C library of Linux keeps freed memory in blocks that later allocations often do not fit
     into: 4 bytes per weight of the model, and more with each step. Returning it takes milliseconds,
@@ -63,8 +64,8 @@ class FreedMemory:
     freed memory is kept until the process has grown by the factor `GROWTH` since memory was last
     returned.
 
-    Errors of environments and clients are reference cycles with the frames that they passed, and so
-    with messages and replies. Python would almost never collect such cycles once they are old.
+    Errors of environments and clients form reference cycles with the frames that they passed, and
+    so with messages and replies. Python would almost never collect such cycles once they are old.
     """
 
     GROWTH = 1.25
@@ -76,9 +77,9 @@ class FreedMemory:
         self._collected_at = -math.inf
 
     def trim(self, *, now: bool) -> None:
-        """Return freed memory to the system if `now`, or if the process has grown.
+        """Return freed memory to the system if `now` is set, or if the process has grown.
 
-        Before that, collect reference cycles if `now`, or if `CYCLES_S` have passed.
+        Before that, collect reference cycles if `now` is set, or if `CYCLES_S` seconds have passed.
         """
         if now or time.monotonic() >= self._collected_at + self.CYCLES_S:
             gc.collect()
@@ -91,7 +92,7 @@ class FreedMemory:
 
 
 def resident_pages() -> int:
-    """Return the memory of this process in pages."""
+    """Return the resident memory of this process in pages."""
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
@@ -100,9 +101,9 @@ def trainer_threads(
 ) -> int:
     """Return the number of CPU threads of the trainer, or of each trainer rank.
 
-    All processes of a run share `num_cores` cores; None means the cores of this process. If
-    together they have more threads than cores, every process becomes many times slower.
-    `with_engine_cores` adds the cores of the engines to the trainer's.
+    All processes of a run share `num_cores` cores; None means the cores of this process. With more
+    threads than cores in all, every process would become many times slower. `with_engine_cores`
+    adds the cores of the engines to the trainer's.
     """
     if config.trainer.threads:
         return config.trainer.threads
@@ -121,7 +122,7 @@ def trainer_threads(
 
 
 class SharedCores:
-    """Shares the cores between the engines and a trainer in this process.
+    """The division of CPU cores between the engines and a trainer in this process.
 
     The trainer computes on the cores that the other processes leave, and also on those of the
     engines while these have no request.
@@ -130,8 +131,8 @@ class SharedCores:
     def __init__(self, config: RunConfig, *, are_engines_idle: Callable[[], bool]) -> None:
         """`are_engines_idle` is called in the trainer's thread.
 
-        It returns True if the engines have no request, and no group of training episodes can start
-        before the next optimizer step.
+        It must return True if the engines have no request, and no group of training episodes can
+        start before the next optimizer step.
         """
         self._while_sampling = trainer_threads(config)
         self._while_idle = trainer_threads(config, with_engine_cores=True)
@@ -142,7 +143,7 @@ class SharedCores:
         self._helper = ThreadPoolExecutor(1, "threads")
 
     def take(self) -> None:
-        """Set the number of torch threads of the calling thread.
+        """Set the number of torch threads of the calling thread to the cores that are free.
 
         Threads that start later get 1. A thread that starts while this method runs may get the
         number of the calling thread.

@@ -1,4 +1,4 @@
-"""Collects the values of trained tokens for the journal, while the steps on a batch run."""
+"""A collector of the values of trained tokens for the journal, while the steps on a batch run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from unstale.token_values import STORED, TokenFlag, TokenValues, keeps_tokens
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A sequence of the batch whose values are kept."""
+    """A sequence of the batch whose token values are kept for the journal."""
 
     group: int
     episode: int
@@ -25,7 +25,7 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Values of the sampled tokens of some sequences, end to end."""
+    """Values of the sampled tokens of several sequences, concatenated."""
 
     episodes: tuple[int, ...]
     counts: tuple[int, ...]
@@ -34,14 +34,14 @@ class _Part:
 
 
 class TokenLog:
-    """The values of the sampled tokens of some groups of one batch.
+    """The values of the sampled tokens of some groups of one batch, for the journal.
 
     The values of an optimizer step's forward passes are collected in another object, which
     `of_passes` returns and `add_passes` adds to this one.
     """
 
     def __init__(self, *, share: float = 0.0, minibatch: int | None = None) -> None:
-        """Create an empty log. `share` is the share of groups whose values are kept.
+        """Create an empty log. `share` is the share of groups whose token values are kept.
 
         `minibatch` is the number of the optimizer step within the batch, None before the first
         step.
@@ -74,7 +74,7 @@ class TokenLog:
         self._add(batch, advantage=batch.advantage)
 
     def arrange(self, episodes: Sequence[int]) -> None:
-        """Sort the recorded sequences into the order of a batch with these episodes."""
+        """Sort the recorded sequences into the order of `episodes`, the episodes of a batch."""
         places = {episode: i for i, episode in enumerate(episodes)}
         self._sequences.sort(key=lambda each: places[each.episode])
 
@@ -87,8 +87,9 @@ class TokenLog:
         exact: Tensor,
         vetoed: Tensor,
     ) -> None:
-        """Add the old log-probabilities and the correction, where they are known. Tensors are
-        `[T]`.
+        """Add old log-probabilities and corrections of sampled tokens, as far as they are known.
+
+        Tensors are `[T]`.
         """
         flags = _flags(
             {
@@ -101,16 +102,14 @@ class TokenLog:
         self._add(batch, log_d=log_d, weight=correction.factor, flags=flags)
 
     def add_shaped(self, batch: Batch, *, dropped: Tensor) -> None:
-        """Add the advantages as techniques changed them, and the tokens `[T]` that techniques
-        dropped.
-        """
+        """Add the advantages that techniques changed, and the mask `[T]` of tokens they dropped."""
         flags = _flags({TokenFlag.DROPPED: dropped})
         self._add(batch, advantage=batch.advantage, flags=flags)
 
     def add_forward(
         self, batch: Batch, logp: Tensor, old_logp: Tensor, *, surrogate: Surrogate, capped: Tensor
     ) -> None:
-        """Add the tokens of a forward pass of the loss. Tensors are `[T]`."""
+        """Add the values of sampled tokens from a forward pass of the loss. Tensors are `[T]`."""
         flags = _flags(
             {
                 TokenFlag.CLIPPED_LOW: surrogate.clipped_low,
@@ -125,8 +124,9 @@ class TokenLog:
         self._add(batch, entropy=torch.where(where, entropy, torch.nan))
 
     def of_passes(self, minibatch: int) -> "TokenLog":
-        """Return an empty object for the passes of optimizer step `minibatch` of
-        the batch, from 0.
+        """Return an empty object for the forward passes of one optimizer step.
+
+        `minibatch` is the number of the step within the batch, from 0.
         """
         return TokenLog(share=self.share, minibatch=minibatch)
 
@@ -154,13 +154,13 @@ class TokenLog:
         ]
 
     def _kept(self, batch: Batch) -> list[int]:
-        """Return the sequences whose values are kept, by index."""
+        """Return the indices of the sequences whose token values are kept."""
         if not self.share:
             return []
         return [i for i, number in enumerate(batch.group) if keeps_tokens(number, self.share)]
 
     def _add(self, batch: Batch, **columns: Tensor) -> None:
-        """Add values `[T]` of the kept sequences' sampled tokens."""
+        """Add values `[T]` at the sampled tokens of the kept sequences."""
         kept = self._kept(batch)
         if not kept:
             return
@@ -180,8 +180,9 @@ class TokenLog:
 
 
 def _merge(name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return merged values of the same tokens. Flags are combined; otherwise `after` wins unless
-    NaN.
+    """Return two arrays of values of the same tokens, merged. `name` is the kind of the values.
+
+    Flags are combined. Of other values, `after` replaces `before` where it is not NaN.
     """
     if name == "flags":
         return before | after
@@ -193,7 +194,7 @@ def _narrow(values: Tensor) -> Tensor:
 
 
 def _flags(tensors: Mapping[TokenFlag, Tensor]) -> Tensor:
-    """Return the sum of the flags that are True, `[T]` uint8."""
+    """Return a bit field for each token, `[T]` uint8: the sum of its flags that are True."""
     parts = [tensor.to(torch.uint8) * int(flag) for flag, tensor in tensors.items()]
     return torch.stack(parts).sum(0, dtype=torch.uint8)
 

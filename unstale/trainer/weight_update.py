@@ -1,4 +1,4 @@
-"""The optimizer and its float32 weights, which may be in main memory while no step changes them."""
+"""The optimizer and its float32 weights. Both may be in main memory while no step changes them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from unstale.trainer.offload import MainMemory
 from unstale.trainer.optimizer import make_optimizer
 
 PART = 1 << 26
-"""Number of weights that a step changes at a time, if they are otherwise in main memory. A larger
-tensor is changed alone.
+"""Number of weights that an optimizer step changes at a time, if they are otherwise in main memory.
+A larger tensor is changed by itself.
 """
 
 
 class WeightUpdate:
-    """Changes the weights of a policy by their gradients.
+    """An update of a policy's weights by their gradients.
 
     With `trainer.offload_optimizer`, the optimizer's state and float32 weights that passes do not
     use are on the device only while a part of a step changes them. The result is the same, bit for
@@ -37,7 +37,9 @@ class WeightUpdate:
         self._memory = MainMemory()
         self._groups = by_mesh(self._weights)
         self._parts = self._groups
-        """The names of the weights that are changed together."""
+        """The names of the weights in each part of an optimizer step, which are changed
+        together.
+        """
         self._offloads = config.trainer.offload_optimizer
         if self._offloads:
             self._parts = [
@@ -48,7 +50,10 @@ class WeightUpdate:
             self._put_away(self._weights)
 
     def clip(self, limit: float) -> float:
-        """Return the norm of the gradients. If it is above `limit`, scale them down to that."""
+        """Scale the gradients down if their norm exceeds `limit`.
+
+        Return the norm before scaling.
+        """
         groups = [[self._weights[name] for name in names] for names in self._groups]
         if len(groups) == 1:
             return float(gather_whole(nn.utils.clip_grad_norm_(groups[0], limit)))
@@ -61,9 +66,9 @@ class WeightUpdate:
         return float(total)
 
     def apply(self, step: int) -> Tensor:
-        """Take optimizer step `step`, and round the weights into the policy. Free the gradients.
+        """Take optimizer step number `step`, and round the weights into the policy.
 
-        Return the sums of `Masters.moved`.
+        Free the gradients. Return the sums of `Masters.moved`.
         """
         gradients = {name: weight.grad for name, weight in self._weights.items()}
         self.drop_gradients()
@@ -83,7 +88,7 @@ class WeightUpdate:
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the weights and the optimizer's state, where they are."""
+        """Return the weights and the optimizer's state for a checkpoint. Nothing is copied."""
         read = self._memory.numbers
         optimizer = self.optimizer.state_dict()
         optimizer["state"] = {
@@ -99,9 +104,10 @@ class WeightUpdate:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state. The optimizer uses its tensors without a copy, unless they are offloaded.
+        """Load a state of a checkpoint.
 
-        Raises ValueError if it is of another optimizer.
+        The optimizer uses its tensors without a copy, unless they are offloaded. Raises ValueError
+        if it belongs to another optimizer.
         """
         # torch loads the state of another optimizer without an error, and fails at the next step
         used = state.get("optimizer_name", self._name)
@@ -130,7 +136,10 @@ class WeightUpdate:
         self._put_away(names)
 
     def _put_away_copies(self) -> None:
-        """Copy the optimizer's state, which others may read, and move the copies to main memory."""
+        """Copy the optimizer's state, because others may read the original.
+
+        Move the copies to main memory.
+        """
         for values in self.optimizer.state.values():
             for key, value in values.items():
                 if isinstance(value, Tensor):
@@ -146,7 +155,7 @@ class WeightUpdate:
         self._memory.wait()
 
     def _offloaded(self, name: str) -> Iterator[Tensor]:
-        """Yield the tensors of a weight that are in main memory between steps."""
+        """Yield those tensors of a weight that are in main memory between steps."""
         weight = self._weights[name]
         if name in self.masters.separate:
             yield weight.detach()
@@ -154,14 +163,15 @@ class WeightUpdate:
 
 
 def _is_offloaded(value: Any) -> bool:
-    """Return True for a value of an optimizer's state that grows with the weight."""
+    """Return True for a value in an optimizer's state that is as large as its weight."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def parts_of(weights: Mapping[str, Tensor], size: int) -> list[list[str]]:
-    """Return the names of the weights that each part of an optimizer step changes.
+    """Return the names of the weights in each part of a step, of at most `size` elements.
 
-    Every rank has the same parts, because they follow from the sizes of whole weights.
+    A larger weight forms a part by itself. Every rank has the same parts, because they follow from
+    the sizes of whole weights.
 
     >>> parts_of({"a": torch.empty(3), "b": torch.empty(2), "c": torch.empty(9)}, size=5)
     [['a', 'b'], ['c']]

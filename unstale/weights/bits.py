@@ -29,21 +29,23 @@ from unstale.weights.child_process import Bytes, cores
 T = TypeVar("T")
 R = TypeVar("R")
 Checksum = int | str
-"""`tensors:`, `sum64:` or `xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
+"""The checksum of weights or of a file: `tensors:`, `sum64:` or `xxh3:` with 16 hexadecimal digits,
+or a CRC-32 as a number.
+"""
 
 MIN_SHARED_BYTES = 1 << 25
-"""Smallest total size in bytes for which `in_threads` uses threads. Processing fewer bytes takes
-less time than starting threads.
+"""Smallest total size in bytes for which `in_threads` starts threads. Fewer bytes are processed in
+less time than threads take to start.
 """
 _KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """torch's signed integer dtypes, by their size in bytes."""
 _WORD_BYTES = 8
-"""Size in bytes of the words that the checksum `sum64` adds."""
+"""Size in bytes of the words that the checksum `sum64` adds up."""
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits as integers of the element size, in the same memory."""
+    """Return a tensor's bits as integers of the same element size, in the same memory."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -51,12 +53,12 @@ def words(tensor: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU, sharing its memory where possible."""
+    """Return the bytes of a tensor on the CPU. The tensor's memory is shared where possible."""
     return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
 
 
 def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
-    """Call a function with each item and return the results in the order of the items.
+    """Call a function with each item. Return the results in the order of the items.
 
     `sizes` has the bytes of each item. If they are less than `MIN_SHARED_BYTES` in all, the calls
     run in the caller's thread. Otherwise they run on as many threads as torch has, or on half of
@@ -78,10 +80,10 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
 
 
 def on_side_stream(call: Callable[[], R], device: torch.device) -> Callable[[], R]:
-    """Return a function that makes the call on a GPU stream of its own, for another thread.
+    """Return a function that makes the call on a separate GPU stream, for use in another thread.
 
-    The function begins when the caller's stream has done its present work, and returns when its own
-    stream has. For a device other than a GPU, `call` itself is returned.
+    The function begins when the caller's stream has done its present work, and returns when the
+    separate stream has. For a device other than a GPU, `call` itself is returned.
     """
     if device.type != "cuda":
         return call
@@ -156,7 +158,10 @@ def sum64(tensors: Sequence[Tensor]) -> str:
 
 
 def _sum_of(placed: tuple[Tensor, int]) -> int:
-    """Return the sum for one tensor, given with the position of its first word among all words."""
+    """Return the sum of one tensor's words.
+
+    `placed` has the tensor and the position of its first word among all words.
+    """
     tensor, place = placed
     total = 0
     for lanes in _lanes_of(tensor):
@@ -178,8 +183,10 @@ def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors. Successive small ones on a GPU are joined, because each GPU operation has
-    a fixed cost.
+    """Yield the tensors.
+
+    Small ones on a GPU that follow each other are joined, because each GPU operation has a fixed
+    cost.
     """
     small: list[Tensor] = []
     for part in parts:
@@ -196,12 +203,12 @@ def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors `[n]` concatenated. A single tensor is not copied."""
+    """Return 1-D tensors concatenated. A single tensor is not copied."""
     return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 
 def check_kind(recorded: object) -> None:
-    """Raise ValueError unless the kind of a recorded checksum is one that can be computed."""
+    """Raise ValueError for a recorded checksum of an unknown kind."""
     is_text = isinstance(recorded, str) and _KINDS.fullmatch(recorded)
     if type(recorded) is not int and not is_text:
         raise ValueError(
@@ -211,9 +218,10 @@ def check_kind(recorded: object) -> None:
 
 
 def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
-    """Return the checksum of a file's bytes, given in parts, of the same kind as a recorded one.
+    """Return the checksum of a file's bytes, of the same kind as the checksum `recorded`.
 
-    The kind is CRC-32 if `recorded` is a number, else XXH3. Raises ValueError for an unknown kind.
+    The bytes are given in parts. The kind is CRC-32 if `recorded` is a number, else XXH3. Raises
+    ValueError for an unknown kind.
     """
     check_kind(recorded)
     if type(recorded) is int:

@@ -1,4 +1,4 @@
-"""Find the words (elements as integers) that differ between two tensors, and sum words.
+"""Find the elements that differ between two tensors, compared as integers (words), and sum words.
 
 Compiled code (`changes.c`) does this in one pass. Without a C compiler, NumPy is used after a
 warning, several times slower, with the same result.
@@ -22,16 +22,18 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
-"""The value of a byte that is continued: 255 is added to the number in the next byte. Gaps (the
+"""The byte that marks a continued number: 255 is added to the number in the next byte. Gaps (the
 numbers of unchanged words before each changed word) are written this way.
 """
 
 MAX_SUM_WORDS = 1 << 24
-"""Largest number of words that torch mixes at once for a sum. This takes memory for two copies."""
+"""Largest number of words that torch mixes at once for a sum. Mixing takes memory for two copies of
+them.
+"""
 _STEP = 0x9E3779B97F4A7C15
 """The factor by which `mixed_sum` multiplies the position of a word."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Shifts and factors of SplitMix64, with which `mixed_sum` mixes a word."""
+"""The shifts and factors of the generator SplitMix64, with which `mixed_sum` mixes a word."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,22 +42,24 @@ Bytes = npt.NDArray[np.uint8]
 class Changes:
     """The changed words of a tensor: their number and, if few changed, their positions and XOR.
 
-    Otherwise `gaps` and `planes` are empty.
+    If many changed, `gaps` and `planes` are empty.
     """
 
     count: int
     gaps: Bytes
-    """The number of unchanged words before each changed word, in bytes as `encode_gaps` returns."""
+    """The gap before each changed word: its number of unchanged words, as the bytes that
+    `encode_gaps` returns.
+    """
     planes: tuple[Bytes, ...]
-    """One array for each byte of a word: the lowest byte of the XOR of each changed word comes
-    first.
+    """The XOR of each changed word with its old value, as one array for each byte of a word, lowest
+    byte first.
     """
 
 
 def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
     """Return the words that differ between two contiguous integer tensors `[n]`.
 
-    Without `after`, `before` is the XOR of both tensors. If more than `limit` words differ, the
+    If `after` is None, `before` is the XOR of both tensors. If more than `limit` words differ, the
     result has only the number of these words. Raises ValueError unless the tensors are on the CPU,
     contiguous, and equal in shape and integer dtype.
     """
@@ -82,10 +86,10 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
 
 
 def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
-    """Return the byte planes of the XOR of all words of two contiguous integer tensors `[n]`.
+    """Return the XOR of two contiguous integer tensors `[n]` as byte planes.
 
-    A byte plane `[n]` has one byte of each word. The plane of the lowest bytes comes first. Without
-    `after`, `before` is the XOR of both tensors. Raises ValueError as `find_changes` does.
+    A byte plane `[n]` has one byte of each word. The plane of the lowest bytes comes first. If
+    `after` is None, `before` is the XOR itself. Raises ValueError as `find_changes` does.
     """
     _check_words(before, after)
     library = _library()
@@ -103,9 +107,10 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
 
 
 def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
-    """Return what `find_changes` returns, for the XOR `[n]` of two tensors on any device.
+    """Return the changed words of a tensor on any device, as `find_changes` does on the CPU.
 
-    The device of the XOR computes the gaps and planes, so only their bytes are copied to the CPU.
+    `difference` `[n]` is the XOR of the two tensors. Its device computes the gaps and planes, so
+    only their bytes are copied to the CPU.
     """
     count = int(torch.count_nonzero(difference))
     if not 0 < count <= limit:
@@ -116,18 +121,21 @@ def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
 
 
 def _planes_from_device(changed: Tensor) -> list[Bytes]:
-    """Return the byte planes of words `[n]`, computed on the words' device."""
+    """Return the byte planes of words `[n]`, lowest bytes first.
+
+    The words' device computes them.
+    """
     return [(changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())]
 
 
 def find_all_on_device(
     difference: Tensor, sizes: Sequence[int], limits: Sequence[int]
 ) -> list[Changes]:
-    """Return what `find_changes_on_device` returns, for each of several tensors.
+    """Return the changed words of each of several tensors on a device.
 
     `difference` `[n]` has the concatenated XORs of all tensors. `sizes` has the number of words of
-    each tensor, and `limits` its largest number of changes. On a GPU, a few kernels process all
-    tensors together.
+    each tensor, and `limits` the largest number of changes to be listed. On a GPU, a few kernels
+    process all tensors together.
     """
     count = int(torch.count_nonzero(difference))
     if not count or 3 * count > len(difference):  # many positions would take much memory
@@ -159,7 +167,7 @@ def find_all_on_device(
 
 
 def apply_changes(target: Tensor, found: Changes) -> None:
-    """Change the words of a contiguous integer tensor `[n]` on the CPU, in place.
+    """Apply changes to the words of a contiguous integer tensor `[n]` on the CPU, in place.
 
     Raises ValueError, before any word is changed, if a position is outside the tensor or the number
     of positions is not the number of changed words.
@@ -179,7 +187,7 @@ def apply_changes(target: Tensor, found: Changes) -> None:
 def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
     """XOR all words of a contiguous integer tensor `[n]` on the CPU with byte planes, in place.
 
-    `planes` are those that `split_planes` returned for all words.
+    `planes` must have a byte of every word, as a result of `split_planes` has.
     """
     _check_words(target, None)
     library = _library()
@@ -191,9 +199,9 @@ def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
 
 
 def merge_changes(first: Changes, second: Changes, words: int) -> Changes:
-    """Return the single set of changes that has the effect of two successive sets.
+    """Combine two successive sets of changes of one tensor into a single set with the same effect.
 
-    Both are for a tensor of `words` words. Raises ValueError if a position is outside this tensor.
+    The tensor has `words` words. Raises ValueError if a position is outside it.
     """
     for found in (first, second):
         check_gaps(found.gaps, found.count, words)
@@ -229,7 +237,10 @@ def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
 
 
 def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return the addresses of byte strings, which the caller must keep until they are read."""
+    """Return an array of the addresses of byte strings.
+
+    The caller must keep the strings until they are read.
+    """
     for part in parts:
         if part.dtype != np.uint8 or not part.flags.c_contiguous:
             raise ValueError(
@@ -239,10 +250,10 @@ def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
 
 
 def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> None:
-    """Change the words of several integer tensors on one device and of one dtype, in place.
+    """Apply changes in place to the words of several integer tensors of one device and dtype.
 
-    The targets may have any layout. `changes` has one entry for each target. Raises ValueError,
-    before any target is changed, if a position is outside its target.
+    The tensors may have any memory layout. `changes` has one entry for each. Raises ValueError,
+    before any tensor is changed, if a position is outside its tensor.
     """
     like = targets[0]
     for target, found in zip(targets, changes, strict=True):
@@ -278,7 +289,7 @@ def _starts(sizes: Tensor) -> Tensor:
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
-    """Raise ValueError unless encoded gaps give `changed` positions below `words`."""
+    """Raise ValueError if encoded gaps do not give `changed` positions, all below `words`."""
     found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
     if found != changed:
         raise ValueError(f"{found} positions for {changed} changed words")
@@ -288,7 +299,7 @@ def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
 
 
 def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the words `[n]` that byte planes `[n]` (uint8) form. The last has the highest bits."""
+    """Return the words `[n]` whose bytes are in byte planes `[n]` (uint8), lowest bytes first."""
     bits = torch.zeros(len(planes[0]), dtype=dtype, device=planes[0].device)
     for i, plane in enumerate(planes):
         bits |= plane.to(dtype) << 8 * i
@@ -296,9 +307,9 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
-    """Return the words `[n]`, as signed integers, that byte planes `[n]` form.
+    """Return the words `[n]`, as signed integers, whose bytes are in byte planes `[n]`.
 
-    The last plane has the highest bits.
+    The first plane has the lowest bytes.
     """
     bits = np.zeros(len(planes[0]), f"u{len(planes)}")
     for plane in reversed(planes):
@@ -308,17 +319,20 @@ def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
 
 
 def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
-    """Return the joined byte strings as a uint8 tensor `[n]` on the device of the tensor `like`."""
+    """Copy byte strings to the device of the tensor `like`.
+
+    Return them joined, as a uint8 tensor `[n]`.
+    """
     return torch.from_numpy(np.concatenate(parts)).to(like.device)
 
 
 def _gaps_of(where: Tensor) -> Tensor:
-    """Return what `encode_gaps` returns for positions `[n]`, as a tensor on their device."""
+    """Return the gaps before positions `[n]`, encoded by their device as `encode_gaps` does."""
     return _coded(torch.diff(where, prepend=where.new_tensor([-1])) - 1)[0]
 
 
 def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gaps between changed positions as bytes, and the offset at which each gap ends.
+    """Return gaps between changed positions as bytes, and the offset at which each gap's bytes end.
 
     A gap takes one byte. A longer gap begins with the byte `ESCAPE`.
     """
@@ -380,7 +394,7 @@ def require_alike(before: Tensor, after: Tensor) -> None:
 
 
 def _check_words(before: Tensor, after: Tensor | None) -> None:
-    """Raise ValueError unless compiled code can read the tensors by their addresses."""
+    """Raise ValueError if compiled code cannot read the tensors by their addresses."""
     if after is not None:
         require_alike(before, after)
     for each in (before,) if after is None else (before, after):
@@ -461,6 +475,8 @@ def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
 
 
 def _planes(array: npt.NDArray[Any]) -> tuple[Bytes, ...]:
-    """Return one array per byte of a word: the lowest bytes of all words come first."""
+    """Return the byte planes of words `[n]`: one array for each byte of a word, lowest bytes
+    first.
+    """
     bits = array.view(f"u{array.itemsize}")
     return tuple((bits >> 8 * i).astype(np.uint8) for i in range(array.itemsize))

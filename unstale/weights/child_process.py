@@ -23,8 +23,8 @@ from typing import Any
 _LENGTHS = struct.Struct(">IQ")
 _SIZE = struct.Struct(">I")
 _ALIGNMENT = 16
-"""The body of a message starts at a multiple of this many bytes, so that tensors can be views of
-it.
+"""The body of a message starts at a multiple of this many bytes, so that tensors can share its
+memory.
 """
 _LAST_WORDS = 2000
 _READ_BYTES = 1 << 16
@@ -34,10 +34,12 @@ BEAT_S = 0.5
 FROZEN_S = 4.0
 """Seconds without a heartbeat after which a child process is treated as frozen."""
 _START_S = 60.0
-"""Seconds allowed until the first heartbeat. Python may take long to start from a slow disk."""
+"""Seconds within which the first heartbeat must come. Python may take long to start from a slow
+disk.
+"""
 _EXIT_S = 5.0
-"""Seconds to wait for the end of a child that closed its socket. Then the child is killed. The
-caller may be the event loop, which waits meanwhile. A child normally ends in less than 1 ms.
+"""Seconds to wait for the end of a child that closed its socket, before it is killed. The caller
+may be the event loop, which is blocked meanwhile. A child normally ends in less than 1 ms.
 """
 
 _PROGRAM = """
@@ -69,14 +71,14 @@ Header = dict[str, Any]
 
 
 class ChildFrozen(RuntimeError):
-    """Error: a child process sent no heartbeat, because it was stopped or had no CPU time.
+    """Error: a child process sent no heartbeat, because it was stopped or got no CPU time.
 
     The child process has been killed.
     """
 
 
 def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
-    """Return one message as byte strings to send in order. The parts of the body are not copied.
+    """Return one message as byte strings to be sent in order. The parts of the body are not copied.
 
     >>> list(Frames().feed(b"".join(frame({"op": "resume"}, [b"xy"]))))
     [({'op': 'resume'}, bytearray(b'xy'))]
@@ -87,7 +89,10 @@ def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
 
 
 class Frames:
-    """A parser that divides a stream of bytes into messages of at most `max_bytes`, if given."""
+    """A parser that divides a stream of bytes into messages.
+
+    `max_bytes`, if given, is the largest allowed size of a message.
+    """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._buffer = bytearray()
@@ -123,7 +128,7 @@ class Frames:
 
 
 class _Process:
-    """A new process, which imports its module and then waits for its options.
+    """A new child process, which imports its module and then waits for its options.
 
     Raises `OSError` if the process cannot be created.
     """
@@ -156,7 +161,7 @@ class _Process:
     def begin(self, options: Header) -> None:
         """Send the options to the process.
 
-        No error is raised if the process has ended: the next read of its socket finds that.
+        No error is raised if the process has ended: the next read from its socket detects that.
         """
         text = json.dumps(options).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -174,9 +179,9 @@ class _Process:
 
 
 def receive_options(descriptor: int) -> str:
-    """Return the options, as JSON text, that `Child` sends first through a socket's descriptor.
+    """Return the options that the parent's `Child` sends first, as JSON text.
 
-    Return "" if the parent has ended. The descriptor stays open.
+    `descriptor` is the number of the socket, which stays open. Return "" if the parent has ended.
     """
     connection = socket.socket(fileno=descriptor)
     try:
@@ -190,11 +195,11 @@ def receive_options(descriptor: int) -> str:
 
 
 _early: dict[str, list[_Process]] = {}
-"""Processes by module. `start_early` has started them, and no `Child` uses them yet."""
+"""Child processes, by module, that `start_early` has started and that no `Child` uses yet."""
 
 
 def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
-    """Start the process of the next `Child` with the same arguments, and return without waiting.
+    """Start the process for the next `Child` with the same arguments, and return without waiting.
 
     The process imports the module before the `Child` needs it. The process is killed if the next
     `Child` of the module has other arguments, or at the end of this program.
@@ -223,7 +228,7 @@ def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
 
 
 class Child:
-    """A child process that runs `main(descriptor, options)` of a module, with a `socket` to it.
+    """A child process that calls `main(descriptor, options)` of a module, with a `socket` to it.
 
     The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. The child ends
     by `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
@@ -233,10 +238,10 @@ class Child:
     def __init__(
         self, name: str, module: str, options: Header, *, threads: int, gpus: Sequence[str] = ()
     ) -> None:
-        """Start the process with a number of CPU threads, unless `start_early` has started it.
+        """Start the process with `threads` CPU threads, unless `start_early` has started it.
 
-        `name` appears in error messages. The process sees the GPUs of `visible_gpus(gpus)`. `main`
-        receives the options as JSON text.
+        `name` appears in error messages. The process sees the GPUs of `visible_gpus(gpus)`. Its
+        `main` receives the options as JSON text.
         """
         self.name = name
         process = _started(module, threads=threads, gpus=gpus)
@@ -256,9 +261,9 @@ class Child:
     def check(self) -> None:
         """Kill the process and raise `ChildFrozen` if it sent no heartbeat for `FROZEN_S` seconds.
 
-        Call this every `BEAT_S` seconds. Of a longer time since the last call only `BEAT_S` is
-        counted, because then this process, or the machine, was paused too. The first heartbeat may
-        take `_START_S` seconds.
+        Call this every `BEAT_S` seconds. If more time has passed since the last call, only `BEAT_S`
+        is counted, because then this process, or the machine, was paused too. The first heartbeat
+        may take `_START_S` seconds.
         """
         now = time.monotonic()
         if self._beats.read(_READ_BYTES):
@@ -275,9 +280,10 @@ class Child:
             )
 
     def recv(self, size: int) -> bytes:
-        """Wait for bytes from the process. Return at most `size` bytes.
+        """Wait for bytes from the process.
 
-        Return b"" after the process has ended. Raises `ChildFrozen` if the heartbeat stops.
+        Return at most `size` bytes, or b"" if the process has ended. Raises `ChildFrozen` if the
+        heartbeat stops.
         """
         while not self._ready(select.POLLIN):
             self.check()
@@ -302,14 +308,14 @@ class Child:
     def _ready(self, event: int) -> bool:
         """Wait up to `BEAT_S` seconds for an event of `select.poll` on the socket.
 
-        Return False if the event did not occur.
+        Return True if it came.
         """
         poll = select.poll()
         poll.register(self.socket, event)
         return bool(poll.poll(1000 * BEAT_S))
 
     def last_words(self) -> str:
-        """Return a message with the exit code of the process and the end of its stderr.
+        """Return a message with the exit code of the ended process and the end of its stderr.
 
         Call this after the process closed its socket. The process is killed if it does not end
         within `_EXIT_S` seconds.
@@ -346,9 +352,9 @@ def cores() -> int:
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variable that restricts a child process to these GPUs.
+    """Return the environment variable that shows a child process only these GPUs.
 
-    If `gpus` is empty, the result is empty, and the child process sees the GPUs of this process.
+    If `gpus` is empty, so is the result: the child process then sees the GPUs of this process.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

@@ -65,31 +65,31 @@ from unstale.weights.changes import (
 from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
-"""Largest share of changed words at which `sparse` is tried. At a higher share `sparse` is slow and
-larger than `packed`.
+"""Largest share of changed words at which the format `sparse` is tried. With more changes it is
+slow and larger than `packed`.
 """
 PACKED_ABOVE = 1 / 3
-"""Smallest share of changed words at which `packed` is tried. At a lower share `packed` is slow and
-larger than `sparse`.
+"""Smallest share of changed words at which the format `packed` is tried. With fewer changes it is
+slow and larger than `sparse`.
 """
 SAMPLE_WORDS = 1 << 16
-"""Number of words of a large tensor on which `sparse` and `packed` are compared."""
+"""Number of words of a large tensor on which the formats `sparse` and `packed` are compared."""
 SAMPLE_BLOCKS = 64
-"""Number of blocks of the sample, at equal distances from the first to the last word. Changes may
-be in one part of a tensor only, such as the rows of some tokens or experts.
+"""Number of blocks in the sample of a tensor's words, at equal distances from the first to the last
+word. Changes may be in one part of a tensor only, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
-"""Largest number of words of a tensor for which `sparse` and `packed` are both computed in full. A
-larger tensor is compared by a sample.
+"""Largest number of words of a tensor for which the formats `sparse` and `packed` are both computed
+in full. For a larger tensor, a sample decides between them.
 """
 MAX_GROUP_WORDS = 1 << 26
-"""Largest number of words of a group of tensors on a GPU that are compared or changed together. The
-group is copied for that, so this bounds the memory. A larger tensor is a group of its own.
+"""Largest number of words in a group of tensors on a GPU that are compared or changed together. The
+group is copied for that, so this limits the memory. A larger tensor is a group by itself.
 """
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
-"""Fast settings of the compressor. The data has frequent byte values but few repeated strings, so a
-search for repeats would take time and save nothing.
+"""Fast settings of the compressor zstd. The data has frequent byte values but few repeated strings,
+so a search for repeats would take time and save nothing.
 """
 _WIDTHS = (1, 2, 4, 8)
 _NAMES = {
@@ -97,11 +97,11 @@ _NAMES = {
     torch.complex64: "C64", torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
-"""The names that safetensors uses for dtypes."""
+"""The names of dtypes in safetensors files."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
 _DAMAGE = (struct.error, KeyError, TypeError, AttributeError, RuntimeError)
-"""The kinds of errors, besides ValueError, that are raised when a damaged header is read."""
+"""The kinds of errors, besides ValueError, that reading a damaged header raises."""
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
@@ -116,7 +116,7 @@ class Encoded:
     kind: Kind
     words: int
     width: int
-    """Size of a word, the unit of comparison, in bytes."""
+    """Size in bytes of a word, the unit in which tensors are compared."""
     changed: int
     """Number of words of the tensor that differ between the two versions."""
     streams: tuple[Bytes, ...]
@@ -153,11 +153,11 @@ class Delta:
     base: int
     version: int
     checksum: Checksum
-    """The checksum of the weights of `version`, to check them after the delta is applied."""
+    """The checksum of the weights of `version`, which is compared after the delta is applied."""
     tensors: Mapping[str, Encoded]
     starts: Mapping[str, int] | None = None
-    """For a delta of parts of tensors: the word at which each part begins in its tensor. None for a
-    delta of all tensors as wholes.
+    """If the delta covers parts of tensors only: the index of the word at which each part begins in
+    its tensor. None if it covers whole tensors.
     """
 
     @property
@@ -165,9 +165,9 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def targets(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return `tensors`, or views of their parts that a delta of parts changes, by name.
+        """Return the tensors, or views of those parts of them, to which the delta applies, by name.
 
-        Raises ValueError if a delta of parts names an unknown tensor or exceeds one.
+        Raises ValueError if a delta of parts names an unknown tensor or exceeds a tensor.
         """
         if self.starts is None:
             return tensors
@@ -186,7 +186,7 @@ class Delta:
         return parts
 
     def check_way(self, held: int, wanted: int) -> None:
-        """Raise ValueError unless the delta turns version `held` into version `wanted`."""
+        """Raise ValueError unless the delta turns version `held` of the weights into `wanted`."""
         if (self.base, self.version) != (held, wanted):
             raise ValueError(
                 f"the delta leads from version {self.base} to {self.version}, "
@@ -215,9 +215,9 @@ def encode_all(
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield lists of tensor names. The tensors of a list have one element size and device.
+    """Yield lists of tensor names. The tensors of a list have the same element size and device.
 
-    A list has at most `MAX_GROUP_WORDS` elements, or a single larger tensor.
+    A list has at most `MAX_GROUP_WORDS` elements in all, or a single larger tensor.
     """
     alike: dict[tuple[int, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -236,7 +236,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Encoded]:
-    """Compress the differences of tensors (as `words` of one dtype) on one GPU or similar device.
+    """Compress the differences of tensors (as `words` of one dtype) on one device, such as a GPU.
 
     The device finds the changes of all tensors together. Several threads compress them.
     """
@@ -258,7 +258,9 @@ def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> 
 
 
 def encode(difference: Tensor) -> Encoded:
-    """Compress the difference of one tensor, the XOR of its `words`, in the smallest of the 3 ways.
+    """Compress the difference of one tensor in the smallest of the three formats.
+
+    `difference` is the XOR of the tensor's `words` in two versions.
 
     >>> encode(torch.tensor([0, 0, 3], dtype=torch.int16)).kind
     'raw'
@@ -269,7 +271,7 @@ def encode(difference: Tensor) -> Encoded:
 
 
 def encode_between(before: Tensor, after: Tensor) -> Encoded:
-    """Compress the difference between the `words` of a tensor in two versions, as `encode` does.
+    """Compress the difference between two versions of a tensor's `words`, as `encode` does.
 
     On the CPU, little memory is allocated if few words changed. Raises ValueError unless both
     tensors have the same shape and dtype.
@@ -283,19 +285,19 @@ def encode_between(before: Tensor, after: Tensor) -> Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The words `[n]` of a tensor in two versions, or only their XOR."""
+    """The words `[n]` of a tensor in two versions, or only their XOR if `after` is None."""
 
     before: Tensor
     after: Tensor | None = None
     found: Changes | None = None
-    """The changed words, found with the limit `_sparse_limit`. None: not searched yet."""
+    """The changed words, if there are at most `_sparse_limit`. None before the search."""
 
     @property
     def difference(self) -> Tensor:
         return self.before if self.after is None else self.before ^ self.after
 
     def sample(self) -> "_Pair":
-        """Return `SAMPLE_WORDS` words of a large tensor, in `SAMPLE_BLOCKS` blocks."""
+        """Return a sample of a large tensor: `SAMPLE_WORDS` words in `SAMPLE_BLOCKS` blocks."""
         length = SAMPLE_WORDS // SAMPLE_BLOCKS
         last = len(self.before) - length
         starts = [number * last // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
@@ -306,9 +308,9 @@ class _Pair:
         return _Pair(blocks(self.before), None if self.after is None else blocks(self.after))
 
     def changes(self, limit: int) -> tuple[int, tuple[Array, ...]]:
-        """Return the number of changed words, and the streams of `sparse` before compression.
+        """Return the number of changed words, and the uncompressed data of the format `sparse`.
 
-        The streams are empty if no word or more than `limit` words changed.
+        The data is empty if no word or more than `limit` words changed.
         """
         if self.found is not None:
             found = self.found
@@ -337,16 +339,17 @@ def _encode(pair: _Pair) -> Encoded:
 
 
 def _sparse_limit(count: int) -> int:
-    """Return the largest number of changed words at which `sparse` is tried for `count` words."""
+    """Return the largest number of changed words, of `count`, at which `sparse` is tried."""
     return int(SPARSE_BELOW * count)
 
 
 def _smaller(
     pair: _Pair, changed: int, sparse: tuple[Array, ...]
 ) -> tuple[Kind, tuple[bytes, ...]]:
-    """Return the kind and streams of the smaller of `sparse` and `packed`.
+    """Return the name and compressed data of the smaller format, `sparse` or `packed`.
 
-    For a tensor of more than `EXACT_WORDS` words, a sample decides which is smaller.
+    `sparse` is the data of this format before compression. For a tensor of more than `EXACT_WORDS`
+    words, a sample decides which is smaller.
     """
     count = len(pair.before)
     kinds: list[Kind] = []
@@ -367,7 +370,7 @@ def _smaller(
 
 
 def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
-    """Return a tensor as its difference from zeros, uncompressed.
+    """Return a tensor as an uncompressed difference from zeros.
 
     Without `copy`, the result shares the tensor's memory where possible.
     """
@@ -379,15 +382,15 @@ def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
 
 
 def all_of(version: int, weights: Mapping[str, Tensor]) -> Delta:
-    """Return all weights of a version as a delta from zeros, uncompressed. Its base is -1."""
+    """Return all weights of a version as an uncompressed delta from zeros, whose `base` is -1."""
     tensors = {name: whole(tensor, copy=False) for name, tensor in weights.items()}
     return Delta(-1, version, checksum(weights), tensors)
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
-    """XOR the `words` of a tensor, `target`, with a difference, in place.
+    """Apply a difference to the `words` of a tensor, `target`, in place, by XOR.
 
-    Raises ValueError if the difference is damaged or of a tensor of another size.
+    Raises ValueError if the difference is damaged or belongs to a tensor of another size.
     """
     _check_fit(encoded, target)
     if not encoded.streams:
@@ -416,7 +419,7 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 
 
 def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
-    """XOR the `words` of tensors with differences, in place, on several threads.
+    """Apply differences to the `words` of tensors in place, by XOR, on several threads.
 
     On a GPU, tensors with few changes are changed together.
     """
@@ -439,7 +442,7 @@ def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> 
 
 
 def merge(parts: Sequence[Encoded]) -> Encoded:
-    """Return the single difference that has the effect of several differences of one tensor.
+    """Combine successive differences of one tensor into a single one with the same effect.
 
     The result is the same as from `encode`. If few words changed, little memory is allocated.
     Raises ValueError unless all differences have the same number and size of words.
@@ -466,7 +469,10 @@ def merge(parts: Sequence[Encoded]) -> Encoded:
 
 
 def _changes_of(encoded: Encoded) -> Changes:
-    """Decompress the streams of a sparse difference. Raises ValueError if they are damaged."""
+    """Return the changes of a `sparse` difference, decompressed.
+
+    Raises ValueError if they are damaged.
+    """
     stream, *planes = encoded.streams
     changed = encoded.changed
     gaps = _unpack(stream, changed, changed + encoded.words // ESCAPE)
@@ -474,10 +480,11 @@ def _changes_of(encoded: Encoded) -> Changes:
 
 
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
-    """Turn the weights of `delta.base` into those of `delta.version`, in place.
+    """Turn the weights of version `delta.base` into those of `delta.version`, in place.
 
-    A delta of parts changes only these parts. Raises ValueError, and leaves the tensors unchanged,
-    if the delta is of other tensors or the result does not have the delta's checksum.
+    A delta of parts of tensors changes only these parts. Raises ValueError, and leaves the tensors
+    unchanged, if the delta belongs to other tensors or the result does not have the delta's
+    checksum.
     """
     tensors = delta.targets(tensors)
     require_fit(delta, tensors)
@@ -507,10 +514,11 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
 
 
 def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delta: Delta) -> int:
-    """Apply a delta to parts of tensors, in place. Return the number of words in both.
+    """Apply a delta to parts of tensors, in place.
 
-    `starts` has the word at which each part begins in its whole tensor. Words of the delta outside
-    these parts are ignored. The delta's checksum is not compared, because it is of other parts.
+    Return the number of words that it covers in them. `starts` has the index of the word at which
+    each part begins in its whole tensor. Words of the delta outside these parts are ignored. The
+    delta's checksum is not compared, because it covers other parts.
     """
     common = 0
     for name, encoded in delta.tensors.items():
@@ -540,7 +548,9 @@ def dumps(delta: Delta) -> bytes:
 
 
 def file_parts(delta: Delta) -> list[Bytes]:
-    """Return the bytes of `dumps` in parts, without copying the compressed streams."""
+    """Return a delta as the bytes of a safetensors file, in parts that do not copy compressed
+    data.
+    """
     streams: list[Bytes] = []
     entries: list[Entry] = []
     tensors = {}
@@ -570,7 +580,7 @@ def file_parts(delta: Delta) -> list[Bytes]:
 
 
 def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
-    """Return tensors as the bytes of a safetensors file, in parts to write in order.
+    """Return tensors as the bytes of a safetensors file, in parts to be written in order.
 
     A part shares a tensor's memory where possible. Tied tensors are written once for each name.
 
@@ -588,7 +598,7 @@ def file_header(
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file, and each tensor's start offset in bytes, in order.
 
-    `layout` has tensors of the right dtypes and shapes, which may be on the device `meta`. Raises
+    `layout` has tensors of the right dtypes and shapes, possibly on the device `meta`. Raises
     ValueError for a dtype that the format does not have.
     """
     entries = []
@@ -608,7 +618,7 @@ def file_header(
 
 
 def file_size(header: Bytes) -> int:
-    """Return the size of a safetensors file in bytes, computed from its header."""
+    """Return the size in bytes of a whole safetensors file, computed from its header."""
     (size,) = _HEADER.unpack_from(header)
     entries = json.loads(bytes(header[_HEADER.size : _HEADER.size + size]))
     entries.pop("__metadata__", None)
@@ -685,9 +695,10 @@ def _tensor_at(
 
 
 def loads(data: Bytes) -> Delta:
-    """Return the delta from the bytes that `dumps` returned. Raises ValueError for other bytes.
+    """Return the delta whose bytes `dumps` returned. Raises ValueError for any other bytes.
 
-    The delta's streams are slices of `data`: copies of `bytes`, but views of a memoryview.
+    The delta's compressed data are slices of `data`: copies if it is `bytes`, views if it is a
+    memoryview.
     """
     try:
         return _loads(data)
@@ -726,7 +737,7 @@ def _loads(data: Bytes) -> Delta:
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> str:
-    """Return the checksum of a delta's metadata and compressed streams, to find damage."""
+    """Return the checksum of a delta's metadata and compressed data, with which damage is found."""
     return xxh3(_sealed(about, tensors))
 
 
@@ -761,7 +772,7 @@ def _pack(array: Array) -> bytes:
 
 
 def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
-    """Decompress a stream whose size must be between `low` and `high` bytes.
+    """Decompress data whose uncompressed size must be between `low` and `high` bytes.
 
     The size in its header is checked before memory is allocated. Raises ValueError for other sizes.
     """

@@ -1,8 +1,8 @@
-"""The size of the difference (delta) between two versions, and the time to encode and apply it.
+"""Estimates of the size of a delta between two versions, and of its coding time.
 
-A delta has the positions of the weights that an optimizer step changed, and the XOR of their old
-and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under AdamW on one
-core, rounded to nearest: see benchmarks/results/routes-planner.md.
+A delta is the difference of the weights: the positions that an optimizer step changed, and the XOR
+of their old and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under
+AdamW on one core, rounded to nearest: see benchmarks/results/routes-planner.md.
 """
 
 import math
@@ -10,13 +10,16 @@ from bisect import bisect
 from typing import NamedTuple
 
 WORD = 2
-"""Bytes of a weight, an activation, a key or a value in bfloat16."""
+"""Size in bytes of a weight, an activation, a key or a value in bfloat16."""
 
 _MEASURED_WORDS = 20_193_600
 
 
 class DeltaMeasurement(NamedTuple):
-    """The measured deltas at one learning rate. Each value is the middle of the measured range."""
+    """Measurements of deltas at one learning rate.
+
+    Each value is the middle of the measured range.
+    """
 
     rate: float
     """Learning rate of the measurement."""
@@ -35,7 +38,7 @@ TABLE = (
 
 
 STOCHASTIC_RATE = 3.4e-5
-"""Learning rate at which a delta with rounding to nearest takes 0.21 bytes a weight. With
+"""Learning rate at which a delta with rounding to nearest takes 0.21 bytes for each weight. With
 stochastic rounding, deltas are this large at every lower learning rate (docs/rounding.md): the
 roundings of two versions are drawn independently, so even after a tiny update a third of the
 weights differ.
@@ -43,15 +46,16 @@ weights differ.
 
 
 def delta_rate(rate: float, rounding: str) -> float:
-    """Return the rate to pass to `delta_bytes` and the like, given the trainer's learning rate.
+    """Return the learning rate to pass to `delta_bytes` and similar functions.
 
-    With stochastic rounding (`trainer.rounding`) it is at least `STOCHASTIC_RATE`.
+    `rate` is the trainer's learning rate. With stochastic rounding (`trainer.rounding`) the result
+    is at least `STOCHASTIC_RATE`.
     """
     return max(rate, STOCHASTIC_RATE) if rounding == "stochastic" else rate
 
 
 def delta_bytes(words: float, rate: float) -> float:
-    """Return the bytes of the delta between two consecutive versions of `words` weights.
+    """Return the size in bytes of the delta between two consecutive versions of `words` weights.
 
     The formula adds the entropy of the distances between changed weights, and 3.3 bits or more for
     each XOR. It is within 3% of the measured sizes. Keeping five versions takes four deltas. The
@@ -68,9 +72,9 @@ def delta_bytes(words: float, rate: float) -> float:
 
 
 def changed_share(rate: float) -> float:
-    """Return the share of bfloat16 weights that a step at this learning rate changes.
+    """Return the share of bfloat16 weights that a step at learning rate `rate` changes.
 
-    Below the lowest measured learning rate, the share is taken as proportional to the rate.
+    Below the lowest measured rate, the share is taken as proportional to the rate.
 
     >>> [round(changed_share(rate), 4) for rate in (1e-7, 1e-6, 2e-6, 1.0)]
     [0.0012, 0.012, 0.0227, 1.0]
@@ -91,7 +95,7 @@ def apply_s(words: float, rate: float) -> float:
 
 
 def _interpolate(rate: float, column: str) -> float:
-    """Return a column of `TABLE` at a learning rate, by log-log interpolation between its rows.
+    """Return a column of `TABLE` at a learning rate, interpolated on log-log scales.
 
     Above the highest measured rate, the line through the last two rows is extended.
     """

@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 Handle = dict[str, Any]
-"""Name, dtype, shape and strides of a tensor, and what torch needs to open its memory: device,
-handle of the allocation, size and offset in bytes, and the place of a counter of its users.
+"""The data with which another process opens a tensor's GPU memory: name, dtype, shape and strides,
+and for torch the device, the handle, size and offset in bytes of the allocation, and the place of a
+counter of its users.
 """
 
 _INSTEAD = "set engine.transfer = file"
 
 
 def handles_of(tensors: Mapping[str, Tensor]) -> list[Handle]:
-    """Wait for all work on tensors on GPUs, and return their handles.
+    """Wait for all work on tensors on GPUs, and return handles of the tensors.
 
-    Keep the tensors unchanged until the other process has released its views. Raises RuntimeError
-    if CUDA cannot share their memory.
+    The tensors must stay unchanged until the other process has released its views. Raises
+    RuntimeError if CUDA cannot share their memory.
     """
     for device in {tensor.device for tensor in tensors.values()}:
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Publication of a version: engines load the new weights. An engine never mixes two versions."""
+"""Publication of a version of the weights: engines load it. An engine never mixes two versions."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from unstale.weights.store import Delta, Update, VersionStore
 
 
 class WeightReceiver(Protocol):
-    """The methods of an engine that receive weights (see `unstale.engines.Engine`)."""
+    """The methods with which an engine receives weights (see `unstale.engines.Engine`)."""
 
     @property
     def takes_deltas(self) -> bool: ...
@@ -29,7 +29,7 @@ class WeightReceiver(Protocol):
 
 
 class VersionedWeights(Protocol):
-    """An object with weights of one version: a `Policy` or a `Trainer`."""
+    """An object that has the weights of one version: a `Policy` or a `Trainer`."""
 
     @property
     def version(self) -> int: ...
@@ -41,7 +41,7 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaInParts(Delta):
-    """A delta that consists of several parts, such as one from each trainer rank.
+    """A delta in several parts, such as one from each trainer rank.
 
     `tensors` is empty: `read` returns the parts.
     """
@@ -54,10 +54,10 @@ class Publisher(Protocol):
     """A sender of the newest version of the weights to every engine, in four steps."""
 
     bytes: int
-    """Size in bytes of the last update that was prepared."""
+    """Size in bytes of the update that was prepared last."""
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Begin to prepare the update in the trainer's thread, while engines still generate.
+        """Begin to prepare the update, in the trainer's thread, while engines still generate.
 
         `live` are the older versions that must be kept, because they sampled tokens that are not
         trained on yet. The weights must not change before the version is published.
@@ -65,11 +65,14 @@ class Publisher(Protocol):
         ...
 
     def finish(self) -> None:
-        """Finish the preparation, in another thread than the trainer's, which may score."""
+        """Finish the preparation of the update.
+
+        Not for the trainer's thread, which may compute log-probabilities meanwhile.
+        """
         ...
 
     async def stage(self) -> None:
-        """Let the engines prepare to load the update, while they still generate."""
+        """Let the engines prepare to load the prepared update, while they still generate."""
         ...
 
     async def publish(self) -> None:
@@ -82,7 +85,7 @@ class Publisher(Protocol):
 
 Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
 """A function that saves the weights of a version. Its arguments are the version, its weights, and
-the difference from the previous version or None.
+the difference from the previous version, or None.
 """
 
 
@@ -90,29 +93,28 @@ class PostedWeights(Mapping[str, Tensor]):
     """The weights of a version, to be fetched by engines on other machines."""
 
     nbytes: int
-    """Number of bytes that an engine with the previous version fetches."""
+    """Number of bytes that an engine fetches if it has the previous version."""
 
 
 Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
-"""A function that puts a version where engines can fetch it, with the arguments of `Put`."""
+"""A function that puts a version where engines can fetch it. Its arguments are those of `Put`."""
 
 
 KeepVersions = Callable[[Collection[int]], Awaitable[None]]
-"""A function that lets the engines drop the adapters of all versions but these."""
+"""A function that makes the engines drop the adapters of all versions but those given."""
 
 
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    `store` is the version store of the route (the method that obtains `old_logp`), or None. It
-    computes the delta, the compressed difference from the previous version. A delta that is smaller
-    than the weights is passed to `put`, and to an engine that accepts deltas and has the previous
-    version. `put` saves every version to disk before the engine loads it. With `post`, the engine
-    receives the result of `post` and fetches the weights from there. With `in_place`, whole weights
-    stay on the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine
-    receives the values and scales of this format, and later versions as differences of these. An
-    engine that has several versions drops all others than those for which `keep_versions` is
-    called.
+    `store` is the version store of the route (the source of `old_logp`), or None. It computes the
+    delta, the compressed difference from the previous version. A delta that is smaller than the
+    weights is passed to `put`, and to an engine that accepts deltas and has the previous version.
+    `put` saves every version to disk before the engine loads it. With `post`, the engine receives
+    the result of `post` and fetches the weights from there. With `in_place`, whole weights stay on
+    the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine receives the
+    values and scales of this format, and later versions as differences of these. `keep_versions`,
+    if given, is called with the versions that an engine with several versions must keep.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -136,15 +138,17 @@ class DirectPublisher:
         self._device = None if in_place else "cpu"
         self._packed = packed
         self._last_packed: tuple[int, Mapping[str, Tensor]] = -1, {}
-        """The version that was packed last, and its packed weights."""
+        """The version that was packed last, and its weights in packed form."""
         self._loaded = -1
         """The version of the engine's weights. -1 before the first."""
         self._begun: tuple[int, Mapping[str, Tensor]] | None = None
-        """The version that is prepared, and its weights."""
+        """The version whose publication is being prepared, and its weights. None if there is
+        none.
+        """
         self._prepared: tuple[Update, int] | None = None
         self._keep_versions = keep_versions
         self._live: Collection[int] = ()
-        """The earlier versions that sampled tokens that are not trained on yet."""
+        """The earlier versions that sampled tokens which are not trained on yet."""
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         self._live = live
@@ -155,7 +159,7 @@ class DirectPublisher:
             self._store.begin_put(version, weights)
 
     def finish(self) -> None:
-        """Finish the preparation.
+        """Finish the preparation of the update.
 
         Raises the errors of `VersionStore.put`.
         """
@@ -179,16 +183,19 @@ class DirectPublisher:
         self._prepared = update, version
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Begin and finish the preparation in one thread."""
+        """Prepare the update completely, in the caller's thread."""
         self.begin(source, live)
         self.finish()
 
     async def stage(self) -> None:
-        """Stage the update in the engine. An error ends the run, but the engine still generates."""
+        """Let the engine prepare to load the update.
+
+        If this fails, the run ends, but the engine still generates.
+        """
         await self._engine.stage(*self._update())
 
     async def publish(self) -> None:
-        """Interrupt the engine, load the update, and let the engine generate again.
+        """Interrupt the engine, load the update into it, and resume it.
 
         If loading fails, the engine stays interrupted, and the error ends the run.
         """
@@ -208,7 +215,7 @@ class DirectPublisher:
         return self._prepared
 
     def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
-        """Return the weights in the packed format, or the difference from those of the engine.
+        """Return the weights in packed form, or their difference from the engine's packed weights.
 
         The difference is returned only if it is smaller and the engine accepts deltas.
         """
@@ -237,7 +244,7 @@ def num_bytes(weights: Mapping[str, Tensor]) -> int:
 def cast(
     weights: Mapping[str, Tensor], dtype: torch.dtype, *, device: str | None = "cpu"
 ) -> dict[str, Tensor]:
-    """Return the weights in precision `dtype` on a device, or on their own if `device` is None.
+    """Return the weights in precision `dtype` on a device. `device` None leaves each on its own.
 
     A weight is copied only if its device or precision differs. So the trained model must not change
     before the version is published (`unstale.loop.until_scorable`).

@@ -1,4 +1,4 @@
-"""A recording of a run's versions and batches, on which `unstale audit` tests `old_logp`.
+"""A recording of a run's weight versions and batches, on which `unstale audit` tests `old_logp`.
 
     recorded/versions/000012.safetensors    the weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on
@@ -30,10 +30,12 @@ from unstale.weights.bits import bytes_of
 from unstale.weights.codec import file_header
 
 RECORDED = "recorded"
-"""Name of the folder with the recording, in a run folder."""
+"""Name of the folder in a run folder that has the recording."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""Name of the file, in a run folder, with the batch and weights that gave a non-finite number."""
+"""Name of the file in a run folder that has the batch and weights of a step with a non-finite
+number.
+"""
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
@@ -42,12 +44,12 @@ _STORED = ("stored.old_logp", "stored.exact")
 """Names of the columns that only a batch with replayed tokens (trained on again) has."""
 
 _LESSONS = "lessons"
-"""Name of the column that only a batch with lessons has: teacher, start, number of tokens and the
-tokens of each lesson.
+"""Name of the column that only a batch with lessons has. A lesson is a sequence's teacher, with a
+text that only the teacher reads: teacher, start, number of tokens and the tokens.
 """
 
 _WEIGHT = "weight/"
-"""Prefix of the names of weights in the file with a batch that went wrong."""
+"""Prefix of the names of weights in a file with a failed batch."""
 
 _ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
 """Names of the columns that only a batch with routed experts has. A row of `routes.places` is
@@ -66,7 +68,7 @@ class RecordedBatch:
     version: int
     batch: Batch
     version_gaps: tuple[tuple[int, int], ...] = ()
-    """Version numbers that a resumed run skipped (`unstale.model.versions`)."""
+    """Version numbers that a resumed run skipped, as in `unstale.model.versions`."""
 
 
 class Recording:
@@ -75,7 +77,7 @@ class Recording:
     def __init__(self, folder: Path, *, base: int = 0, writes: bool = True) -> None:
         """Create the folders of a recording.
 
-        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. Of
+        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. With
         several trainer ranks, all but one have `writes=False` and write no file.
         """
         self._versions = folder / "versions"
@@ -87,7 +89,7 @@ class Recording:
             self._batches.mkdir(parents=True, exist_ok=True)
 
     def version(self, number: int, weights: WholeWeights) -> None:
-        """Write the weights of a version to its file, one tensor at a time."""
+        """Write the weights of a version to a file, one tensor at a time."""
         if self._writes:
             _write(self._versions / _name(number), weights, {"base": str(self._base)})
         else:
@@ -113,9 +115,10 @@ class Recorded:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a recording.
+        """Open the recording in `folder`.
 
-        Raises FileNotFoundError if it has no batch, or if every batch lacks a version.
+        Raises FileNotFoundError if it has no batch, or if every batch needs a version that was not
+        recorded.
         """
         self._folder = folder
         self.versions = _numbers(folder / "versions")
@@ -160,10 +163,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """The batch and weights of a training step with a non-finite number, to compute it again.
+    """The batch and weights of a training step with a non-finite number, to repeat the computation.
 
-    `columns` are further tensors `[T]`, one entry for each token of the batch. `about` describes
-    the failure as keys and texts.
+    `columns` are further tensors `[T]`, with one entry for each token of the batch. `about`
+    describes the failure as keys and texts.
     """
 
     batch: Batch
@@ -172,7 +175,7 @@ class FailedStep:
     about: Mapping[str, str]
 
     def save(self, path: Path) -> None:
-        """Write the file, with one weight at a time in memory."""
+        """Write the failed step to a file, with one weight at a time in memory."""
         columns = {f"batch/{name}": tensor for name, tensor in _columns(self.batch).items()}
         columns |= {f"column/{name}": tensor for name, tensor in self.columns.items()}
         layout = {f"{_WEIGHT}{name}": like for name, like in self.weights.layout.items()}
@@ -274,14 +277,15 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _held(tensors: Mapping[str, Tensor]) -> WholeWeights:
-    """Return tensors in memory as `WholeWeights`."""
+    """Return a mapping of tensors in memory as `WholeWeights`."""
     return WholeWeights(tensors, tensors.__getitem__)
 
 
 def _write(path: Path, tensors: WholeWeights, about: dict[str, str]) -> None:
-    """Write a safetensors file with one tensor at a time in memory.
+    """Write a safetensors file, with one tensor at a time in memory.
 
-    After an error, the remaining tensors are still read, because other ranks wait.
+    After an error, the remaining tensors are still read, because other ranks take part in reading
+    them.
     """
     part = path.with_suffix(".part")
     left = iter(tensors)

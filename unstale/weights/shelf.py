@@ -1,4 +1,4 @@
-"""Storage of weight differences (deltas), in memory or in files."""
+"""Storage of the differences (deltas) between weight versions, in memory or in files."""
 
 import os
 from contextlib import ExitStack
@@ -26,11 +26,14 @@ class Shelf:
         self._resources = ExitStack()
         self._held: dict[int, bytearray | Path] = {}
         self._deltas: dict[int, Delta] = {}
-        """The deltas in memory, as views of the bytes in `_held`."""
+        """The deltas in memory, by version. They are views of the bytes in `_held`."""
         self._sizes: dict[int, int] = {}
 
     def put(self, version: int, delta: Delta) -> None:
-        """Store the delta of `version`. A delta already stored for this version is replaced."""
+        """Store the delta of `version`.
+
+        It replaces a delta that is already stored for this version.
+        """
         self._sizes[version] = delta.nbytes
         if self._folder:
             self._held[version] = self._write(version, delta)
@@ -44,9 +47,10 @@ class Shelf:
         return loads(held.read_bytes()) if isinstance(held, Path) else self._deltas[version]
 
     def file(self, version: int) -> bytearray | mmap:
-        """Return the delta of a version as the bytes of a safetensors file. Do not change them.
+        """Return the delta of a version as the bytes of a safetensors file.
 
-        A delta on disk is mapped into memory. The map stays valid when the file is deleted.
+        The caller must not change them. A delta on disk is mapped into memory. The map stays valid
+        when the file is deleted.
         """
         held = self._held[version]
         if not isinstance(held, Path):
@@ -68,7 +72,7 @@ class Shelf:
 
     @property
     def bytes(self) -> int:
-        """The size of all deltas in bytes, in memory or in files."""
+        """The total size of the stored deltas in bytes, in memory or in files."""
         return sum(self._sizes.values())
 
     @property

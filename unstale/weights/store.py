@@ -1,7 +1,7 @@
 """The version store: the exact weights of every published version that is still needed.
 
-The store has one full copy of the weights, and the differences between adjacent versions. Each
-tensor is handled separately, so each device of a sharded trainer can store its shards.
+The store has one full copy of the weights, and the differences (deltas) between adjacent versions.
+Each tensor is handled separately, so each device of a sharded trainer can store its shards.
 """
 
 import time
@@ -38,7 +38,7 @@ from unstale.weights.shelf import Shelf
 __all__ = ["Delta", "StoreFull", "Update", "VersionStore"]
 
 Update = Mapping[str, Tensor] | Delta
-"""The weights of a version, or the difference from the version that the receiver has."""
+"""The weights of a version, or their difference from the version that the receiver has."""
 
 _GB = 1e9
 
@@ -79,22 +79,22 @@ class VersionStore:
     ) -> None:
         self._movable: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
-        """Names of tied weights, each with the name under which the weight is stored."""
+        """Names of tied weights, each with the name under which its value is stored."""
         self._adopt(movable or {})
         self._full = storage == "full"
         self._memory_gb = memory_gb
         self._versions: list[int] = []
         self._at = -1
         self._shelf = Shelf(folder)
-        """The stored versions. Each but the first is the delta from the previous version. With
+        """The stored versions. Each but the first is a delta from the previous version. With
         `storage="full"` each has all weights.
         """
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
         self._jobs: list[Future[None]] = []
-        """The jobs of the store's thread whose end no method has waited for yet."""
+        """The jobs of the store's thread that no method has waited for yet."""
         self._thread: ThreadPoolExecutor | None = None
-        """The thread that does the jobs. None if there are none."""
+        """The thread that does the jobs. None while there is no job."""
         self._changing_jobs = Lock()
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -108,21 +108,21 @@ class VersionStore:
         self.wait()
 
     def begin_put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Begin what `put` does, in the store's thread.
+        """Begin to do what `put` does, in the store's thread.
 
         The tensors are not copied, so they must not change until `wait` has returned.
         """
         self._begin(partial(self._put, version, tensors), tensors)
 
     def begin_keep(self, live: Collection[int]) -> None:
-        """Begin what `keep` does, in the store's thread."""
+        """Begin to do what `keep` does, in the store's thread."""
         self._begin(partial(self._keep, frozenset(live)), self._movable)
 
     def wait(self) -> None:
-        """Wait for the store's thread.
+        """Wait for the jobs of the store's thread, and raise their error.
 
-        Afterwards it reads none of the tensors that were given to it. Raises the error of its work.
-        The store is then as it was before this work.
+        Afterwards the thread reads none of the tensors that were passed to it. If a job failed, the
+        store is as it was before this job.
         """
         with self._changing_jobs:
             jobs = self._jobs
@@ -133,7 +133,10 @@ class VersionStore:
             self._forget(jobs)
 
     def _begin(self, work: Callable[[], None], tensors: Mapping[str, Tensor]) -> None:
-        """Give the store's thread some work. The thread skips it if the work before it fails."""
+        """Queue a job for the store's thread, which reads `tensors`.
+
+        It is skipped if the job before it fails.
+        """
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         work = on_side_stream(work, device)
         with self._changing_jobs:
@@ -142,9 +145,9 @@ class VersionStore:
             self._jobs = [*self._jobs, self._thread.submit(_after, before, work)]
 
     def _forget(self, jobs: "Sequence[Future[None]]") -> None:
-        """Remove these jobs, except unfinished ones (a signal may end the wait for a job early).
+        """Remove these jobs from the list of jobs, except unfinished ones.
 
-        End the thread if no job is left.
+        A signal may end the wait for a job early. The thread is ended if no job is left.
         """
         with self._changing_jobs:
             self._jobs = [job for job in self._jobs if job not in jobs or not job.done()]
@@ -173,7 +176,10 @@ class VersionStore:
         self.encode_s += time.perf_counter() - began
 
     def move_to(self, version: int) -> None:
-        """Turn the full copy into `version`. Raises LookupError if the version is not stored."""
+        """Turn the full copy into the weights of `version`.
+
+        Raises LookupError if it is not stored.
+        """
         self.wait()
         self._move_to(version)
 
@@ -196,9 +202,9 @@ class VersionStore:
             self._at = self._versions[i + step]
 
     def tensors(self, version: int) -> Mapping[str, Tensor]:
-        """Return the weights of `version`, read-only. They change at the next `move_to` or `put`.
+        """Return the weights of `version`, for reading only.
 
-        Raises LookupError if the version is not stored.
+        The next `move_to` or `put` changes them. Raises LookupError if the version is not stored.
         """
         self.move_to(version)
         return self._named()
@@ -206,8 +212,7 @@ class VersionStore:
     def keep(self, live: Collection[int]) -> None:
         """Drop all versions that are not in `live`, except the newest.
 
-        Deltas (differences between adjacent versions) are joined where a version between them is
-        dropped.
+        Where a version is dropped, the deltas before and after it are combined.
         """
         self.begin_keep(live)
         self.wait()
@@ -233,7 +238,7 @@ class VersionStore:
         self._versions = kept
 
     def delta(self, version: int) -> Delta:
-        """Return the delta to `version` from the version stored before it.
+        """Return the delta from the previous stored version to `version`.
 
         Raises LookupError for the first version, for one that is not stored, and with
         `storage="full"`.
@@ -250,19 +255,24 @@ class VersionStore:
 
     @property
     def at(self) -> int:
-        """The version whose weights the full copy has now, or -1 before the first."""
+        """The version whose weights the full copy currently has, or -1 before the first."""
         self.wait()
         return self._at
 
     @property
     def bytes(self) -> int:
-        """The size in bytes of the stored versions, without the full copy. 0 if in files."""
+        """The size in bytes of the stored versions in memory, without the full copy.
+
+        0 if they are in files.
+        """
         self.wait()
         return 0 if self._shelf.in_files else self._shelf.bytes
 
     @property
     def encoded_bytes(self) -> int:
-        """The size in bytes of the stored versions, in memory or files, without the full copy."""
+        """The size in bytes of the stored versions, in memory or in files, without the full
+        copy.
+        """
         self.wait()
         return self._shelf.bytes
 
@@ -321,9 +331,9 @@ class VersionStore:
         self._check_copy(state["checksum"])
 
     def close(self) -> None:
-        """Drop every version and remove the files.
+        """Drop all versions and remove their files.
 
-        Raises the error of the store's thread, if nothing has waited for its work.
+        Raises the error of the store's thread, if no call has waited for its job.
         """
         try:
             self.wait()
@@ -362,7 +372,10 @@ class VersionStore:
         apply_all(self._shelf.get(version).tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Join the deltas of the versions `links`. Return the delta from `before` to the last."""
+        """Combine the deltas of the successive versions `links` into one.
+
+        It leads from `before` to the last.
+        """
         deltas = [self._shelf.get(version) for version in links]
         merged = in_threads(
             lambda name: merge([delta.tensors[name] for delta in deltas]),
@@ -373,7 +386,7 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, tensors)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the deltas lead from each stored version to the next, and fit.
+        """Raise ValueError unless the deltas lead from each stored version to the next.
 
         With `storage="full"`, each delta must have all weights of its version instead.
         """
@@ -395,9 +408,9 @@ class VersionStore:
     def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        The copy is compared with its checksum `written`, and with that in its version's delta. The
-        first version has no delta. For the second check, a copy of its weights is therefore moved
-        to the second version.
+        The full copy is compared with its own checksum `written`, and with the checksum in the
+        delta of its version. The first version has no delta, so for the second check its weights
+        are copied and moved to the second version.
         """
         at = self._at
         with_delta = self._shelf.versions
@@ -410,7 +423,10 @@ class VersionStore:
             raise ValueError(f"the state's copy is not version {at}: the checksum differs")
 
     def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors as the store's full copy of the weights. Tied tensors are used once."""
+        """Use these tensors as the store's full copy of the weights.
+
+        Each set of tied tensors is stored once.
+        """
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():
             memory = (
@@ -427,9 +443,10 @@ class VersionStore:
         return self._movable | {alias: self._movable[name] for alias, name in self._aliases.items()}
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of given tensors that do not fit the store's.
+        """Return the names of those tensors that do not fit the store's weights.
 
-        These are missing, unknown, of another shape or dtype, or tied only in the store.
+        A tensor does not fit if it is missing, unknown, of another shape or dtype, or tied only in
+        the store.
         """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()
@@ -446,7 +463,7 @@ class VersionStore:
         ]
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of tensors whose bits differ from the full copy."""
+        """Return the names of the tensors whose bits differ from those of the full copy."""
         return [
             name
             for name, current in self._movable.items()
@@ -455,7 +472,7 @@ class VersionStore:
 
 
 def _after(before: "Future[None] | None", work: Callable[[], None]) -> None:
-    """Do some work, or raise the error of the job `before` if that failed."""
+    """Do `work`, unless the job `before` has failed. Then raise its error."""
     if before is not None:
         before.result()
     work()

@@ -1,8 +1,8 @@
 """The journal: the durable record of a run, in one SQLite database in the run folder.
 
-A group of episodes is committed before it is trained on. A weight version is committed before an
-engine loads it. Everything else is committed within `WINDOW_S` seconds. A reader reads the
-journal's state at one moment, and never blocks the writer. docs/journal.md has the tables and
+A group of episodes is committed before any step trains on it. A weight version is committed before
+an engine loads it. Everything else is committed within `WINDOW_S` seconds. A reader sees the
+journal as it was at one moment, and never blocks the writer. docs/journal.md has the tables and
 guarantees.
 """
 

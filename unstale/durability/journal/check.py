@@ -61,13 +61,15 @@ CHECKS = (
         WHERE version <= before""",
     ),
 )
-"""For each kind of problem: a message, and the SQL query that finds such problems."""
+"""For each kind of problem: a message with placeholders, and the SQL query that yields its values
+for every such problem.
+"""
 
 
 def check(journal: JournalReader) -> list[str]:
-    """Return the problems of a journal as sentences.
+    """Return a sentence for each inconsistency in a journal.
 
-    An undamaged journal has no problems, however the run ended.
+    An undamaged journal has none, even if the run was killed.
     """
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
@@ -116,7 +118,7 @@ def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
 
 
 def content(journal: JournalReader) -> Row:
-    """Return the numbers of groups, episodes, tokens, checkpoints and versions in a journal."""
+    """Return a journal's numbers of groups, episodes, tokens, checkpoints and versions, by name."""
     groups = journal.groups()
     ends: Counter[str] = Counter(group.ended for group in groups)
     ((pieces, tokens, sampled),) = journal.rows(
@@ -150,7 +152,7 @@ def content(journal: JournalReader) -> Row:
 
 
 def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
-    """Return a table of the journal's content with its problems, for a terminal."""
+    """Return a table for a terminal with the numbers in a journal (`content`) and its problems."""
     found = content(journal)
     last = f", the last at step {found['last_checkpoint_step']}" if found["checkpoints"] else ""
     sampled = found["sampled_tokens"]

@@ -11,7 +11,7 @@ from unstale.durability.run_folder import TOKENIZER
 from unstale.records import Piece, Sampled, Task
 
 Decode = Callable[[Sequence[int]], str]
-"""A function that turns tokens into text."""
+"""A function that turns token ids into text."""
 
 
 def load_decoder(run: Path) -> Decode:
@@ -43,7 +43,7 @@ ORDER BY step, consumed.place, sibling, episode"""
 def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
     """Yield a summary of every episode that was trained on, in the order of training.
 
-    The episodes' tokens are not read. Raises `JournalError`.
+    Tokens are not read. Raises `JournalError` if the journal is damaged.
     """
     for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
         with journal.wrap_errors(f"episode {episode}"):
@@ -60,7 +60,10 @@ def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
 
 
 def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
-    """Return an episode as text: its summary, and `turns` with `role`, `text` and `pieces`."""
+    """Return an episode as text: its summary, and `turns` with `role`, `text` and `pieces`.
+
+    A piece is a part of a reply that one version of the weights sampled.
+    """
     trajectory = stored.trajectory
     return {
         "step": stored.step,
@@ -76,9 +79,9 @@ def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
 
 
 def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
-    """Join adjacent pieces (runs of tokens) of the policy, or of the environment, into turns.
+    """Join successive tokens of the policy, and successive tokens of the environment, into turns.
 
-    A reply that a weight update interrupted has one piece for each version.
+    A reply that a weight update interrupted has one piece for each version that sampled it.
     """
     turns: list[dict[str, Any]] = []
     for piece in pieces:

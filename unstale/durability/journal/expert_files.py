@@ -1,4 +1,4 @@
-"""Files next to the journal that record the experts of an MoE model for sampled tokens.
+"""Files next to the journal with the routed experts of sampled tokens of an MoE model.
 
 Each group has one file. Routed experts take a hundred times the space of tokens, so they are not in
 the database. The files are not flushed to disk. Experts that a crash of the machine loses are
@@ -22,60 +22,68 @@ from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts
 
 ROUTED_EXPERTS = "routes"
-"""Name of the folder with the files of routed experts, in a run folder."""
+"""Name of the folder in a run folder that has the files of routed experts."""
 
 _MAGIC = b"UXR1"
 _HEADER = struct.Struct("<4sqqqqIIIIII")
 """Format of a record's header: magic number, episode, position, version, start, rows, layers,
-experts per token, bytes of an expert's number, two checksums.
+experts for each token, bytes of one expert's number, two checksums.
 """
 _SEAL = struct.Struct("<I")
 _DTYPES = {1: "uint8", 2: "int16"}
 
 
 class ExpertKey(NamedTuple):
-    """Identifies the piece (run of tokens) to which a record belongs."""
+    """The key of a record: the sampled tokens to which its experts belong."""
 
     episode: int
     position: int
     version: int
     tokens: int
-    """Checksum of the tokens of the piece."""
+    """Checksum of these tokens."""
 
 
 class ExpertFiles:
-    """Writes and reads the files of routed experts.
+    """A writer and reader of the files of routed experts.
 
-    One thread writes, so that only `flush` and `close` wait for the disk.
+    A separate thread writes, so that only `flush` and `close` wait for the disk.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Keep the files of the groups on which the last `keep` checkpoints were trained."""
+        """Use the files in `folder`.
+
+        A group's file is removed `keep` checkpoints after the one that was trained on it.
+        """
         self.folder = folder
         self._keep = keep
         self.on_error: Callable[[Exception], None] = lambda error: None
         """A function called in the writing thread if a file cannot be written or removed."""
         self._consumed: deque[list[int]] = deque()
-        """The groups of each checkpoint whose files are kept, oldest checkpoint first."""
+        """For each of the last checkpoints, oldest first: the groups that were trained on since the
+        previous checkpoint, whose files are still there.
+        """
         self._opened: set[int] = set()
-        """Groups whose files end with a whole record. Only the writing thread uses it."""
+        """Groups whose files are known to end with a complete record. Only the writing thread uses
+        this set.
+        """
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Functions that the writing thread calls in turn. None ends the thread."""
+        """Functions for the writing thread, which calls them in turn. None ends the thread."""
         self._num_done = 0
         self._thread: Thread | None = None
         self._is_closed = False
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append the routed experts of a piece, a run of sampled tokens.
+        """Append the routed experts of sampled tokens to the group's file.
 
-        Experts that records of earlier pieces have are left out. If an earlier process was killed
-        while it wrote to the file, the damaged end of the file is removed first.
+        `position` is the index of `piece` in the episode's record. Experts that earlier records
+        have are left out. If an earlier process was killed while it wrote to the file, the damaged
+        end of the file is removed first.
         """
         if piece.routed_experts is not None:
             self._submit(self._append, group, _key(episode, position, piece), piece.routed_experts)
 
     def flush(self, stuck_s: float | None = None) -> None:
-        """Wait until everything written before is in the files.
+        """Wait until everything that was passed to `write` is in the files.
 
         Raises TimeoutError if nothing could be written for `stuck_s` seconds.
         """
@@ -90,7 +98,7 @@ class ExpertFiles:
                     raise
 
     def close(self, stuck_s: float | None = None) -> None:
-        """End the writing thread once everything is in the files.
+        """Write everything that is queued, then end the writing thread.
 
         Raises TimeoutError if nothing could be written for `stuck_s` seconds.
         """
@@ -104,19 +112,19 @@ class ExpertFiles:
             self._thread.join(stuck_s)
 
     def consumed(self, groups: Iterable[int]) -> None:
-        """Record the groups on which a new checkpoint was trained.
+        """Record the groups that a new checkpoint was trained on since the one before.
 
-        Remove the files of the oldest checkpoint's groups.
+        The files of the oldest recorded checkpoint's groups are removed.
         """
         self._consumed.append([*groups])
         while len(self._consumed) > self._keep:
             self._submit(self._remove, self._consumed.popleft())
 
     def read(self, group: int) -> dict[ExpertKey, RoutedExperts]:
-        """Return the routed experts of a group's pieces. Empty if the group has no file.
+        """Return the recorded routed experts of a group. Empty if the group has no file.
 
-        Records with damaged data are left out, and so are all records after a damaged header. If a
-        piece (run of sampled tokens) has several records, the last one counts.
+        Damaged records are left out, and so are all records after a damaged header. If the same
+        tokens have several records, the last one counts.
         """
         try:
             data = self._path(group).read_bytes()
@@ -128,8 +136,9 @@ class ExpertFiles:
     def find(
         records: dict[ExpertKey, RoutedExperts], episode: int, position: int, piece: Sampled
     ) -> RoutedExperts | None:
-        """Return the recorded routed experts of a piece (run of sampled tokens), or None if its
-        tokens have no record.
+        """Return the recorded routed experts of sampled tokens, or None if they have no record.
+
+        `position` is the index of `piece` in the episode's record.
         """
         return records.get(_key(episode, position, piece))
 
@@ -146,7 +155,7 @@ class ExpertFiles:
         self._queue.put(partial(act, *arguments))
 
     def _work(self) -> None:
-        """Run the functions in the queue until its end. Runs in the writing thread."""
+        """Call the functions in the queue until None comes. Runs in the writing thread."""
         while (act := self._queue.get()) is not None:
             try:
                 act()
@@ -179,9 +188,7 @@ def _key(episode: int, position: int, piece: Sampled) -> ExpertKey:
 
 
 def _record(key: ExpertKey, routed_experts: RoutedExperts) -> tuple[bytes, memoryview]:
-    """Return a record as two parts: its header, and the bytes of the experts, if possible not
-    copied.
-    """
+    """Return a record in two parts: its header, and the bytes of the experts."""
     import numpy as np
 
     data = np.ascontiguousarray(routed_experts.experts).reshape(-1).view(np.uint8).data
@@ -193,7 +200,7 @@ def _record(key: ExpertKey, routed_experts: RoutedExperts) -> tuple[bytes, memor
 
 
 def _remove_damaged_end(path: Path) -> None:
-    """Truncate a file to the end of its last valid record."""
+    """Cut off the end of a file after its last valid record."""
     data = path.read_bytes()
     size = max((end for *_, end in _records(data)), default=0)
     if size < len(data):
@@ -201,7 +208,7 @@ def _remove_damaged_end(path: Path) -> None:
 
 
 def _records(data: bytes) -> Iterator[tuple[ExpertKey, RoutedExperts, int]]:
-    """Yield the records with correct checksums, each with the offset of its end in `data`.
+    """Yield the key and experts of each valid record, and the offset of its end in `data`.
 
     Records after a damaged header cannot be read.
     """

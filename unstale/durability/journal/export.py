@@ -18,12 +18,14 @@ ROW_GROUP = 256
 """Number of rows in a row group of a Parquet file."""
 
 TRAINED_COLUMNS = ("log_d", "log_s", "weight", "advantage", "entropy", "exact", "outcome")
-"""Columns of a trajectory's row, with one value per token, if the journal has token values."""
+"""Columns with one value for each token in the row of a trajectory. They exist only if the journal
+has the values of trained tokens.
+"""
 
 Content = Literal["tokens", "text", "samples"]
-"""Kind of a row of the export. `tokens`: one trajectory, with lists over its tokens. `text`: one
-conversation. `samples`: one token of the sample that was logged for a step, see
-`JournalReader.token_samples`.
+"""Kind of rows in an export. `tokens`: a row is one trajectory, with lists over its tokens. `text`:
+a row is one conversation. `samples`: a row is one token of the sample that was logged for a step,
+see `JournalReader.token_samples`.
 """
 
 
@@ -44,8 +46,8 @@ def _token_row(
 ) -> Row:
     """Return a trajectory as a row, with the values of its trained tokens if the journal has any.
 
-    `kept` are the steps with token values of each group. The values come from the first step that
-    trained on the episode, and are None if the journal has none.
+    `kept` has, for each group, the steps whose token values the journal has. The values come from
+    the first step that trained on the episode, and are None if the journal has none.
     """
     row = token_row(episode)
     if not kept:
@@ -57,9 +59,10 @@ def _token_row(
 
 
 def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row:
-    """Return the values of an episode's trained tokens as columns for its row of the export.
+    """Return the values of an episode's trained tokens as further columns of its row.
 
-    Lists have one entry per token. An entry is None for context, and where a value is unknown.
+    Each column is a list with one entry for each token. An entry is None for a context token, and
+    if its value is unknown.
     """
     if values is None:
         return {"route": None, "minibatch": None, **dict.fromkeys(TRAINED_COLUMNS)}
@@ -125,7 +128,7 @@ def write_jsonl(rows: Iterable[Row], out: IO[str]) -> None:
 def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
     """Write the rows to a Parquet file. Raises `ConfigError` if pyarrow is missing.
 
-    The columns are those of the first row.
+    The first row decides the columns.
     """
     try:
         import pyarrow
@@ -144,9 +147,9 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
 
 
 def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
-    """Return the columns and types of an export of this kind, for Parquet.
+    """Return the Parquet schema of an export of this kind: its columns and their types.
 
-    `with_values` means that rows of trajectories have the values of trained tokens.
+    `with_values` adds the columns of trained tokens to rows of trajectories.
     """
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())

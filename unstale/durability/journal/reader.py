@@ -29,6 +29,7 @@ from unstale.durability.journal.tables import (
     seal,
     tables,
     to_piece,
+    to_placed,
 )
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.durability.journal.wal import find_damage
@@ -36,6 +37,7 @@ from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
+    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
@@ -43,12 +45,14 @@ from unstale.records import (
     Group,
     GroupRequest,
     Piece,
+    Placed,
     Sampled,
     Stop,
     Task,
     Trajectory,
     TurnLimit,
     link_experts,
+    walk,
 )
 from unstale.routed_experts import RoutedExperts
 from unstale.token_values import TokenValues
@@ -58,10 +62,10 @@ GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group that was started, and how it ended. Times are seconds since 1970.
+    """A group of episodes that was started, with its end. Times are seconds since 1970.
 
-    `handed_out` is the time of the start. `finished` is the time at which the last episode ended,
-    or None.
+    `handed_out` is the time of the start. `finished` is the time at which its last episode ended,
+    or None before that.
     """
 
     number: int
@@ -76,13 +80,13 @@ class GroupRow:
     """
     num_trajectories: int
     num_failures: int
-    """Number of failed attempts at the group's episodes, including attempts that were retried."""
+    """Number of failed attempts at the group's episodes. Attempts that were repeated count, too."""
     place: int
     """Index of the task in the sequence of training tasks."""
 
     @property
     def ended(self) -> GroupEnd:
-        """The end of the group: "open", "finished" (not trained on), "consumed" (trained on) or
+        """The group's end: "open", "finished" (not trained on), "consumed" (trained on) or
         "failed".
 
         "failed" means that no episode of the group finished, even if the group was in a batch.
@@ -96,7 +100,10 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisode:
-    """A finished episode, the number of its group, and the step that trained on it, if any."""
+    """A finished episode, the number of its group, and the step that trained on it.
+
+    None if no step did.
+    """
 
     trajectory: Trajectory
     group: int
@@ -105,8 +112,9 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint that the journal recorded. `checkpoint` is its number, and `name` that of its
-    folder.
+    """A checkpoint in the journal.
+
+    `checkpoint` is its number, and `name` the name of its folder.
     """
 
     checkpoint: int
@@ -116,7 +124,7 @@ class CheckpointRow:
 
 
 class JournalReader:
-    """Reads the journal as it was at the moment when the reader was created.
+    """A reader of a journal. It sees the journal as it was when the reader was created.
 
     Use it as a context manager, or call `close`.
     """
@@ -124,17 +132,17 @@ class JournalReader:
     def __init__(
         self, path: Path, routed_experts: ExpertFiles | None = None, *, leave_files: bool = False
     ) -> None:
-        """Open a journal.
+        """Open a journal for reading.
 
-        `routed_experts` are the files with the experts of sampled tokens, if needed. With
-        `leave_files`, no file of the folder is written, not even the lock file of the write-ahead
-        log. Raises FileNotFoundError without a journal file, and `JournalError` if the file is not
-        a journal.
+        `routed_experts` are the files with the experts of sampled tokens, or None if experts are
+        not needed. With `leave_files`, no file of the folder is written, not even the lock file of
+        the write-ahead log. Raises FileNotFoundError without a journal file, and `JournalError` if
+        the file is not a journal.
         """
         self.path = path
         self._routed_experts = routed_experts
         self._group_experts: tuple[int, dict[ExpertKey, RoutedExperts]] | None = None
-        """The group whose experts were read last, and its records."""
+        """The number of the group whose routed experts were read last, and these experts."""
         if not path.is_file():
             problem = f"{path.name} is missing"
             if not path.parent.is_dir():
@@ -176,20 +184,21 @@ class JournalReader:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Names of the tables of this journal. An older format has fewer tables than the present
-        one.
-        """
+        """Names of the tables of this journal. A journal of an older format has fewer."""
         return self._tables
 
     @property
     def num_bytes(self) -> int:
-        """Size of the main file. While the run is active, a `-wal` file has a few MB more."""
+        """Size in bytes of the journal's main file.
+
+        While the run is active, a `-wal` file has a few MB more.
+        """
         ((pages,),) = self.rows("PRAGMA page_count")
         ((page_bytes,),) = self.rows("PRAGMA page_size")
         return int(pages * page_bytes)
 
     def rows(self, statement: str, *parameters: int | str) -> list[tuple[Any, ...]]:
-        """Return the result of one SQL statement."""
+        """Return the rows that an SQL statement yields."""
         with self.wrap_errors():
             return self._connection.execute(statement, parameters).fetchall()
 
@@ -221,7 +230,7 @@ class JournalReader:
             return [{"at": at, "kind": kind, **_parse_object(fields)} for at, kind, fields in rows]
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Return the checkpoints in order. The last one is the current one."""
+        """Return the recorded checkpoints in order. The run continues from the last one."""
         return [
             CheckpointRow(*row)
             for row in self.rows(
@@ -248,7 +257,7 @@ class JournalReader:
         return -1, {}
 
     def token_samples(self, *, newest: int = -1) -> Iterator[dict[str, Any]]:
-        """Yield the logged sample of trained tokens: step, lag in versions, log_d and log_s.
+        """Yield a row for each logged sample token: step, lag in versions, log_d and log_s.
 
         log_d is old_logp - behavior_logp and log_s is logp - old_logp. A token that was audited
         also has `true_log_d` and `true_log_s`, which are computed with the exact old_logp. With
@@ -268,7 +277,7 @@ class JournalReader:
                         yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
     def failed_shares(self, number: int) -> tuple[float, ...]:
-        """Return the share of failed episodes of the last `number` groups that are finished.
+        """Return the share of failed episodes in each of the last `number` finished groups.
 
         The shares are in the order in which the groups began. An episode counts as failed if its
         newest attempt failed.
@@ -299,7 +308,9 @@ class JournalReader:
         return problems
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the number of groups, the index of the next task, and the number of episodes."""
+        """Return the number of started groups, the next task's index, and the number of
+        episodes.
+        """
         ((groups, place, episodes),) = self.rows(
             """SELECT coalesce(max(number) + 1, 0), coalesce(max(place) + 1, 0),
             (SELECT coalesce(max(episode) + 1, 0) FROM episodes) FROM groups"""
@@ -317,8 +328,7 @@ class JournalReader:
         return frozenset(Task(*row) for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return the groups on which no recorded checkpoint was trained, in the order of their
-        start.
+        """Return the groups that no recorded checkpoint was trained on, in order of their start.
 
         Each request has the recorded state of the group's episodes.
         """
@@ -349,9 +359,9 @@ class JournalReader:
         return requests
 
     def _sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return the sizes of the groups that do not have `schedule.group_size` episodes, by group.
+        """Return, by group, the numbers of episodes that differ from `schedule.group_size`.
 
-        The first size is that at the start. Each enlargement adds one.
+        A group's first number is the one at its start. Each enlargement adds a further one.
         """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", GROUP_SIZE)
         sizes: dict[int, tuple[int, ...]] = {}
@@ -363,7 +373,7 @@ class JournalReader:
         return sizes
 
     def _turn_limits(self) -> dict[int, TurnLimit]:
-        """Return the limit of turns of each group that has one, by the group's number."""
+        """Return the turn limit of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
         limits = {}
         with self.wrap_errors("the limits of turns"):
@@ -390,12 +400,15 @@ class JournalReader:
         return {Task(env, split, index): count for env, split, index, count in rows}
 
     def trajectories(self) -> Iterator[StoredEpisode]:
-        """Yield every finished episode, in the order in which they began."""
+        """Yield every finished episode, in the order in which the episodes began."""
         for (episode,) in self.rows("SELECT episode FROM trajectories ORDER BY episode"):
             yield self.episode(episode)
 
     def group(self, number: int) -> Group:
-        """Return a finished group, with the last attempt at each of its episodes."""
+        """Return a finished group with its last attempt at each episode.
+
+        Raises `JournalError` if it is not finished.
+        """
         rows = self.rows(
             "SELECT env, split, task FROM groups JOIN finished USING (number) WHERE number = ?",
             number,
@@ -435,9 +448,9 @@ class JournalReader:
         return [number for (number,) in rows]
 
     def token_steps(self) -> dict[int, list[int]]:
-        """Return the steps whose token values (log D, weight, ...) are recorded, by group.
+        """Return for each group the steps whose token values (log D, weight, ...) the journal has.
 
-        Groups and steps are in order. A replayed group has several steps.
+        Groups and steps are in order. A group that was replayed has several steps.
         """
         steps: dict[int, list[int]] = {}
         if "trained_tokens" in self._tables:
@@ -449,7 +462,7 @@ class JournalReader:
 
     @property
     def num_token_values(self) -> int:
-        """Number of trained tokens whose values (log D, log S, ...) the journal keeps.
+        """Number of trained tokens whose values (log D, log S, ...) the journal has.
 
         A token counts once for each step that trained on it.
         """
@@ -459,8 +472,9 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield each row of token values: group, step, route (way to get `old_logp`), number of
-        tokens and the packed values.
+        """Yield each row of token values: group, step, route, number of tokens, packed values.
+
+        The route is the way in which `old_logp` was computed.
         """
         for group in self.token_steps():
             yield from self.rows(
@@ -472,14 +486,13 @@ class JournalReader:
     def trained_tokens(
         self, group: int, step: int | None = None, *, episode: int | None = None
     ) -> list[TrainedTokens]:
-        """Return the values of the trained tokens of a group, one element per episode and step.
+        """Return the values of a group's trained tokens, one element for each episode and step.
 
-        Each element has arrays `[n]` over the tokens of the episode's `Sampled` pieces (runs of
-        sampled tokens), in order. Only episodes in the batch are returned, in the order of the
-        steps, then of the batch. Without `step`, all steps that trained on the group are included.
-        With `episode`, only this episode is returned. Empty if the run does not keep the values of
-        this group. A step's values are available as soon as the step is committed, before its
-        checkpoint. Raises `JournalError` if a row is damaged.
+        Each element has arrays `[n]` over the episode's sampled tokens, in order. Only episodes in
+        the batch are returned, in the order of the steps, then of the batch. Without `step`, all
+        steps that trained on the group are included. With `episode`, only this episode is returned.
+        Empty if the journal has no values of this group. A step's values are available as soon as
+        the step is committed, before its checkpoint. Raises `JournalError` if a row is damaged.
         """
         found: list[TrainedTokens] = []
         for row in self._token_rows(group, step):
@@ -488,12 +501,11 @@ class JournalReader:
         return found
 
     def token_values(self, group: int, step: int) -> list[TokenValues]:
-        """Return the values of the trained tokens of a group in a step, one element per episode.
+        """Return the values of a group's trained tokens in one step, one element for each episode.
 
         The values are as in `trained_tokens`, but without `logp`, `old_logp` and `behavior_logp`,
-        which are computed from the pieces (runs of sampled tokens). This takes a third of the time.
-        The number of tokens is not compared with the pieces. Raises `JournalError` if the row is
-        damaged.
+        for which the episodes' tokens would have to be read. This takes a third of the time. The
+        number of tokens is not checked. Raises `JournalError` if the row is damaged.
         """
         found: list[TokenValues] = []
         for row in self._token_rows(group, step):
@@ -518,10 +530,10 @@ class JournalReader:
             yield row
 
     def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
-        """Return the trained tokens in a row of `trained_tokens`, of all its episodes or of only
-        one.
+        """Return the trained tokens in a row of the table `trained_tokens`.
 
-        Raises ValueError if the row is wrong.
+        They are those of all its episodes, or only of `episode` if that is given. Raises ValueError
+        if the row is wrong.
         """
         import numpy as np
 
@@ -576,15 +588,31 @@ class JournalReader:
             return StoredEpisode(trajectory, number, step)
 
     def _fork(self, episode: int) -> Fork | None:
-        """Return where an episode was forked from another one. None if it was not forked."""
+        """Return the place at which an episode was forked from another one.
+
+        None if it was not forked.
+        """
         if "forks" not in self._tables:
             return None
-        for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(*row)
+        for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
+            return Fork(parent, at, self._text_of_fork(episode, at))
         return None
 
+    def _text_of_fork(self, episode: int, at: int) -> tuple[ContextPiece | Placed, ...]:
+        """Return the placed text with which an episode begins after its first `at` tokens."""
+        text: list[ContextPiece | Placed] = []
+        last = 0
+        for start, piece, _ in walk(self.pieces(episode)):
+            if start >= at and not isinstance(piece, Sampled):
+                text.append(piece)
+                last = len(text) if isinstance(piece, Placed) else last
+        return tuple(text[:last])
+
     def pieces(self, episode: int) -> tuple[Piece, ...]:
-        """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
+        """Return the recorded tokens of an episode, which may not have ended yet.
+
+        A piece has successive tokens that are all context, or all sampled by one version.
+        """
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? "
             "ORDER BY position",
@@ -596,7 +624,7 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        pieces = self._with_kept_sets(episode, pieces)
+        pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -618,6 +646,20 @@ class JournalReader:
                 found[row[1]] = replace(piece, kept_sets=sets)
         return tuple(found)
 
+    def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if "placed" not in self._tables:
+            return pieces
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the placed text of episode {episode}"):
+            for row in rows:
+                if seal("placed", *row[:-1]) != row[-1]:
+                    raise ValueError("it changed after it was written")
+                found[row[1]] = to_placed(found[row[1]], *row[2:-2])
+        return tuple(found)
+
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         assert self._routed_experts is not None
         ((group,),) = self.rows("SELECT number FROM episodes WHERE episode = ?", episode)
@@ -633,7 +675,7 @@ class JournalReader:
         return tuple(linked)
 
     def _episode_records(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
-        """Return the last attempt at each episode of a group that was not trained on, in order."""
+        """Return the last attempt at each episode of a group, in order of the episodes."""
         rows = self.rows(
             f"""SELECT sibling, max(episode), count(failures.episode)
             FROM {ATTEMPTS} LEFT JOIN failures USING (episode)
@@ -669,9 +711,10 @@ class JournalReader:
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
-        """Return the branches (further conversations) of an episode's last attempt.
+        """Return the further conversations of an episode's last attempt: their episode numbers.
 
-        Each has True if it ended.
+        Each has True if the conversation ended. An external agent begins one when it edits its
+        history.
         """
         return self.rows(
             """SELECT more.episode, t.episode IS NOT NULL
@@ -682,8 +725,9 @@ class JournalReader:
         )
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure | None:
-        """Return the result of an attempt with its branches (further conversations). None if the
-        attempt has not ended.
+        """Return the result of an attempt at an episode, with its further conversations.
+
+        None if the attempt has not ended.
         """
         for row in self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
@@ -697,7 +741,10 @@ class JournalReader:
 
     @contextmanager
     def wrap_errors(self, subject: str = "") -> Iterator[None]:
-        """Return a context that turns errors of the file into a `JournalError` with its name."""
+        """Return a context that turns database errors into a `JournalError` with the file's name.
+
+        `subject` names what was read.
+        """
         try:
             yield
         except (
@@ -715,12 +762,12 @@ class JournalReader:
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:
-    """Return words for a row of the table `trained_tokens`, for errors."""
+    """Return a text that names a row of the table `trained_tokens`, for error messages."""
     return f"the trained tokens of group {row[0]} in step {row[1]}"
 
 
 def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
-    """Return the token values in a row of `trained_tokens`, one element per episode of the group.
+    """Return the token values in a row of the table `trained_tokens`, one element for each episode.
 
     Raises ValueError if the row is wrong.
     """
@@ -742,7 +789,7 @@ def require_tables(path: Path, connection: sqlite3.Connection, journal_format: i
 
 
 def require_sound_wal(path: Path) -> None:
-    """Raise `JournalError` if damage of the `-wal` file hides rows."""
+    """Raise `JournalError` if damage of the `-wal` file makes SQLite ignore later rows."""
     try:
         damage = find_damage(path)
     except OSError as error:
@@ -761,14 +808,14 @@ def require_sound_wal(path: Path) -> None:
 
 
 def holds_journal(path: Path) -> bool:
-    """Return True if there is a journal file that is not empty. A crash may leave an empty file."""
+    """Return True if there is a journal file that is not empty. A crash may leave an empty one."""
     return path.is_file() and path.stat().st_size > 0
 
 
 def identity(path: Path) -> int:
-    """Return the random number that a journal got when it was created, and that checkpoints repeat.
+    """Return the random number that a journal got when it was created. Checkpoints store it, too.
 
-    0 without a journal, or for one that an earlier release created.
+    0 if there is no journal, or if an earlier release created it.
     """
     if not holds_journal(path):
         return 0
@@ -777,7 +824,7 @@ def identity(path: Path) -> int:
 
 
 def _roll_back(path: Path) -> None:
-    """Undo the unfinished transaction of a killed writer.
+    """Undo the unfinished transaction of a writer that was killed.
 
     A read-only connection cannot do this.
     """

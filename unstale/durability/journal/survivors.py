@@ -1,7 +1,7 @@
-"""Statistics of how groups and episodes ended, to find losses that bias the training data.
+"""Statistics of the ends of groups and episodes, to find losses that bias the training data.
 
-Lengths are computed from the sizes of pieces (runs of tokens). No token is read, so 100,000
-episodes take seconds.
+Lengths are computed from stored numbers of tokens. No token is read, so 100,000 episodes take
+seconds.
 """
 
 import json
@@ -21,8 +21,8 @@ KEPT = ("trained", "waiting")
 LOST = ("failed", "given_up", "restarted")
 FATES = (*KEPT, *LOST, "open")
 """Ends of an attempt at an episode. "trained": finished and trained on. "waiting": finished and not
-trained on. "failed": failed and retried. "given_up": failed and not retried. "restarted": not
-replayable after a resume. "open": not ended, so counted neither as kept nor as lost.
+trained on. "failed": failed and repeated. "given_up": failed and not repeated. "restarted": could
+not be replayed after a resume. "open": not ended, so it is neither kept nor lost.
 """
 
 CURVE_POINTS = 40
@@ -54,8 +54,8 @@ SELECT env, split,
 FROM lengths JOIN tried USING (episode) JOIN groups USING (number)
 LEFT JOIN consumed USING (number) LEFT JOIN trajectories USING (episode)
 LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)"""
-"""SQL query with one row per attempt that has a token. `provenance` is stored before the blobs in a
-row, so SQLite does not read the blobs.
+"""SQL query with one row for each attempt that has a token. `provenance` (policy or context) is
+stored before the blobs in a row, so SQLite does not read the blobs.
 """
 
 
@@ -121,7 +121,7 @@ def _lengths(attempts: Sequence[_Attempt]) -> list[int]:
 
 
 def _statistics(attempts: Sequence[_Attempt]) -> Row:
-    """Return the number of attempts, their sampled tokens and turns, and mean success and reward.
+    """Return statistics of attempts: number, sampled tokens, turns, mean success and reward.
 
     Success and reward are means over the finished attempts, and None if no attempt finished.
     """
@@ -153,10 +153,9 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 
 def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
-    """Return rows of counts for the attempts in each quarter, when divided at the quartiles of
-    length.
+    """Divide attempts into four parts of about equal size by length.
 
-    If quartiles are equal, there are fewer rows.
+    Return a row of counts for each. If quartiles of the length are equal, there are fewer parts.
     """
     if not ended:
         return []
@@ -181,9 +180,10 @@ def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
 
 
 def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
-    """Compare the lengths of lost and of kept attempts. None if fewer than two are lost or kept.
+    """Compare the mean length of lost and of kept attempts.
 
-    `se` is the standard error of the difference of the means, if attempts are independent.
+    Return None if fewer than two are lost or kept. `se` is the standard error of the difference of
+    the means, if attempts are independent.
 
     >>> contrast([2, 4], [1, 1])
     {'lost': 2, 'kept': 2, 'lost_mean': 3.0, 'kept_mean': 1.0, 'se': 1.0}
@@ -201,11 +201,11 @@ def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
 
 
 def length_curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
-    """Return points `[tokens, share, share of trained]` at quantiles of the lengths of ended
-    attempts.
+    """Return points `[tokens, share, share of trained]` of two cumulative distributions of lengths.
 
-    The shares are those of ended and of trained attempts with at most so many sampled tokens. Both
-    arguments are sorted lengths. The list is empty if an argument is empty.
+    `ended` and `trained` are the sorted lengths of the ended and of the trained attempts. Each
+    point has the shares of attempts with at most so many sampled tokens, at quantiles of `ended`.
+    Empty if an argument is empty.
     """
     if not ended or not trained:
         return []

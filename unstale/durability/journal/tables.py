@@ -1,4 +1,4 @@
-"""The tables of the journal, and how pieces (runs of tokens), groups and results become rows."""
+"""The tables of the journal, and the conversion of episodes, groups and results into rows."""
 
 import json
 import struct
@@ -10,8 +10,10 @@ from typing import Any
 
 from unstale.records import (
     ContextPiece,
+    Edit,
     Failure,
     Piece,
+    Placed,
     Provenance,
     Sampled,
     Trajectory,
@@ -21,7 +23,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 6
+FORMAT = 7
 """Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
@@ -40,6 +42,8 @@ TABLES = {
     "after INTEGER NOT NULL",
     "kept_sets": "episode INTEGER NOT NULL, position INTEGER NOT NULL, sets BLOB NOT NULL, "
     "after INTEGER NOT NULL",
+    "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
+    "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -72,34 +76,39 @@ TABLES = {
     "fields TEXT NOT NULL, after INTEGER NOT NULL",
     "counts": "name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL",
 }
-"""Columns of each table. `after` is the checkpoint that was current when the row was written."""
+"""Columns of each table. `after` is the number of the checkpoint that was the newest when the row
+was written.
+"""
 
 _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
     "kept_sets": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
+    "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6}
+ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
 }
-"""Columns that a row's checksum includes: all but an id that the database assigns."""
+"""Columns that a row's checksum covers: all but an id that the database assigns."""
 
 COUNTED = tuple(name for name in TABLES if name != "counts")
-"""Tables whose numbers of rows are recorded in `counts` with every transaction. Checksums of rows
-do not show that whole rows were lost.
+"""Tables whose numbers of rows are recorded in the table `counts` with every transaction. So a loss
+of whole rows is noticed, which the rows' checksums do not show.
 """
 
 REPEATED = (
     "snapshots",
     "kept_sets",
+    "placed",
     "pieces",
     "trajectories",
     "failures",
@@ -110,34 +119,34 @@ REPEATED = (
     "groups",
     "versions",
 )
-"""Tables whose rows after a checkpoint are deleted, because a deterministic run writes them again.
-In an order that foreign keys allow.
+"""Tables whose rows after a checkpoint are deleted on a resume of a deterministic run, which writes
+them again. The order satisfies foreign keys.
 """
 
 ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
     seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt
     FROM episodes)
     WHERE is_attempt)"""
-"""SQL query of the attempts at episodes. All attempts at an episode have the same seed. Branches
-(further conversations of an agent) are in the same table and have other seeds.
+"""SQL query of the attempts at episodes. All attempts at an episode have the same seed. Further
+conversations of an agent are in the same table, with other seeds.
 """
 
 TOKEN_SAMPLES = "token_samples"
-"""Kind of the event that holds a sample of the tokens of a step."""
+"""Kind of the event with a sample of the tokens of a step."""
 
 GROUP_SIZE = "group_size"
-"""Kind of the event that holds the number of episodes of a group: its fields are `group` and
-`size`. Groups of `schedule.group_size` episodes have no such event. An enlarged group has several.
+"""Kind of the event with the number of episodes of a group: its fields are `group` and `size`.
+Groups of `schedule.group_size` episodes have no such event. An enlarged group has several.
 """
 
 TURN_LIMIT = "turn_limit"
-"""Kind of the event that holds the limit of turns of a group: its fields are `group` and those of
-`records.TurnLimit`. Groups limited by `rollout.max_turns` alone have no such event.
+"""Kind of the event with the turn limit of a group: its fields are `group` and those of
+`records.TurnLimit`. Groups that are limited only by `rollout.max_turns` have no such event.
 """
 
 EPISODE_BUDGET = "episode_budget"
-"""Kind of the event that holds the budget of each episode of a group: its fields are `group` and
-those of `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
+"""Kind of the event with the budget of each episode of a group: its fields are `group` and those of
+`records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
 """
 
 Record = tuple[str, Sequence[Any]]
@@ -149,7 +158,7 @@ class JournalError(RuntimeError):
 
 
 def insert(table: str, *values: Any) -> Record:
-    """Return the statement that inserts a row with its checksum, which is the column `seal`.
+    """Return the SQL statement that inserts a row. The row's checksum is its column `seal`.
 
     >>> insert("finished", 3, 0.5, 1)[0]
     'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
@@ -166,17 +175,17 @@ def _insertion(table: str) -> str:
 
 
 def seal(table: str, *row: Any) -> int:
-    """Return the checksum of a row, which detects changes by a faulty disk."""
+    """Return the checksum of a table's row, which detects changes by a faulty disk."""
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
 def tables(journal_format: int) -> tuple[str, ...]:
-    """Return the names of the tables of a format."""
+    """Return the names of the tables in a version of the journal's format."""
     return tuple(name for name in TABLES if ADDED.get(name, 0) <= journal_format)
 
 
 def schema(names: Sequence[str]) -> str:
-    """Return the SQL statements that create some tables, and record that they have no rows."""
+    """Return the SQL statements that create these tables and record that they have no rows."""
     return "".join(
         f"CREATE TABLE {name} ({TABLES[name]}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) "
         "STRICT;\n"
@@ -195,7 +204,7 @@ SCHEMA = schema(tuple(TABLES))
 def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:
     """Add changes of the tables' numbers of rows to `counts`.
 
-    Return the statements that record the new numbers.
+    Return the SQL statements that record the new numbers.
     """
     records: list[Record] = []
     for table, change in changes.items():
@@ -207,14 +216,15 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert a piece (a run of tokens) and its kept sets, if any.
+    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets or
+    its source.
 
-    Numbers are packed little-endian. Tokens take two bytes each if all of them fit, otherwise four.
-    Log-probabilities are float32, the precision in which engines compute them.
+    `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
+    two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
+    in which engines compute them.
     """
     count = len(piece.tokens)
-    width = "H" if max(piece.tokens, default=0) < 1 << 16 else "I"
-    tokens = struct.pack(f"<{count}{width}", *piece.tokens)
+    tokens = _pack(piece.tokens)
     sampled: tuple[Any, ...] = (None, None, None)
     if isinstance(piece, Sampled):
         sampled = (piece.version, piece.clean, struct.pack(f"<{count}f", *piece.behavior_logp))
@@ -223,11 +233,38 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
     if isinstance(piece, Sampled) and piece.kept_sets is not None:
         sets = piece.kept_sets.pack(piece.tokens)
         rows.append(insert("kept_sets", episode, position, sets, after))
+    if isinstance(piece, Placed):
+        rows.append(insert("placed", episode, position, *_source(piece), after))
     return rows
 
 
+def _source(piece: Placed) -> tuple[Any, ...]:
+    """Return the columns of placed text about its source. They are None if it is unknown."""
+    if piece.source_logp is None or piece.edit is None:
+        return (None,) * 5
+    logps = struct.pack(f"<{len(piece.tokens)}f", *piece.source_logp)
+    edit = piece.edit
+    return (piece.version, logps, edit.start, edit.stop, _pack(edit.tokens, wide=True))
+
+
+def to_placed(piece: Piece, *source: Any) -> Placed:
+    """Return placed text from its piece and the columns of its row in `placed`."""
+    version, logps, start, stop, removed = source
+    if version is None:
+        return Placed(piece.tokens, piece.provenance)
+    source_logp = struct.unpack(f"<{len(piece.tokens)}f", logps)
+    edit = Edit(start, stop, struct.unpack(f"<{len(removed) // 4}I", removed))
+    return Placed(piece.tokens, piece.provenance, version, source_logp, edit)
+
+
+def _pack(tokens: Sequence[int], *, wide: bool = False) -> bytes:
+    """Return tokens as two bytes each, or as four if `wide` or if one of them needs it."""
+    width = "I" if wide or max(tokens, default=0) >= 1 << 16 else "H"
+    return struct.pack(f"<{len(tokens)}{width}", *tokens)
+
+
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
-    """Return a piece (a run of tokens) from the columns of its row in the journal."""
+    """Return the tokens of an episode from the columns of their row in the journal."""
     version, clean, logps = sampled
     width = "H" if len(tokens) == 2 * count else "I"
     unpacked = struct.unpack(f"<{count}{width}", tokens)
@@ -262,7 +299,7 @@ def to_utf8(text: str) -> str:
 
 
 def grade(rewards: Mapping[str, float], facts: Mapping[str, float]) -> tuple[bool, float]:
-    """Return success and total reward of an episode, as `Trajectory` computes them."""
+    """Return an episode's success and total reward, as `Trajectory` computes them."""
     return is_success(rewards, facts), total_reward(rewards)
 
 
@@ -279,11 +316,11 @@ _REMEDIES = {
     "not a database": "Check the disk, and restore the run folder from a copy",
     "disk I/O error": "Check that its disk works and is mounted",
 }
-"""Advice for the user. The keys are words in the text of the error that caused a failure."""
+"""Advice for the user. A key is a part of the text of the error that caused a failure."""
 
 
 def journal_error(path: Path, cause: object) -> JournalError:
-    """Return an error whose text names the file, the cause and, if known, what to do."""
+    """Return an error whose text names the file, the cause and, if known, the remedy."""
     text = str(cause)
     remedy = next((each for words, each in _REMEDIES.items() if words in text), "")
     return JournalError(f"the journal {path} failed: {text}{f'. {remedy}' if remedy else ''}")

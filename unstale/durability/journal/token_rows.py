@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from unstale.token_values import Values
 
 LEVEL = 6
-"""Level of the compression. Level 9 saves less than 1% more and takes longer."""
+"""Compression level of deflate. Level 9 saves less than 1% more and takes longer."""
 
 MAX_BYTES = 2**29
-"""Largest size of a row before compression: 20 million tokens. A larger row is refused, because it
-could be an attempt to fill the reader's memory.
+"""Largest size in bytes of a row before compression: 20 million tokens. A larger row is refused,
+because a forged file could otherwise fill the reader's memory.
 """
 
 _MEASURED = 128
@@ -61,13 +61,19 @@ class TrainedTokens(TokenValues):
 
     @property
     def old_logp(self) -> "Values":
-        """The old log-probability, `[n]`. NaN if none was computed. See `log_d` for its error."""
+        """The old log-probability of each token, `[n]`.
+
+        NaN if it was not computed. It has the rounding error of `log_d`.
+        """
         values: Values = self.behavior_logp + self.log_d
         return values
 
     @property
     def logp(self) -> "Values":
-        """The log-probability under the weights in training, `[n]`. NaN if it was not computed."""
+        """The log-probability of each token under the weights in training, `[n]`.
+
+        NaN if it was not computed.
+        """
         values: Values = self.old_logp + self.log_s
         return values
 
@@ -75,7 +81,7 @@ class TrainedTokens(TokenValues):
 def token_rows(
     values: Sequence[TokenValues], *, step: int, version: int, after: int
 ) -> Iterator[Record]:
-    """Yield the statements that insert the token values of a step, one row per group."""
+    """Yield the statements that insert the values of a step's tokens, one row for each group."""
     groups: dict[int, list[TokenValues]] = {}
     for each in values:
         groups.setdefault(each.group, []).append(each)
@@ -86,7 +92,7 @@ def token_rows(
 
 
 def pack_tokens(values: Sequence[TokenValues]) -> bytes:
-    """Return the token values of some episodes of one group as the column of a row."""
+    """Return the token values of episodes of one group as bytes, for the column of a row."""
     import numpy as np
 
     counts = [len(each.flags) for each in values]
@@ -115,9 +121,9 @@ def pack_tokens(values: Sequence[TokenValues]) -> bytes:
 
 
 def unpack_tokens(packed: bytes, *, group: int, route: str) -> list[TokenValues]:
-    """Return the token values of the episodes of a row, in the order of the batch.
+    """Return the token values of the episodes in a row, in the order of the batch.
 
-    Raises ValueError if the row is not what `pack_tokens` wrote.
+    Inverts `pack_tokens`. Raises ValueError if the row is not what `pack_tokens` wrote.
     """
     import numpy as np
 
@@ -172,7 +178,7 @@ def _decompress(packed: bytes) -> bytes:
 def to_trained(
     values: TokenValues, *, step: int, version: int, behavior_logp: "Values"
 ) -> TrainedTokens:
-    """Return an episode's token values with the step, the version and `behavior_logp`.
+    """Return an episode's token values together with the step, the version and `behavior_logp`.
 
     Raises ValueError if the lengths differ.
     """
@@ -188,7 +194,7 @@ def to_trained(
 
 
 def _join(arrays: Sequence["Values"], where: Sequence[bool] | None = None) -> "Values":
-    """Return some arrays end to end: all, or those at which `where` is True."""
+    """Return arrays joined into one: all of them, or only those for which `where` is True."""
     import numpy as np
 
     chosen = where or [True] * len(arrays)
@@ -197,7 +203,7 @@ def _join(arrays: Sequence["Values"], where: Sequence[bool] | None = None) -> "V
 
 
 def _planes(numbers: Any) -> bytes:
-    """Return the first bytes of all numbers, then all second bytes, and so on."""
+    """Return numbers as byte planes: all first bytes, then all second bytes, and so on."""
     import numpy as np
 
     each = numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize)
@@ -205,7 +211,7 @@ def _planes(numbers: Any) -> bytes:
 
 
 def _narrow(values: "Values") -> bytes:
-    """Return numbers as float16, or as float32 if one of them is out of range."""
+    """Return numbers as float16 bytes, or as float32 bytes if one of them is out of range."""
     import numpy as np
 
     if len(values) and not np.abs(values).max() <= _LARGEST:
@@ -233,7 +239,9 @@ class _Reader:
         return np.frombuffer(self._data, dtype, count, self._at - size)
 
     def planes(self, width: int, where: Any) -> "Values":
-        """Return a column of `[n]` float32. It is NaN except at the tokens in `where` (`[n]`)."""
+        """Return the next column as `[n]` float32, NaN at the tokens where `where` `[n]` is
+        False.
+        """
         import numpy as np
 
         if width not in (2, 4):

@@ -1,4 +1,4 @@
-"""Find damage in the `-wal` file of a journal.
+"""Find damage in the `-wal` file of a journal, SQLite's write-ahead log.
 
 SQLite reads this file up to the first frame with a wrong checksum, which it takes for the end of a
 killed writer's data. So a damaged frame hides all later ones. The format is that of
@@ -16,15 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 _HEADER = struct.Struct(">8I")
-"""Magic number, format, page size, number of resets, two salts, two checksums."""
+"""Fields of the file's header: magic number, format, page size, number of resets, two salts, two
+checksums.
+"""
 _MAGIC = 0x377F0682
-"""The magic number. The next larger number means that the words of checksums are big-endian."""
+"""The magic number at the start of the file. If it is larger by 1, the words under the checksums
+are big-endian.
+"""
 _FRAME_WORDS = 6
-"""Words of a frame before its page: page, size after a commit or 0, two salts, two checksums."""
+"""Number of words of a frame before its page: page number, size after a commit or 0, two salts, two
+checksums.
+"""
 _AT_ONCE = 512
 """Number of frames held in memory at once."""
 _TRIES = 3
-"""Number of attempts to read a file that a run changes at the same time."""
+"""Number of attempts to read a file that a run is changing."""
 
 _Words = npt.NDArray[np.uint32]
 
@@ -36,7 +42,7 @@ class WalDamage:
     frame: int
     """Number of the damaged frame, from 1. 0 if the header of the file is damaged."""
     num_frames: int
-    """Number of lost frames (pages), from the damaged frame to the last commit."""
+    """Number of frames (database pages) that are lost: from the damaged one to the last commit."""
     num_transactions: int
 
     def __str__(self) -> str:
@@ -51,8 +57,8 @@ def find_damage(journal: Path) -> WalDamage | None:
     """Return the damage of a journal's `-wal` file. None if the file is undamaged or missing.
 
     An incomplete last transaction, as after a kill or a power cut, is not damage. A changed bit in
-    this transaction is damage. Raises `OSError` if this file or another file of the journal is not
-    a regular file, or cannot be read.
+    it is. Raises `OSError` if this file or another file of the journal is not a regular file, or
+    cannot be read.
     """
     for ending in ("-shm", "-journal"):  # SQLite would wait for ever to open a pipe
         beside = journal.with_name(f"{journal.name}{ending}")
@@ -77,7 +83,7 @@ def _moment(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _page_bytes(journal: Path) -> int:
-    """Return the size of a page from the main file, because the header may be damaged."""
+    """Return the size of a page in bytes, as the main file states it."""
     with journal.open("rb") as file:
         size = int.from_bytes(file.read(18)[16:])
     return 65536 if size == 1 else size
@@ -105,18 +111,21 @@ def _scan(path: Path, page_bytes: int) -> WalDamage | None:
 
 
 class _Frames:
-    """The headers of the frames of a file, and whether their checksums are correct."""
+    """The headers of a `-wal` file's frames, and the differences of their checksums."""
 
     def __init__(self, sums: _Words, order: str) -> None:
         self.commits: _Words = np.empty(0, np.uint32)
         self.salts: _Words = np.empty((0, 2), np.uint32)
         self.differences: _Words = np.empty((0, 2), np.uint32)
-        """The computed checksums minus those in the file."""
+        """`[n, 2]`: the computed checksums of each frame minus those in the file."""
         self._last = sums
         self._order = order
 
     def damage(self, salts: _Words, page_bytes: int = 0) -> WalDamage | None:
-        """Return the damage of the file. Without `page_bytes`, its header is damaged."""
+        """Return the damage of the file, or None.
+
+        A `page_bytes` of 0 means that its header is damaged.
+        """
         is_valid = (self.salts == salts).all(1) & (self.differences == 0).all(1)
         commits = self.commits > 0
         first = 0
@@ -140,9 +149,9 @@ class _Frames:
     def _repair(
         self, frame: int, salts: _Words, page_bytes: int, commits: npt.NDArray[np.bool_]
     ) -> bool:
-        """Return True if one changed bit explains why a frame is wrong.
+        """Return True if a single changed bit explains the wrong checksum of a frame.
 
-        If the bit may have hidden or faked a commit, correct the frame's entry in `commits`.
+        If this bit may have hidden or faked a commit, the frame's entry in `commits` is corrected.
         """
         if not self.differences[frame].any():
             return sum(int(word).bit_count() for word in self.salts[frame] ^ salts) == 1
@@ -153,7 +162,10 @@ class _Frames:
         return changed is not None
 
     def read(self, block: bytes, page_bytes: int) -> None:
-        """Add the complete frames of a block of bytes, without an incomplete frame at the end."""
+        """Add the complete frames in a block of bytes.
+
+        An incomplete frame at the end is ignored.
+        """
         width = page_bytes // 4 + _FRAME_WORDS
         count = len(block) // (4 * width)
         raw = np.frombuffer(block, np.uint32, count * width).reshape(count, width)
@@ -168,7 +180,10 @@ class _Frames:
 
 
 def _sums(words: _Words, before: _Words) -> _Words:
-    """Return the checksums `[n, 2]` of rows of words, which continue the checksums `before`."""
+    """Return the checksums `[n, 2]` after each row of words.
+
+    `before` are the checksums before the first.
+    """
     weights, start = _weights(words.shape[1])
     sums = words @ weights
     return sums + before @ start if len(before) else sums
@@ -176,10 +191,10 @@ def _sums(words: _Words, before: _Words) -> _Words:
 
 @cache
 def _weights(num_words: int) -> tuple[_Words, _Words]:
-    """Return the weights `[num_words, 2]` of the words in both sums of a checksum.
+    """Return the weights `[num_words, 2]` with which each word enters the two sums of a checksum.
 
-    Also return the weights `[2, 2]` of the sums before. For each pair of words (x, y), the checksum
-    does s += x + t and t += y + s.
+    Also return the weights `[2, 2]` of the two sums before. For each pair of words (x, y), the
+    checksum does s += x + t and t += y + s.
     """
     weights, one, two = [], (1, 1), (0, 1)
     for _ in range(num_words // 2):

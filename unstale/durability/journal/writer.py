@@ -65,37 +65,34 @@ from unstale.records import (
 from unstale.token_values import TokenValues
 
 WINDOW_S = 0.2
-"""Largest time in seconds until a record is committed. Callers of `barrier` do not wait that long,
-because `barrier` commits at once.
-"""
+"""Largest time in seconds until a record is committed. `barrier` commits at once."""
 
 STUCK_S = 8.0
-"""Seconds without a commit after which the run ends with an error. SQLite waits half as long for
-the lock of another writer.
+"""Seconds without a successful commit after which the run ends with an error. SQLite waits half as
+long for the lock of another writer.
 """
 
 _Item = list[Record] | Callable[[], Iterable[Record]] | Future[None] | None
-"""An entry of the queue: a transaction, a function that returns one, the future of a `barrier` to
-be set, or None at the end.
+"""An entry of the writing thread's queue: a transaction, a function that returns one, the future of
+a `barrier` to be set, or None at the end.
 """
 
 
 class Journal:
-    """The journal of a run, for writing. Use it as a context manager.
+    """A writer of a run's journal. Use it as a context manager.
 
-    Only `barrier`, `flush` and the methods whose text says that they commit wait for the disk. A
-    failure of the disk or the file is raised as `JournalError` at once by `watch`, and by every
-    `barrier`.
+    Only `barrier`, `flush` and the methods whose text says that they commit wait for the disk. If
+    the disk or the file fails, `watch` raises `JournalError` at once, and so does every `barrier`.
     """
 
     def __init__(
         self, path: Path, *, routed_experts: ExpertFiles | None = None, keep_snapshots: bool = False
     ) -> None:
-        """Prepare the journal.
+        """Prepare the journal. Entering its context opens the file `path`.
 
         `routed_experts` are the files of routed experts, which the journal closes. A deterministic
-        run must `keep_snapshots` of environments, because it can return to an earlier snapshot.
-        Otherwise only the last snapshot of an unfinished episode is kept.
+        run must set `keep_snapshots`, because it can return to an earlier snapshot of an
+        environment. Otherwise only the last snapshot of an unfinished episode is kept.
         """
         self.path = path
         self._keep_snapshots = keep_snapshots
@@ -119,15 +116,15 @@ class Journal:
         self._checkpoint = -1
         self._highest_version = -1
         self._last_step_id = self._last_step = -1
-        """Id of the event with the newest metrics when the journal was opened, and the step of
-        these metrics.
+        """Id of the event with the newest metrics, and the step of these metrics, at the time when
+        the journal was opened.
         """
         self._trained_on: list[tuple[int, int, int, int, float]] = []
-        """Groups that were trained on and are in no checkpoint yet: rows of `consumed` without the
-        last column.
+        """Groups that were trained on since the last checkpoint: rows of the table `consumed`
+        without the last column.
         """
         self._replayed: list[tuple[int, int, int, int, float]] = []
-        """Groups that were trained on again and are in no checkpoint yet: rows of `replayed`
+        """Groups that were trained on again since the last checkpoint: rows of the table `replayed`
         without the last column.
         """
 
@@ -135,15 +132,14 @@ class Journal:
     def read(run: Path, *, routed_experts: bool = False) -> JournalReader:
         """Open the journal of a run folder for reading. The run may still be active.
 
-        With `routed_experts`, sampled pieces (runs of sampled tokens) have the recorded experts of
-        an MoE model.
+        With `routed_experts`, sampled tokens have the recorded experts of an MoE model.
         """
         return JournalReader(
             run / JOURNAL, ExpertFiles(run / ROUTED_EXPERTS) if routed_experts else None
         )
 
     def __enter__(self) -> Self:
-        """Open the database, or create it."""
+        """Open the database, or create it, and start the writing thread."""
         try:
             connection = _connect(self.path)
             self._checkpoint = _max(connection, "SELECT max(checkpoint) FROM checkpoints")
@@ -178,7 +174,7 @@ class Journal:
             error.add_note(str(close_error))
 
     def close(self) -> None:
-        """Commit the queue and end the thread.
+        """Commit all queued records and end the writing thread.
 
         Raises `JournalError` if the journal has failed and the failure was not raised before.
         """
@@ -207,7 +203,9 @@ class Journal:
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """Record that a group was started on a task, with sizes and limits, in one transaction."""
+        """Record that a group was started on a task, with its sizes and limits, in one
+        transaction.
+        """
         task = request.task
         row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
         records = [insert("groups", *row, time.time(), self._checkpoint)]
@@ -239,11 +237,11 @@ class Journal:
         fork: Fork | None = None,
         prefix: Sequence[Piece] = (),
     ) -> "_EpisodeWriter":
-        """Record an attempt at the episode with index `sibling` of a group. Return the writer of
-        its tokens.
+        """Record an attempt at an episode of a group. Return the writer of its tokens.
 
-        `again` means that the attempt is recorded already, and continues after a resume. `prefix`
-        has the tokens before a `fork` from another episode. They are recorded in one transaction
+        `number` is the group, `sibling` the episode's index in it, and `episode` the attempt's
+        number. `again` means that the attempt is already recorded, and continues after a resume.
+        `prefix` has the tokens before a `fork` from another episode, recorded in one transaction
         with the attempt.
         """
         if not again:
@@ -263,9 +261,10 @@ class Journal:
         await self.barrier()
 
     async def publishing(self, version: int) -> None:
-        """Record a weight version and commit, before any engine loads this version.
+        """Record that a weight version is about to be published, and commit.
 
-        A resumed run may publish its newest version again.
+        Call it before any engine loads the version. A resumed run may publish its newest version
+        again.
         """
         if version != self._highest_version:
             self._insert("versions", version, time.time())
@@ -281,9 +280,9 @@ class Journal:
         replayed: Sequence[int] = (),
         tokens: Sequence[TokenValues] = (),
     ) -> None:
-        """Record that a step trained on these groups, in this order. `checkpoint` commits the
-        record.
+        """Record that a step trained on these groups, in this order.
 
+        `checkpoint` commits the record. `version` is the policy's version before the step.
         `replayed` are the numbers of groups that earlier steps were trained on, too. `tokens` are
         the values of the step's trained tokens, which are committed before the checkpoint, and
         removed if a resume starts from a checkpoint before the step.
@@ -298,7 +297,7 @@ class Journal:
             self._queue.put(partial(token_rows, tokens, step=step, version=version, after=after))
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None:
-        """Record a checkpoint and the groups it was trained on, in one transaction.
+        """Record a checkpoint, and the groups trained on since the last one, in one transaction.
 
         Raises an error if one of the groups was trained on before.
         """
@@ -315,7 +314,7 @@ class Journal:
             self._routed_experts.consumed(consumed)
 
     def rewind(self, checkpoint: int, *, everything: bool, kept: int = -1) -> None:
-        """Make an earlier checkpoint the current one.
+        """Make an earlier checkpoint, given by its number, the current one.
 
         Groups that were trained on after this checkpoint can be trained on again. The metrics and
         token values of later steps are removed, because they will be logged again. `kept` is the id
@@ -343,7 +342,7 @@ class Journal:
         self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step, in place of metrics that a `rewind` kept for this step."""
+        """Record the metrics of a step. They replace metrics that a `rewind` kept for this step."""
         others = {name: value for name, value in metrics.items() if name != "step"}
         fields = json.dumps({"step": step, **others}, default=float)
         records = [insert("events", time.time(), "step", fields, self._checkpoint)]
@@ -353,11 +352,11 @@ class Journal:
         self.transaction(records)
 
     def transaction(self, records: Sequence[Record]) -> None:
-        """Queue records that are committed together or not at all."""
+        """Queue records for the writing thread, which commits all of them or none."""
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
-        """Wait until all earlier records are committed.
+        """Wait until all records queued before this call are committed.
 
         Concurrent callers share one commit.
         """
@@ -370,17 +369,16 @@ class Journal:
                 self._barriers_passed = passed
 
     def _flush_barriers(self) -> int:
-        """Commit all earlier records. Return the number of `barrier` calls that waited for this
-        commit.
+        """Commit all queued records. Return the number of `barrier` calls that this commit served.
 
-        Calls since the start of this method's thread are included.
+        Calls made after this method's thread has started are included.
         """
         covered = self._barriers
         self.flush()
         return covered
 
     def flush(self) -> None:
-        """Block the calling thread until all earlier records are committed."""
+        """Block the calling thread until all records queued before are committed."""
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routed_experts:
@@ -413,7 +411,7 @@ class Journal:
         return journal_error(self.path, f"no routed experts could be written for {STUCK_S:g} s")
 
     def _fail(self, error: JournalError) -> None:
-        """End the run with this error, unless an earlier error already ends it."""
+        """End the run with this error, unless an earlier error is already ending it."""
         with suppress(InvalidStateError):
             self._failure.set_exception(error)
 
@@ -421,7 +419,7 @@ class Journal:
         self.transaction([insert(table, *values, self._checkpoint)])
 
     def _write(self, connection: sqlite3.Connection) -> None:
-        """Commit transactions from the queue until its end. Runs in the journal's thread.
+        """Commit transactions from the queue until None comes. Runs in the writing thread.
 
         After a failure, nothing more is committed and every `barrier` raises the error.
         """
@@ -466,7 +464,7 @@ class Journal:
             self._fail(_commit_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """Return the entries queued within `WINDOW_S` of the first one, or until a `barrier`.
+        """Return the entries queued within `WINDOW_S` of the first one. A `barrier` ends the wait.
 
         One commit for many transactions is cheaper than one for each.
         """
@@ -482,7 +480,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class _EpisodeWriter:
-    """Writes one attempt at an episode to the journal while the attempt runs."""
+    """A writer of one attempt at an episode to the journal, used while the attempt runs."""
 
     journal: Journal
     group: int
@@ -495,7 +493,7 @@ class _EpisodeWriter:
         self.journal.transaction(piece_rows(self.episode, position, piece, checkpoint))
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state, and the number of pieces (runs of tokens) before it."""
+        """Record the environment's state after `num_pieces` recorded pieces of the episode."""
         row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
         self._replace_snapshots(insert("snapshots", *row))
 
@@ -503,14 +501,14 @@ class _EpisodeWriter:
         self._replace_snapshots(outcome_row(self.episode, outcome, self.journal._checkpoint))
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """Record that the attempt could not be replayed and the episode starts again."""
+        """Record that the attempt could not be replayed, so that the episode starts again."""
         row = (self.episode, to_utf8(reason), turns, sampled_tokens, self.journal._checkpoint)
         self._replace_snapshots(insert("restarts", *row))
 
     def _replace_snapshots(self, record: Record) -> None:
-        """Write a record, and delete the episode's earlier snapshots in the same transaction.
+        """Write a record and delete the episode's earlier snapshots, in one transaction.
 
-        No later resume reads them, unless the run is deterministic: `keep_snapshots` then keeps
+        With `keep_snapshots`, as in a deterministic run, they are kept: a later resume may read
         them.
         """
         delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
@@ -519,7 +517,7 @@ class _EpisodeWriter:
 
 @dataclass(frozen=True, slots=True)
 class _FileState:
-    """The identity and size of the journal file, to detect that another program removed it.
+    """The identity and size of the journal's file, to detect that another program removed it.
 
     SQLite would continue to write to a removed file without an error, and the rows would be lost.
     """
@@ -533,7 +531,7 @@ class _FileState:
         return cls(status.st_ino, status.st_size)
 
     def require_same(self, path: Path) -> Self:
-        """Return the present state of the file.
+        """Return the file's current state, after a comparison with this one.
 
         Raises `JournalError` if the file was removed, replaced or shortened.
         """
@@ -555,14 +553,14 @@ class _FileState:
 
 
 def _records(item: _Item) -> Iterable[Record]:
-    """Return the records of an entry of the queue."""
+    """Return the records to be written for an entry of the queue."""
     if item is None or isinstance(item, Future):
         return ()
     return item if isinstance(item, list) else item()
 
 
 def _commit_error(path: Path, error: Exception) -> JournalError:
-    """Return the error for a failed commit: what happened, and what to do."""
+    """Return the error for a failed commit. Its text has the cause and advice."""
     if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return JournalError(
             f"the journal {path} was locked by another process for {STUCK_S / 2:g} s "
@@ -572,7 +570,7 @@ def _commit_error(path: Path, error: Exception) -> JournalError:
 
 
 def _create(path: Path) -> None:
-    """Create an empty journal under another name, then rename it, so that no file is incomplete."""
+    """Create an empty journal under a temporary name, then rename it."""
     new = path.with_name(f".{path.name}.new")
     for end in ("", "-journal"):
         new.with_name(new.name + end).unlink(missing_ok=True)
@@ -589,7 +587,7 @@ def _create(path: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a database with the journal's tables, so that every commit reaches the disk."""
+    """Open or create a journal's database. Every commit waits until the disk has the data."""
     if not holds_journal(path):
         _create(path)
     require_sound_wal(path)
@@ -613,7 +611,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _upgrade(connection: sqlite3.Connection, version: int) -> None:
-    """Change a journal of an older format to the present one, in one transaction."""
+    """Change a journal of an older format to the current one, in one transaction."""
     added = schema([name for name, since in ADDED.items() if since > version])
     connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version={FORMAT}; COMMIT;")
 
@@ -630,6 +628,6 @@ def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
-    """Return the single number that a query yields, or -1 for an empty table."""
+    """Return the number that a query yields, or -1 if it yields NULL, as for an empty table."""
     ((value,),) = connection.execute(question).fetchall()
     return -1 if value is None else int(value)

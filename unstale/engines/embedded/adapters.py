@@ -18,7 +18,9 @@ from unstale.model.lora import pairs_of, require_fit
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """The adapters of a layer for V versions of rank r, each `[V * r, width]`."""
+    """The adapters A and B of one layer, stacked for V versions of rank r: `[V * r, width]`
+    each.
+    """
 
     a: Tensor
     b: Tensor
@@ -26,38 +28,43 @@ class _Stacked:
 
 
 class VersionedAdapters:
-    """The adapters of several versions, which are added to the outputs of a model's linear layers.
+    """LoRA adapters of several versions, added by hooks to the outputs of a model's linear layers.
 
-    Call `begin` before each forward pass. Passes before the first `add` are those of the base.
+    Call `begin` before each forward pass. Before the first `add`, passes use the base weights only.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, scale: float) -> None:
-        """`scale` is the factor alpha / rank. Adapters are rounded to `dtype`."""
+        """Hook the linear layers of `model`.
+
+        `scale` is alpha / rank. Adapters are rounded to `dtype`.
+        """
         self._linears = {
             name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
         }
         self._dtype = dtype
         self._scale = scale
         self._held: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-        """By version and layer: A `[r, in]` and the transposed B `[r, out]`."""
+        """For each version and layer name: the matrix A `[r, in]` and the transposed matrix B `[r,
+        out]`.
+        """
         self._hooked: set[str] = set()
         self._stacked: tuple[int, ...] = ()
-        """The versions in `_layers`. A version leaves only when versions are dropped, because its
-        sequences may come back in any pass.
+        """The versions stacked in `_layers`. A version is removed only by `keep`, because its
+        sequences may be part of any later pass.
         """
         self._layers: dict[str, _Stacked] = {}
         self._rows = slice(0)
-        """The rows of `_layers` that the present pass multiplies."""
+        """The rows of the matrices in `_layers` by which the current pass multiplies."""
         self._foreign: Tensor | None = None
-        """`[T, V * r]`: True where a row of `_layers` is not of the token's version. None if the
-        pass has only one version.
+        """`[T, V * r]`: True where a row of the stacked matrices belongs to another version than
+        the token. None if all tokens of the pass have one version.
         """
 
     def add(self, version: int, adapters: Mapping[str, Tensor]) -> None:
-        """Add the adapters of a version. They are copied.
+        """Add a copy of the adapters of a version.
 
-        Raises ValueError, and changes nothing, if they do not fit the model, or the adapters of
-        other versions.
+        Raises ValueError, and changes nothing, if their names or shapes do not fit the model, or
+        differ from those of the versions that are held.
         """
         pairs = pairs_of(adapters)
         for name, pair in pairs.items():
@@ -77,7 +84,7 @@ class VersionedAdapters:
             self._stack(self._stacked)
 
     def keep(self, versions: Collection[int]) -> None:
-        """Drop all versions but these."""
+        """Drop the adapters of all versions that are not in `versions`."""
         self._held = {each: held for each, held in self._held.items() if each in versions}
         self._stack([each for each in self._stacked if each in self._held])
 
@@ -86,9 +93,9 @@ class VersionedAdapters:
         return frozenset(self._held)
 
     def begin(self, versions: Tensor) -> None:
-        """Choose the version of each token `[T]` of the next forward pass.
+        """Set the version of each token `[T]` of the next forward pass.
 
-        Raises LookupError for a version that is not held.
+        Raises LookupError for a version that was never added or was dropped.
         """
         used = versions.unique().tolist()
         if missing := set(used) - self._held.keys():
@@ -116,7 +123,6 @@ class VersionedAdapters:
         }
 
     def _adapted(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Add a layer's adapters to its output, in place."""
         layer = self._layers[name]
         x = inputs[0].flatten(0, -2)
         inner = x @ layer.a[self._rows].t()

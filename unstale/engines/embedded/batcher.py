@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from unstale.routed_experts import Experts
 
 MAX_CHUNK_TOKENS = 512
-"""Largest number of prompt tokens computed in one step. An interruption waits until the step ends,
-so steps are short.
+"""Largest number of prompt tokens computed in one forward pass. An interruption waits until the
+pass ends, so passes are kept short.
 """
 MIN_COPY = 8
-"""Number of cached tokens that a copy from another slot must add. Computing fewer again is as fast.
+"""Smallest number of cached tokens for which a prefix is copied from another slot. Computing fewer
+tokens again is as fast as copying.
 """
 IDLE_STEPS = 512
-"""Number of steps after which the episode of an unused slot has probably ended."""
+"""Number of forward passes after which the episode of an unused cache slot has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +51,39 @@ class SampleRequest:
     seed: int
     truncation: Truncation = WHOLE
     version: int = -1
-    """The version whose adapters sample the reply. -1 is the one that was loaded last."""
+    """The version of the LoRA adapters that sample the reply. -1 is the version that was loaded
+    last.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedReply:
-    """The reply to the request `id`: its tokens, and the reason why it ended."""
+    """A reply that ended: the request's `id`, the sampled tokens, and the reason for the end."""
 
     id: int
     tokens: list[int]
     behavior_logp: list[float]
     stop: ReplyStop
     clean: bool = True
-    """False if a part of the context's keys and values was computed with older weights."""
+    """False if keys and values of a part of the context were computed with older weights."""
     experts: "Experts | None" = None
-    """`[rows, layers, k]`: the k experts of each of the sequence's first tokens. None if they are
-    not recorded.
+    """`[rows, layers, k]`: the k experts that the router chose in each layer, for the first `rows`
+    tokens of the sequence. None if experts are not recorded.
     """
     kept_sets: KeptSets | None = None
-    """The sets among which the tokens were drawn. None without truncation."""
+    """For each token, the set of tokens from which truncated sampling drew it. None without
+    truncation.
+    """
     version: int = -1
-    """The version that sampled the reply. -1 before the first load."""
+    """The version of the weights that sampled the reply. -1 before the first load."""
 
 
 class Batcher:
-    """A scheduler: it decides what the model (a `Runner`) computes in each step, and samples.
+    """A scheduler of requests.
 
-    It is not thread-safe. With `keep_cache`, cached contexts are still used after a change of the
-    weights. Replies to such contexts have `clean` False. With `num_experts` above 0, the runner
+    In each step it chooses tokens of the requests, runs the model (a `Runner`) once on them, and
+    samples. It is not thread-safe. With `keep_cache`, contexts that were cached with older weights
+    are still used, and replies to them have `clean` False. With `num_experts` above 0, the runner
     must record routed experts.
     """
 
@@ -93,13 +99,13 @@ class Batcher:
     ) -> None:
         self.runner = runner
         self.version = -1
-        """The version that was loaded last."""
+        """The version of the weights that was loaded last."""
         self._sampler = sampler or Sampler()
         self._keep_cache = keep_cache
         self._num_experts = num_experts
         self._experts: "Experts | None" = None
-        """`[slots, max_context, layers, k]`: the k experts of each cached token. None before the
-        first is recorded.
+        """`[slots, max_context, layers, k]`: the k experts that were routed to in each layer, for
+        each cached token. None until experts are recorded.
         """
         self._queue: deque[SampleRequest] = deque()
         self._active: dict[int, SampleRequest] = {}
@@ -107,28 +113,32 @@ class Batcher:
         self._logp = np.zeros((max_slots, max_context), dtype=np.float32)
         self._length = np.zeros(max_slots, dtype=np.int64)
         self._cached = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: the number of tokens whose keys and values are cached."""
+        """`[slots]`: the number of tokens of each slot whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: the number of first cached tokens that were computed with older weights."""
+        """`[slots]`: the number of leading cached tokens of each slot that were computed with older
+        weights.
+        """
         self._versions = np.full(max_slots, -1, dtype=np.int64)
-        """`[slots]`: the version of the last request. With adapters, it computed all cached tokens.
+        """`[slots]`: the version of the last request in each slot. With adapters, this version
+        computed all of the slot's cached tokens.
         """
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._truncation = [WHOLE] * max_slots
         self._kept: list[list[KeptSets]] = [[] for _ in range(max_slots)]
-        """For each slot: the kept sets of its reply, one token an element."""
+        """For each slot: the kept sets of its current reply, one element for each token."""
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: the number of tokens that the last weight update dropped from the cache. 0
-        once a request has computed them again. The tokens are in `_stale_tokens`.
+        """`[slots]`: the number of tokens that the last weight update dropped from each slot's
+        cache. It becomes 0 when a request computes these tokens again. The tokens are in
+        `_stale_tokens`.
         """
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """For each slot: the number of its context's first tokens that the last weight update
-        dropped from the cache.
+        """For each slot: the number of leading tokens of its context that the last weight update
+        dropped from the cache, so that they must be computed again.
         """
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
@@ -143,14 +153,17 @@ class Batcher:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request, without a reply. Other requests can still copy its cached tokens."""
+        """Drop a request without a reply.
+
+        Its cached tokens remain available for copies by other requests.
+        """
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
                 del self._active[slot]
 
     def interrupt(self) -> list[FinishedReply]:
-        """End every request. Return their replies with the tokens sampled so far."""
+        """End every request. Return a reply for each, with the tokens sampled so far."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
         finished += [
             FinishedReply(request.id, [], [], "interrupted", version=self.version)
@@ -162,8 +175,8 @@ class Batcher:
     def load(self, update: Mapping[str, Tensor], version: int = 0) -> None:
         """Load the weights of a version. Drop the KV cache unless `keep_cache` is set.
 
-        If the runner adds adapters, `update` has those of the version, and nothing is dropped: the
-        cache and the adapters of earlier versions are kept until `keep_versions`.
+        If the runner adds adapters, `update` has the adapters of this version, and nothing is
+        dropped: the cache and the adapters of earlier versions are kept until `keep_versions`.
 
         Raises RuntimeError while replies are being sampled.
         """
@@ -184,10 +197,10 @@ class Batcher:
             self._free(range(len(self._cached)))
 
     def keep_versions(self, versions: Collection[int]) -> None:
-        """Drop the adapters and cached contexts of other versions.
+        """Drop the adapters and cached contexts of all versions except `versions`.
 
-        Those of the last version, and of requests that are being sampled or wait, are kept. Do
-        nothing if the runner adds no adapters.
+        The version loaded last, and those of running or waiting requests, are always kept. Without
+        adapters, nothing is done.
         """
         if self.runner.adapters is None:
             return
@@ -197,15 +210,14 @@ class Batcher:
         self._free(np.flatnonzero(~np.isin(self._versions, [*kept])).tolist())
 
     def _free(self, slots: Iterable[int]) -> None:
-        """Drop the cached tokens of these slots."""
         for slot in slots:
             self._cached[slot] = 0
             self.runner.keep(slot, 0)
 
     def step(self) -> list[FinishedReply]:
-        """Give slots to waiting requests, run one forward pass, and sample.
+        """Assign slots to waiting requests, run one forward pass, and sample.
 
-        Return the replies that ended.
+        Return the replies that ended with this step.
         """
         start = perf_counter()
         cpu_start = process_time()
@@ -237,7 +249,6 @@ class Batcher:
         return self._ended(slots[sampling])
 
     def _record_experts(self, step: Step) -> None:
-        """Store the experts that the model chose for the tokens of this step."""
         rows = pack_experts(self.runner.take_experts().numpy(), self._num_experts)
         if self._experts is None:
             self._experts = np.zeros((*self._tokens.shape, *rows.shape[1:]), rows.dtype)
@@ -247,9 +258,10 @@ class Batcher:
         self._experts[slots, step.positions.numpy()] = rows
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, in order of arrival.
+        """Assign slots to waiting requests in order of arrival.
 
-        A request keeps waiting while another request computes a prefix that it can copy later.
+        A request keeps waiting while another request computes a prefix that both share, because it
+        can copy this prefix later.
         """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
@@ -265,10 +277,10 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Return the slot for a request, filled with the longest cached prefix of its tokens.
+        """Return the slot for a request. Copy the longest cached prefix of its tokens into it.
 
         `idle` `[slots]` is True for slots without a request. Return None if another request is
-        computing a longer prefix, which can be copied later.
+        computing a longer common prefix, so that waiting and copying saves more.
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
@@ -302,10 +314,11 @@ class Batcher:
         return slot
 
     def _victim(self, idle: NDArray[np.bool_]) -> int:
-        """Return the idle slot to be overwritten.
+        """Return the index of the idle slot that a new request overwrites.
 
-        The first choice is an empty slot or one unused for `IDLE_STEPS` steps, of these the lowest,
-        because low numbers keep the batch small. Otherwise it is the slot unused longest.
+        Preferred is the lowest slot that is empty or was unused for `IDLE_STEPS` steps: low indices
+        keep the batch small. Otherwise it is the slot that was unused longest. `idle` `[slots]` is
+        True for slots without a request.
         """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
@@ -333,7 +346,8 @@ class Batcher:
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
         """Return the length of the prefix of `tokens` that the last weight update dropped.
 
-        Each dropped context is counted for one request only.
+        A dropped context that matches completely is forgotten, so that it is counted for one
+        request only.
         """
         if not self._stale.any():
             return 0
@@ -344,10 +358,11 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the next forward pass, and a mask `[rows + chunks]` bool.
+        """Return the input of the next forward pass and a bool mask `[rows + chunks]`.
 
-        A row is one token of a sequence that is being sampled. A chunk is a part of a prompt. The
-        mask is True for rows, and for chunks that end their prompt: a token is sampled after them.
+        A row is the newest token of a sequence that is being sampled. A chunk is a part of a
+        prompt. The mask is True where a token is sampled afterwards: for rows, and for chunks that
+        end their prompt.
         """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
@@ -379,7 +394,10 @@ class Batcher:
         return step, np.array([True] * len(rows) + complete, dtype=np.bool_)
 
     def _versions_of(self, rows: NDArray[np.int64], chunks: Sequence[Chunk]) -> Tensor | None:
-        """Return the version of each token of a step, `[T]`. None if the runner needs none."""
+        """Return the adapter version of each token of a forward pass, `[T]`.
+
+        None if the runner has no adapters.
+        """
         if self.runner.adapters is None:
             return None
         of_chunks = [np.full(each.end - each.start, self._versions[each.slot]) for each in chunks]

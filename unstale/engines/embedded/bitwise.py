@@ -28,7 +28,9 @@ from unstale.model.loading import load_model
 from unstale.model.rowwise import Panels
 
 RUN = 8
-"""Largest number of successive prompt tokens that attend together, in one pass over the cache."""
+"""Largest number of successive prompt tokens whose attention is computed together, with one read of
+the cached keys and values.
+"""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -129,11 +131,13 @@ class BitwiseRunner:
         )
 
     def _vector(self, update: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return a float32 copy of a weight, rounded to the model's precision."""
+        """Return the weight `name` as a float32 copy, rounded to the model's precision."""
         return update[name].to(self._dtype, copy=True).float()
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk of a step (`Runner.forward`)."""
+        """Return float32 logits `[R + C, V]` after each of R rows and C chunks
+        (`Runner.forward`).
+        """
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         table = runs(step, self._pages, RUN)
@@ -160,10 +164,11 @@ class BitwiseRunner:
         cells: Tensor,
         table: Tensor,
     ) -> Tensor:
-        """Write a layer's keys and values to the cache. Return the attention `[T, heads * width]`.
+        """Write a layer's keys and values to the cache.
 
-        `qkv` has queries, keys and values of T tokens. `cells` are the tokens' places in the cache,
-        `table` is the result of `pages.runs`.
+        Return the attention output `[T, heads * width]`. `qkv` has queries, keys and values of T
+        tokens. `cells` are the tokens' indices in the cache. `table` is the result of `pages.runs`:
+        the groups of tokens that attend together.
         """
         sizes = self._sizes
         heads, kv_heads, width = sizes.heads, sizes.kv_heads, sizes.width
@@ -207,7 +212,7 @@ class BitwiseRunner:
         raise RuntimeError("a dense model has no experts")
 
     def _reserve(self, pages: int) -> None:
-        """Enlarge the cache to at least this many pages.
+        """Enlarge the cache to at least `pages` pages.
 
         Keys are `[pages, kv_heads, width, PAGE]` and values `[pages, kv_heads, PAGE, width]`.
         """
@@ -226,7 +231,10 @@ class BitwiseRunner:
                 pool[index][:old] = before
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page of the cache. `moved` is (old index, new index), or None for no copy."""
+        """Copy a page within the cache.
+
+        `moved` is (index of the page, index of its copy). None copies nothing.
+        """
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = moved
@@ -250,7 +258,7 @@ def _sizes_of(model: Any) -> _Sizes:
 
 
 class BitwiseSampler(Sampler):
-    """A sampler that draws tokens as `Sampler` does, with log-probabilities as in the trainer."""
+    """A sampler that draws as `Sampler` does, with log-probabilities as in the trainer."""
 
     def __call__(
         self,

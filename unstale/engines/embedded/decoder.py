@@ -40,7 +40,9 @@ from unstale.native import NotCompiled
 from unstale.routed_experts import num_experts
 
 RUN = 8
-"""Largest number of successive prompt tokens that attend together, in one pass over the cache."""
+"""Largest number of successive prompt tokens whose attention is computed together, with one read of
+the cached keys and values.
+"""
 MIN_CAPABILITY = (8, 0)
 """The lowest CUDA compute capability of GPUs that multiply bfloat16."""
 _SIZES = (
@@ -50,19 +52,19 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""The keys of a `config.json` with the sizes that the decoder needs of every model."""
+"""Keys of `config.json` for the sizes that the decoder needs of every model."""
 _SIZES_WITHOUT = ("intermediate_size", "head_dim")
-"""The keys of further sizes that a dense model needs."""
+"""Keys of `config.json` for the sizes that the decoder needs in addition of a dense model."""
 _SIZES_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-"""The keys of further sizes that a model with experts needs. The key for the number of experts
-differs between models.
+"""Keys of `config.json` for the sizes that the decoder needs in addition of a model with experts.
+The key for the number of experts is missing here because it differs between models.
 """
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Return True if this decoder computes exactly the model that a `config.json` describes."""
+    """Return True if this decoder can compute the model of `config` (a `config.json`) exactly."""
     rope = _rope(config)
     return (
         (config.get("model_type") == "qwen3" or _has_experts(config))
@@ -75,9 +77,10 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 
 def names_sizes(config: Mapping[str, Any]) -> bool:
-    """Return True if a `config.json` has all sizes that the decoder reads.
+    """Return True if `config` (a `config.json`) has all sizes that the decoder reads.
 
-    A size that it leaves out has the default of transformers' configuration class.
+    If it returns False, missing sizes must be taken from the defaults of transformers'
+    configuration class.
     """
     routed = _has_experts(config)
     more = _SIZES_WITH_EXPERTS if routed else _SIZES_WITHOUT
@@ -86,16 +89,17 @@ def names_sizes(config: Mapping[str, Any]) -> bool:
 
 
 def runs_on_gpu(config: Mapping[str, Any]) -> bool:
-    """Return True if this decoder computes the model of a `config.json` on a GPU, if there is one.
+    """Return True if this decoder can compute the model of `config` (a `config.json`) on a GPU.
 
-    Models with experts, and those of other architectures, run on the CPU.
+    It is False for models with experts and for other architectures, which run on the CPU.
     """
     return supports(config) and num_experts(config) == 0
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the rotary embedding. `rope_scaling` takes precedence, as in
-    transformers.
+    """Return the settings of the rotary embedding in a `config.json`.
+
+    `rope_scaling` takes precedence over `rope_parameters`, as in transformers.
     """
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
@@ -132,7 +136,7 @@ class ModelSizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
-        """Return the sizes from a `config.json` that has all of them (`names_sizes`)."""
+        """Return the sizes in a `config.json`. It must have all of them (`names_sizes`)."""
         rope = _rope(config)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -154,7 +158,7 @@ class ModelSizes:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter, by its name in transformers."""
+        """Return the shape of every parameter of the model, by its name in transformers."""
         query = self.heads * self.head_dim
         key = self.kv_heads * self.head_dim
         layer: dict[str, tuple[int, ...]] = {
@@ -195,25 +199,30 @@ class _Layer:
     norm_1: Tensor
     qkv: Tensor
     qk_norm: Tensor
-    """`[heads + kv_heads, head_dim]` float32: norm weights of queries, then of keys. The weights
-    for queries include the softmax scale.
+    """`[heads + kv_heads, head_dim]` float32: norm weights of queries, then of keys. The weights of
+    queries are multiplied by the softmax scale.
     """
     out: Tensor
     norm_2: Tensor
     router: Tensor
-    """`[experts, hidden]`. Empty in a dense model."""
+    """`[experts, hidden]`: the router's weights. Empty in a dense model."""
     gate_up: Tensor
     down: Tensor
-    """With experts, this and `gate_up` have the layout of `_panels`."""
+    """The down projection. In a model with experts, `down` and `gate_up` have the layout of
+    `_panels`.
+    """
 
     def in_one_call(self) -> tuple[Tensor, ...]:
-        """Return the weights in the order of the struct `layer_` of `decoder.c`."""
+        """Return the layer's weights in the order of the struct `layer_` in `decoder.c`."""
         products = (self.qkv, self.out, self.gate_up, self.down)
         return (self.norm_1, self.norm_2, self.qk_norm, *products)
 
 
 class CannotDecode(ValueError):
-    """Error: the decoder cannot compute a model with experts here. The message gives the reason."""
+    """Error: this machine cannot run the decoder for a model with experts.
+
+    The message gives the reason.
+    """
 
 
 class Qwen3Runner:
@@ -240,7 +249,9 @@ class Qwen3Runner:
         self._linear, self._packed = _linear_for(self._device, dtype)
         self._quantise = quantise
         self._project = self._linear
-        """The matrix product of layers: `_linear` with activations rounded by `quantise`."""
+        """The function that multiplies activations by a layer's weight: `_linear`, with activations
+        rounded to the format `quantise`.
+        """
         if quantise != "none":
             product, rounded = self._linear, FORMATS[quantise].activations
             self._project = lambda x, weight: product(rounded(x), weight)
@@ -255,7 +266,8 @@ class Qwen3Runner:
         if self._one_call:
             self._packed = self._one_call.pack
         self._pages_given = 0
-        """The number of cache pages that `_one_call` knows. 0 if it must receive the cache again.
+        """The number of cache pages in the tensors that `_one_call` has received. 0 if the cache
+        must be passed to it again.
         """
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
@@ -273,10 +285,11 @@ class Qwen3Runner:
         self._reserve(1)
 
     def _reserve(self, pages: int) -> None:
-        """Enlarge the KV cache to at least this many pages.
+        """Enlarge the KV cache to at least `pages` pages.
 
-        Keys are `[pages * kv, head_dim, PAGE]` and values `[pages * kv, PAGE, head_dim]`. So
-        neither product sums over the dimension that is adjacent in memory.
+        Keys are `[pages * kv, head_dim, PAGE]` and values `[pages * kv, PAGE, head_dim]`. With this
+        layout, neither matrix product of attention sums over the dimension that is adjacent in
+        memory.
         """
         if pages <= self._num_pages:
             return
@@ -381,7 +394,10 @@ class Qwen3Runner:
         self._copy(self._pages.share(source, target, count))
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page of the cache. `moved` is (old index, new index), or None for no copy."""
+        """Copy a page within the cache.
+
+        `moved` is (index of the page, index of its copy). None copies nothing.
+        """
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = moved
@@ -401,7 +417,10 @@ class Qwen3Runner:
         return self._graphs(flat, shape)[: len(step.rows)]
 
     def _one_call_for(self, kernels: Kernels | None) -> OneCall | None:
-        """Return the decoder in C. None for a model with experts, or if torch multiplies faster."""
+        """Return the decoder in C (`decoder.c`).
+
+        None for a model with experts, or if torch's matrix products are faster here.
+        """
         sizes = self.sizes
         if kernels is None or sizes.experts:
             return None
@@ -418,7 +437,7 @@ class Qwen3Runner:
         return OneCall(kernels, wanted, self._dtype)
 
     def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
-        """Return the logits of a step on a CPU, computed by `decoder.c`."""
+        """Return the logits of a forward pass on a CPU, computed by one call of `decoder.c`."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         if self._pages_given != self._num_pages:
@@ -441,7 +460,7 @@ class Qwen3Runner:
         return one_call.run(tokens, self._helpers)
 
     def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
-        """Return the logits of a step on a CPU.
+        """Return the logits of a forward pass on a CPU, computed by several calls.
 
         oneDNN computes the matrix products, and `kernels.c` everything else.
         """
@@ -485,9 +504,9 @@ class Qwen3Runner:
         return self._linear(h, self._head).float()[: len(ends)]
 
     def _mixed_experts(self, kernels: Kernels, layer: _Layer, h: Tensor, count: int) -> Tensor:
-        """Return each token's weighted sum of its experts' outputs, `[T, hidden]`.
+        """Return each token's sum of its experts' outputs, weighted by the router, `[T, hidden]`.
 
-        Tokens after the first `count` are padding, with sum 0.
+        Only the first `count` tokens are real. The others are padding and get zeros.
         """
         sizes = self.sizes
         scores = F.linear(h, layer.router)[:count].softmax(-1, dtype=torch.float32)
@@ -515,10 +534,10 @@ class Qwen3Runner:
         return more
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
-        """Compute a step with torch.
+        """Compute a forward pass with torch.
 
-        Return float32 logits after each token or, in a step with prompts, after each token of
-        `inputs.ends`.
+        Return float32 logits `[tokens, V]`: after each token, or in a pass with prompts after the
+        tokens `inputs.ends` only.
         """
         sizes, parts = self.sizes, self._parts
         num_rows = len(inputs.tables)
@@ -546,9 +565,10 @@ class Qwen3Runner:
 
 
 def _panels(weights: Tensor, lanes: int) -> Tensor:
-    """Return weights `[experts, out, in]` as `[experts, out / lanes, in, lanes]`.
+    """Return weights `[experts, out, in]` as `[experts, out / lanes, in, lanes]`, for `kernels.c`.
 
-    Zeros are added until `out` is a multiple of `lanes`, the width of a vector of `kernels.c`.
+    `lanes` is the number of values in a vector of the CPU. Rows of zeros are added until `out` is a
+    multiple of it.
     """
     padded = F.pad(weights, (0, 0, 0, -weights.shape[1] % lanes))
     return padded.unflatten(1, (-1, lanes)).transpose(2, 3).contiguous()
@@ -567,7 +587,9 @@ def _linear_for(
 
 
 def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
-    """Return Triton kernels for a GPU that can run them, else torch's operations."""
+    """Return Triton kernels for a layer's parts if this GPU can run them, else torch's
+    operations.
+    """
     device = rotations.device
     is_old = rotations.is_cuda and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
     if not rotations.is_cuda or is_old or gpu_kernels() is None:
@@ -580,9 +602,10 @@ def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
 def _kernels_for(
     device: torch.device, dtype: torch.dtype, sizes: ModelSizes, quantise: str
 ) -> tuple[Kernels | None, str]:
-    """Return the CPU kernels and "", or None and a warning if this CPU cannot use them.
+    """Return the CPU kernels and "".
 
-    On a GPU, return None and "".
+    If this CPU cannot use them, return None and a warning for the user. On a GPU, return None and
+    "".
     """
     lanes = math.gcd(16, sizes.head_dim)
     slower = "the engine decodes by torch, several times slower, because"
@@ -611,9 +634,9 @@ def _kernels_for(
 
 
 def _rounding(form: Format) -> dict[str, int]:
-    """Return the macros with which `decoder.c` rounds the inputs of layers to a format.
+    """Return the C macros that make `decoder.c` round the inputs of layers to a number format.
 
-    Empty if the format does not round activations.
+    The result is empty if the format does not round activations.
     """
     if form.activation_block is None:
         return {}

@@ -42,7 +42,9 @@ from unstale.weights.gpu_handles import handles_of
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
-"""Seconds on the event loop's clock between two steps of an engine with `lockstep`."""
+"""Seconds on the event loop's clock between two decoding steps of a deterministic engine
+(`EngineOptions.lockstep`).
+"""
 _READ_BYTES = 1 << 20
 _JOINED_BYTES = 1 << 16
 """Size up to which the parts of a message are joined, to send them with one system call."""
@@ -62,12 +64,14 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A reply as the engine process sends it."""
+    """A reply as the engine's process sends it."""
 
     piece: Sampled
     stop: ReplyStop
     routed_experts: Sequence[Any] | None
-    """The dtype and shape of the routed experts in the reply's file. None if there is no file."""
+    """The dtype and shape of the reply's routed experts, which are in a file. None if there is no
+    file.
+    """
 
 
 class EmbeddedEngine:
@@ -85,7 +89,9 @@ class EmbeddedEngine:
         self._options = options
         self.takes_deltas = options.deltas
         self.runner = ""
-        """Name of the code that computes the model, such as "qwen3 decoder". Set by `start`."""
+        """Name of the code that computes the model in the child process, such as "qwen3 decoder".
+        Set by `start`.
+        """
         self.vocab_size = 0
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[_Message]] = {}
@@ -95,19 +101,21 @@ class EmbeddedEngine:
         """The reason why the engine ended. Empty while it works."""
         self._version = -1
         self._versions: set[int] = set()
-        """The versions whose adapters the process has. Empty if it merges them."""
+        """The versions whose LoRA adapters the child process holds. Empty if it merges adapters
+        into the weights.
+        """
         self._running = False
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
         self._routed_experts: PostedExperts | None = None
         self._unread: set[int] = set()
-        """Numbers of the replies whose routed experts are in a file that was not read yet."""
+        """Ids of the replies whose routed experts are still in a file."""
         self._all_read = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the process, or reset the running one. Wait until it can receive weights.
+        """Start the child process, or reset the running one. Wait until it can receive weights.
 
-        Raises ValueError if the model cannot be run.
+        Raises ValueError if the child cannot run the model.
         """
         alive = self._child is not None and not self._error
         self._end("the engine was started again")
@@ -163,9 +171,9 @@ class EmbeddedEngine:
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
         """Return the routed experts of a reply, from the token `first` on.
 
-        `about` is the reply's `_Message.routed_experts`. The experts are in a file of the
-        engine's process. It is read in a thread. With `lockstep` it is read at once, because the
-        virtual clock of a deterministic run would advance while a thread reads.
+        `number` is the id of the reply, and `about` its `_Message.routed_experts`. The experts are
+        in a file that the child process wrote. A thread reads the file. With `lockstep` it is read
+        without a thread, because the virtual clock of a deterministic run would advance meanwhile.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)
@@ -176,7 +184,10 @@ class EmbeddedEngine:
             raise EngineDied(self._error) from error
 
     def _forget_experts(self, number: int) -> None:
-        """Remove the file of a reply's experts, if there is one. Notify a waiting `interrupt`."""
+        """Remove the file of a reply's routed experts, if there is one.
+
+        Wake an `interrupt` that waits for this.
+        """
         if number not in self._unread:
             return
         self._unread.remove(number)
@@ -185,9 +196,10 @@ class EmbeddedEngine:
             self._routed_experts.drop(number)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Check that the process works. Nothing is prepared: `load` does all work.
+        """Raise `EngineDied` if the child process does not work.
 
-        On a GPU the process reads weights in place. On a CPU, preparing them would slow sampling.
+        Nothing is prepared: `load` does all the work. On a GPU the child reads weights in place. On
+        a CPU, preparing them would slow sampling.
         """
         self._live_child()
 
@@ -199,7 +211,10 @@ class EmbeddedEngine:
             await self._all_read.wait()
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights as `Engine.load` says. The tensors must not change before this returns."""
+        """Load weights as `Engine.load` describes.
+
+        The caller must not change the tensors before this returns.
+        """
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         header = {"op": "load", "version": version, "delta": isinstance(update, Delta)}
         if self._is_read_in_place(update):
@@ -220,9 +235,9 @@ class EmbeddedEngine:
         await self._command({"op": "keep", "versions": sorted(versions)})
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
-        """Return True if the process reads the update from the memory of the GPU.
+        """Return True if the child process reads the update's tensors from the memory of the GPU.
 
-        With deltas or adapters it does not, because it then keeps weights in main memory.
+        It is False with deltas or adapters, because the child then keeps weights in main memory.
         """
         if isinstance(update, Delta) or self.takes_deltas or self._options.merging:
             return False
@@ -236,7 +251,7 @@ class EmbeddedEngine:
         self._schedule_poll()
 
     async def close(self) -> None:
-        """End the process, if there is one, and wait for its end."""
+        """End the child process, if there is one, and wait for its end."""
         self._end("the engine is closed")
         if self._child is not None:
             self._child.kill()
@@ -249,10 +264,10 @@ class EmbeddedEngine:
             self._routed_experts = None
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters since the last call, and the mean batch size of the steps.
+        """Return the counters since the last call, and the mean batch size of decoding steps.
 
-        `reprefill_s`, the time for computing dropped contexts again, is estimated: its share of a
-        step's time is taken as the share of these tokens in the step.
+        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate: each step's
+        time is divided in proportion to the tokens.
         """
         counters = self._counters
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -262,13 +277,12 @@ class EmbeddedEngine:
 
     @property
     def pid(self) -> int:
-        """The id of the engine process."""
+        """The id of the child process."""
         if self._child is None:
             raise RuntimeError(NOT_STARTED)
         return self._child.pid
 
     async def _start_process(self) -> None:
-        """End the present process, if there is one, and start a new one."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -297,9 +311,10 @@ class EmbeddedEngine:
         return self._child
 
     async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send a command. Wait until the process has handled it and all earlier messages.
+        """Send a command to the child process.
 
-        Raises ValueError if the command fails.
+        Wait until the child has handled it and all earlier messages. Raises ValueError if the
+        command fails in the child.
         """
         child = self._live_child()
         number = next(self._numbers)
@@ -316,7 +331,7 @@ class EmbeddedEngine:
         return future
 
     def _schedule_poll(self) -> None:
-        """Schedule the next call of `_Child.poll`, if a call waits for the process."""
+        """Schedule the next call of `_Child.poll`, if a call waits for the child process."""
         if self._next_poll is None and self._child is not None and self._is_pending():
             self._next_poll = asyncio.get_running_loop().call_later(
                 self._child.poll_s, self._poll, self._child
@@ -349,7 +364,7 @@ class EmbeddedEngine:
         behavior_logp = np.frombuffer(body, LOGP, count, tokens.nbytes)
         kept = None
         if header["kept"]:
-            kept = KeptSets.unpack(bytes(body[tokens.nbytes + behavior_logp.nbytes :]), tokens)
+            kept = KeptSets.frombuffer(body[tokens.nbytes + behavior_logp.nbytes :], count)
         piece = Sampled(
             tuple(tokens.tolist()),
             tuple(behavior_logp.tolist()),
@@ -365,15 +380,18 @@ class EmbeddedEngine:
         _resolve(future, _Message(piece, header["stop"], about))
 
     def _on_lost(self, child: "_Child", error: str) -> None:
-        """Make all calls fail, because the process has ended or is frozen.
+        """Make all calls raise an error, because the child process has ended or does not react.
 
-        If `error` is empty, the reason is read from the exit code and stderr of the process.
+        If `error` is empty, the reason is read from the exit code and stderr of the child.
         """
         if child is self._child and not self._error:
             self._end(error or child.last_words())
 
     def _end(self, error: str) -> None:
-        """Make all calls that need the process raise `EngineDied`, pending ones and later ones."""
+        """Make pending and later calls that need the child process raise `EngineDied`.
+
+        `error` is the reason.
+        """
         self._error = self._error or error
         self._running = False
         if self._next_poll is not None:
@@ -396,9 +414,9 @@ def _resolve(future: "asyncio.Future[Any] | None", result: _Message | Header | E
 
 
 class _Child(Child, asyncio.Protocol):
-    """The engine's child process.
+    """The engine's child process and its socket.
 
-    `on_message` is called for each message of the process, and `on_lost` when it has ended.
+    `on_message` is called for each message from the child, and `on_lost` when the child has ended.
     """
 
     poll_s = BEAT_S
@@ -432,7 +450,10 @@ class _Child(Child, asyncio.Protocol):
         )
 
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send one message. If the process has ended, `on_lost` is called later."""
+        """Send one message to the child process.
+
+        If the child has ended, `on_lost` is called later.
+        """
         parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:
             if sum(part.nbytes for part in parts) <= _JOINED_BYTES:
@@ -448,10 +469,16 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Do nothing, because the event loop receives the answer when it arrives."""
+        """Prepare for the answer to request `number`.
+
+        Nothing to do here: the event loop receives it.
+        """
 
     def poll(self, number: int) -> None:
-        """Call `on_lost` if the process has sent no heartbeat for too long."""
+        """Call `on_lost` if the child process has sent no heartbeat for too long.
+
+        `number` is not used.
+        """
         try:
             self.check()
         except ChildFrozen as frozen:
@@ -481,10 +508,10 @@ class _LockstepChild(_Child):
     _answered = READY - 1
 
     async def connect(self) -> None:
-        """Do nothing, because the socket is already connected."""
+        """Do nothing: the socket is already connected."""
 
     def listen(self, number: int) -> None:
-        """Let the event loop block until the answer to request `number` has arrived.
+        """Block the event loop until the answer to request `number` has arrived.
 
         Callbacks that were scheduled earlier run first.
         """
@@ -495,7 +522,10 @@ class _LockstepChild(_Child):
         self._receive_until(number)
 
     def _receive_until(self, number: int) -> None:
-        """Handle messages up to the answer with this number. Later messages stay unread."""
+        """Read and handle messages up to the answer to request `number`.
+
+        Later messages stay unread.
+        """
         data = b""
         while self._answered < number and self.socket.fileno() >= 0:
             for header, body in self._frames.feed(data):
@@ -512,9 +542,9 @@ class _LockstepChild(_Child):
 
 
 def _pack_update(update: Update) -> Sequence[Bytes]:
-    """Return an update of the weights as the bytes of a safetensors file, in parts to send.
+    """Return an update of the weights as the parts of a safetensors file, ready to send.
 
-    Weights in main memory and compressed differences are not copied.
+    Weights in main memory and compressed deltas are not copied.
     """
     return file_parts(update) if isinstance(update, Delta) else file_of(update)
 

@@ -1,7 +1,7 @@
-"""The parts of a decoder layer between the products with weights, as Triton kernels on a GPU.
+"""Triton kernels for the norms, attention and activation of a decoder layer.
 
-The KV cache is paged. Sums are in float32. The result of a row (a token of a sequence) does not
-depend on the other rows of a step.
+The KV cache is paged. Sums are in float32. The result of a row (one token of a sequence) does not
+depend on the other rows of the batch.
 """
 
 import torch
@@ -14,11 +14,13 @@ from unstale.engines.embedded.pages import PAGE, SPLIT_PAGES, Inputs
 from unstale.model.gpu_kernels import GpuKernels, device_of
 
 MIN_ROWS = 16
-"""The fewest rows of a matrix product in Triton. The queries of a key head are padded to it."""
+"""Smallest number of rows in a matrix product of Triton. The queries that share a key head are
+padded to it.
+"""
 
 
 class TritonParts:
-    """The parts of a layer (`LayerParts`), with Triton kernels."""
+    """The parts of a decoder layer (`LayerParts`), computed by Triton kernels."""
 
     def __init__(self, kv_heads: int, rotations: Tensor, eps: float) -> None:
         self._kv_heads = kv_heads

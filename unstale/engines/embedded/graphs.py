@@ -10,25 +10,27 @@ from torch import Tensor
 from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Largest number of graphs to keep, because each takes device memory. The graph that was unused
-longest is dropped first.
+"""Largest number of CUDA graphs to keep, because each takes device memory. The least recently used
+graph is dropped first.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     flat: Tensor
-    """The tensor into which the input of a step is copied before the graph is replayed."""
+    """The graph's input tensor. The input of a step is copied into it before the graph is
+    replayed.
+    """
     logits: Tensor
-    """The tensor with the logits. It is overwritten by the next replay."""
+    """The graph's output tensor, the logits. The next replay overwrites it."""
     replay: Callable[[], None]
 
 
 class Graphs:
-    """A cache of CUDA graphs, one for each shape of a step.
+    """A cache of CUDA graphs of decoding steps, one for each `StepShape`.
 
-    The first step of a shape calls `run` and records a graph, and later steps replay the graph.
-    Without CUDA, every step calls `run`.
+    For the first step of a shape, the function `run` is called and its graph recorded. Later steps
+    replay the graph. Without CUDA, every step calls `run`.
     """
 
     def __init__(self, device: torch.device, run: Callable[[Inputs, StepShape], Tensor]) -> None:
@@ -41,14 +43,17 @@ class Graphs:
         return len(self._captured)
 
     def clear(self) -> None:
-        """Drop all graphs, because the weights or the cache have another address."""
+        """Drop all graphs.
+
+        Needed when the weights or the KV cache have moved to another address.
+        """
         self._captured.clear()
         self._pool = None
 
     def __call__(self, flat: Tensor, shape: StepShape) -> Tensor:
-        """Run a step of the given shape, with its `Inputs` in one tensor `flat`.
+        """Run a decoding step of the given shape. `flat` has all its `Inputs` in one tensor.
 
-        Return its logits, which are valid until the next call.
+        Return the logits. The next call may overwrite them.
         """
         captured = self._captured.pop(shape, None)
         if captured is not None:
@@ -65,7 +70,7 @@ class Graphs:
         return logits
 
     def _capture(self, flat: Tensor, shape: StepShape) -> _Captured:
-        """Record and return the graph of a step. A step of this shape must have run before."""
+        """Record and return the CUDA graph of a step. A step of this shape must have run before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

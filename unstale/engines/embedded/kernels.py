@@ -16,22 +16,21 @@ from unstale.native import compile_library
 
 SOURCE = Path(__file__).with_name("kernels.c")
 RUNS_A_THREAD = 16
-"""Number of work items, such as runs of tokens, for each thread. With fewer, another thread does
-not help.
-"""
+"""Smallest number of work items for each thread. With fewer, a further thread saves no time."""
 
 
 class Kernels:
     """The compiled functions of `kernels.c`, as attributes.
 
     The arguments of a function are contiguous tensors on the CPU, ints and floats. Other tensors
-    raise ValueError, but dtypes are not checked: the caller must convert tensors.
+    raise ValueError. dtypes are not checked, so the caller must pass the right ones.
     """
 
     def __init__(self, source: Path = SOURCE, /, **shape: int) -> None:
-        """Compile `kernels.c`, or another `source`, with the sizes of a model as macros.
+        """Compile `source` (default: `kernels.c`).
 
-        Raises NotCompiled or OSError, as `compile_library` does.
+        `shape` has the sizes of the model, which become C macros. Raises NotCompiled or OSError, as
+        `compile_library` does.
         """
         macros = tuple(f"-D{name}={value}" for name, value in shape.items())
         self.library = compile_library(source, macros)
@@ -61,9 +60,10 @@ class Kernels:
 
 
 def divided(helpers: ThreadPoolExecutor, work: Callable[[int, int], None], count: int) -> None:
-    """Call `work(first, last)` for equal parts of `range(count)`, on up to torch's thread count.
+    """Call `work(first, last)` in a thread for each of several equal parts of `range(count)`.
 
-    A thread gets at least about `RUNS_A_THREAD` items. `work` must release the interpreter lock.
+    At most torch's number of threads are used, and each gets about `RUNS_A_THREAD` items or more.
+    `work` must release the interpreter lock.
     """
     parts = min(torch.get_num_threads(), -(-count // RUNS_A_THREAD))
     cuts = [count * part // parts for part in range(parts + 1)]

@@ -21,9 +21,10 @@ PAGE, head_dim]`.
 
 
 class LayerParts(Protocol):
-    """The parts of a layer, for a step of T tokens of which the first R are rows.
+    """The parts of a decoder layer between the matrix products, for a batch of T tokens.
 
-    A row is one token of a sequence that is being sampled. The other tokens are of prompts.
+    The first R tokens are rows. A row is the newest token of a sequence that is being sampled. The
+    other tokens are from prompts.
     """
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class LayerParts(Protocol):
         ...
 
     def place(self, qkv: Tensor, norm: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
-        """Write keys and values to the cache. Return the queries `[T, heads, head_dim]`.
+        """Write a batch's keys and values to the cache. Return its queries `[T, heads, head_dim]`.
 
         `qkv` is `[T, heads + 2 * kv_heads, head_dim]`. Queries and keys are normalized, multiplied
         by `norm` `[heads + kv_heads, head_dim]`, and rotated by the angles of their positions.
@@ -42,20 +43,23 @@ class LayerParts(Protocol):
         ...
 
     def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
-        """Return the attention of rows to their sequences, `[R, heads * head_dim]`.
+        """Return the attention output of the first R tokens (rows), `[R, heads * head_dim]`.
 
-        `query` is `[R, heads, head_dim]` and includes the softmax scale. The keys and values of the
-        rows must be in the cache.
+        Each row attends to its own sequence, whose keys and values, the row's included, must be in
+        the cache. `query` is `[R, heads, head_dim]` and includes the softmax scale.
         """
         ...
 
     def gated(self, both: Tensor) -> Tensor:
-        """Return `silu(gate) * up`, `[T, width]`. Each row of `both` has `gate`, then `up`."""
+        """Return `silu(gate) * up`, `[T, width]`.
+
+        Each row of `both` `[T, 2 * width]` has `gate`, then `up`.
+        """
         ...
 
 
 class TorchParts:
-    """The parts of a layer, with torch's operations.
+    """The parts of a decoder layer (`LayerParts`), computed by torch's operations.
 
     `rotations` `[positions, head_dim / 2]` are the complex rotary factors. `eps` is the epsilon of
     all norms.
@@ -107,20 +111,20 @@ class TorchParts:
 def attend_blocks(
     query: Tensor, mask: Tensor, inputs: Inputs, cache: Cache, kv_heads: int
 ) -> Tensor:
-    """Return the attention of prompt tokens to their sequences, `[tokens, heads * head_dim]`.
+    """Return the attention output of prompt tokens, `[tokens, heads * head_dim]`.
 
-    `query` `[T, heads, head_dim]` has the queries of all tokens of the step. Prompts are cut into
-    blocks. `mask` is the result of `mask_later` for these blocks.
+    `query` `[T, heads, head_dim]` has the queries of all tokens in the batch. Prompts are cut into
+    blocks of `pages.BLOCK` tokens. `mask` is the result of `mask_later` for these blocks.
     """
     return _attend(query[inputs.lanes], mask, inputs.reached, cache, kv_heads)[inputs.spots]
 
 
 def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to attention scores: -inf for later tokens, and 0 for others.
+    """Return a mask to add to attention scores: -inf for tokens after the query, 0 for the others.
 
-    The mask is `[N, 1, group * L, P * PAGE]`, with `group` query heads per key head. `positions`
-    `[N, L]` has the positions of L queries of each of N sequences. `pages` `[N, P]` has the first P
-    cache pages of each sequence.
+    The mask is `[N, 1, group * L, P * PAGE]`, with `group` query heads for each key head.
+    `positions` `[N, L]` has the positions of L queries of each of N sequences. `pages` `[N, P]` has
+    the first P cache pages of each sequence.
     """
     later = torch.arange(pages.shape[1] * PAGE, device=positions.device) > positions[..., None]
     mask = torch.zeros(later.shape, dtype=dtype, device=positions.device)
@@ -128,10 +132,10 @@ def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype)
 
 
 def _attend(query: Tensor, mask: Tensor, pages: Tensor, cache: Cache, kv_heads: int) -> Tensor:
-    """Return the attention of queries to their sequences, `[N * L, heads * head_dim]`.
+    """Return the attention output of L queries of each of N sequences, `[N * L, heads * head_dim]`.
 
-    `query` `[N, L, heads, head_dim]` has L queries of each of N sequences. `mask` is the result of
-    `mask_later`. `pages` `[N, P]` has the first P cache pages of each sequence.
+    `query` is `[N, L, heads, head_dim]`. `mask` is the result of `mask_later`. `pages` `[N, P]` has
+    the first P cache pages of each sequence.
     """
     count, length, heads, head_dim = query.shape
     at = torch.arange(kv_heads, device=query.device)[:, None]

@@ -19,7 +19,10 @@ SOURCE = Path(__file__).with_name("decoder.c")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes of a model that `decoder.c` receives at run time, not as macros."""
+    """The sizes of a model that are passed to `decoder.c` at run time.
+
+    Its other sizes are macros.
+    """
 
     hidden: int
     inner: int
@@ -31,10 +34,11 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a step and their places in the cache, as `int64` tensors.
+    """The tokens of a forward pass and their places in the cache, as `int64` tensors.
 
     `pages` `[slots, width]` has the cache pages of each sequence. `runs` is the result of
-    `pages.runs`. `ends` has the indices of the tokens after which logits are computed.
+    `pages.runs`: the groups of tokens that attend together. `ends` has the indices of the tokens
+    after which logits are computed.
     """
 
     tokens: Tensor
@@ -49,7 +53,7 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Step(ctypes.Structure):
-    """The struct `step_` of `decoder.c`."""
+    """The C struct `step_` of `decoder.c`: all arguments of a forward pass."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "embed", "head", "norm", "rotations")),
@@ -72,7 +76,7 @@ class _Step(ctypes.Structure):
 
 
 class OneCall:
-    """A model's weights in the layout of `decoder.c`, and the memory for a step."""
+    """A model's weights in the layout of `decoder.c`, and the memory for one forward pass."""
 
     def __init__(self, kernels: Kernels, sizes: StepSizes, dtype: torch.dtype) -> None:
         self._library = library = kernels.library
@@ -85,22 +89,28 @@ class OneCall:
         self._dtype = dtype
         self._step = _Step(hidden=sizes.hidden, inner=sizes.inner, vocab=sizes.vocab, eps=sizes.eps)
         self._kept: list[Tensor] = []
-        """The tensors to which `_step` has pointers. They must not be freed."""
+        """The tensors to whose memory `_step` has pointers. They are kept so that they are not
+        freed.
+        """
         self._layers = torch.empty(0)
         self._memory: dict[str, Tensor] = {}
         self._capacity = self._threads = 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return a matrix `[N, K]` in panels, `[N / panel, K, panel]`, padded with zero rows.
+        """Return a matrix `[N, K]` as `[N / panel, K, panel]`.
 
-        A panel has the rows that `decoder.c` multiplies at once.
+        N is padded to a multiple of `panel` with zero rows. `panel` is the number of rows that
+        `decoder.c` multiplies at once.
         """
         missing = -len(weight) % self._panel
         whole = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
         return whole.view(-1, self._panel, weight.shape[1]).transpose(1, 2).contiguous()
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return two matrices in panels that have rows of `gate`, then as many rows of `up`."""
+        """Return the matrices `gate` and `up` as one packed matrix.
+
+        Half of each panel's rows are from `gate`, the other half from `up`.
+        """
         half = self._panel // 2
         missing = -len(gate) % half
         both = [
@@ -110,22 +120,29 @@ class OneCall:
         return self.pack(torch.cat(both, dim=1).flatten(0, 1))
 
     def load(self, embed: Tensor, head: Tensor, norm: Tensor, rotations: Tensor) -> None:
-        """Set the weights outside of layers. `head` must be packed, and `norm` float32."""
+        """Set the weights that belong to no layer.
+
+        `head` must be packed (`pack`), and `norm` float32.
+        """
         self._kept = [embed, head, norm, rotations]
         step = self._step
         step.embed, step.head, step.norm, step.rotations = map(Tensor.data_ptr, self._kept)
 
     def load_layers(self, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Set the weights and caches of the layers, each in the order of `layer_` of `decoder.c`.
+        """Set the weights and KV caches of all layers.
 
-        The caller must keep the tensors.
+        Each layer lists its tensors in the order of the struct `layer_` in `decoder.c`. Only
+        pointers are stored, so the caller must keep the tensors alive.
         """
         self._layers = torch.tensor([[each.data_ptr() for each in layer] for layer in layers])
         self._step.layers = self._layers.data_ptr()
         self._step.num_layers = len(layers)
 
     def run(self, tokens: StepTokens, helpers: ThreadPoolExecutor) -> Tensor:
-        """Compute a step. Return float32 logits `[ends, vocab]` after the tokens `tokens.ends`."""
+        """Compute a forward pass.
+
+        Return float32 logits `[len(tokens.ends), vocab]` after the tokens `tokens.ends`.
+        """
         count = len(tokens.tokens)
         threads = torch.get_num_threads()
         self._reserve(count, threads)
@@ -154,7 +171,6 @@ class OneCall:
         return logits
 
     def _reserve(self, count: int, threads: int) -> None:
-        """Allocate memory for a step of `count` tokens, unless there is enough."""
         if count <= self._capacity and threads <= self._threads:
             return
         self._capacity = count = max(-(-count // 64) * 64, self._capacity)

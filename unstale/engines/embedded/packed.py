@@ -42,17 +42,22 @@ from unstale.native import NotCompiled
 PACKED = "unstale_paged"
 """The name under which this module's attention is registered with transformers."""
 _SURVEY = "unstale_survey"
-"""The name of an attention that computes nothing, and records the layers that call it."""
+"""The name of an attention function that computes nothing and records the layers that call it."""
 _LANES = 16
 """Width of a CPU vector, in numbers. Head sizes are padded to a multiple of it."""
 _RUN = 8
-"""Largest number of successive prompt tokens that attend together, in one pass over the cache."""
+"""Largest number of successive prompt tokens whose attention is computed together, with one read of
+the cached keys and values.
+"""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
 
 class CannotPack(ValueError):
-    """Error: a model cannot compute several sequences in one forward pass, for the reason given."""
+    """Error: a model cannot compute several sequences in one forward pass.
+
+    The message gives the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,10 @@ class _Layer:
 
     @property
     def width(self) -> int:
-        """The size of a head in the cache. Keys and values are padded with zeros to this size."""
+        """The size of a head in the cache, a multiple of the CPU's vector width.
+
+        Shorter keys and values are padded with zeros.
+        """
         return -(-max(self.key_dim, self.value_dim) // _LANES) * _LANES
 
 
@@ -80,24 +88,28 @@ class _Scores:
     cap: float
     """Soft cap of the scores. 0 if there is none."""
     sinks: Tensor
-    """Attention sinks: one more score for each head, float32, with value zero. Empty without sinks.
+    """Attention sinks `[heads]` in float32: a further score for each head, whose value is zero.
+    Empty without sinks.
     """
     window: int
     """Number of tokens to which a query attends, its own included. 0: all earlier tokens."""
 
 
 class _Survey:
-    """An attention that records the layers that call it in one forward pass, in call order."""
+    """An attention function that records the layers that call it in a forward pass, in call
+    order.
+    """
 
     def __init__(self, max_context: int) -> None:
         self._max_context = max_context
         self.layers: list[_Layer] = []
 
     def mask(self, mask_function: Callable[..., Any], **options: Any) -> Tensor:
-        """Return the window of a mask function of transformers, as a tensor `[1, 1, 1, 1]`.
+        """Return the size in tokens of a sliding-window mask, as a tensor `[1, 1, 1, 1]`.
 
-        The window is 0 if all earlier tokens are attended. Raises CannotPack for a mask that is not
-        causal, or whose window depends on the position.
+        `mask_function` is a mask of transformers. The result is 0 if all earlier tokens are
+        attended to. Raises CannotPack for a mask that is not causal, or whose window depends on the
+        position.
         """
         try:
             seen = window_of(mask_function, self._max_context)
@@ -155,7 +167,7 @@ class _Pages:
         self._copy(self._pages.share(source, target, count))
 
     def _reserve(self, pages: int) -> None:
-        """Enlarge the cache to at least this many pages.
+        """Enlarge the cache to at least `pages` pages.
 
         Keys are `[pages, kv_heads, width, PAGE]` and values `[pages, kv_heads, PAGE, width]`.
         """
@@ -177,7 +189,10 @@ class _Pages:
         ]
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page of the cache. `moved` is (old index, new index), or None for no copy."""
+        """Copy a page within the cache.
+
+        `moved` is (index of the page, index of its copy). None copies nothing.
+        """
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = moved
@@ -185,7 +200,10 @@ class _Pages:
                 pool[new] = pool[old]
 
     def begin(self, step: Step) -> None:
-        """Assign cache pages to a step's tokens. The next calls of `attend` are for this step."""
+        """Assign cache pages to the tokens of a forward pass.
+
+        Later calls of `attend` are for its layers.
+        """
         self._step = step
         self._cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
@@ -199,7 +217,7 @@ class _Pages:
         """Return the attention output `[1, T, heads, value_dim]` of the next layer of a pass.
 
         `query` is `[1, heads, T, key_dim]`. `key` and `value` have `kv_heads` heads. Tokens after
-        those of the step are padding.
+        those of the current `Step` are padding.
         """
         index = self._calls
         self._calls += 1
@@ -233,7 +251,7 @@ class _Pages:
         divided(self._helpers, work, self._runs.shape[1])
 
     def _by_torch(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
-        """Write the same to the cache and to `mixed` as `_by_kernels` does, by torch."""
+        """Write the cache and the attention output `mixed` as `_by_kernels` does, by torch."""
         query, key, value = rows
         page, offset = self._cells // PAGE, self._cells % PAGE
         self._keys[index][page, :, :, offset] = key
@@ -292,7 +310,10 @@ def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
 
 
 def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a shape that begins with `pools[index]`, if there is one, then zeros."""
+    """Return a tensor of the given shape that starts with the content of `pools[index]`.
+
+    The rest is 0. If `pools` is empty, all of it is 0.
+    """
     if not pools:
         return torch.zeros(shape)
     grown = torch.zeros(shape, dtype=pools[index].dtype)
@@ -347,7 +368,9 @@ class _PreparedLinear(nn.Linear):
 
 
 class PackedRunner:
-    """A runner of a transformers model: one forward pass for all sequences, a paged KV cache."""
+    """A runner of transformers models: one forward pass for all sequences, with a paged KV
+    cache.
+    """
 
     keeps_beginnings = True
 
@@ -362,9 +385,10 @@ class PackedRunner:
         quantise: str = "none",
         base: Base | None = None,
     ) -> None:
-        """Load the model in `folder` and test it. Raises CannotPack if packing changes logits.
+        """Load the model in `folder` and test it. Raises CannotPack if packing changes its logits.
 
-        With `base`, the runner has these weights and adds adapters of several versions to them.
+        With `base`, the runner uses these base weights and adds adapters of several versions to
+        layers' outputs.
         """
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
         self.name = f"transformers {type(model).__name__}, packed"
@@ -390,10 +414,10 @@ class PackedRunner:
             self.adapters = VersionedAdapters(model, dtype=dtype, scale=base.scale)
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
-        """Set and test the model to run, and return its probe.
+        """Set the model to run and compare its packed logits with those of a plain forward pass.
 
-        Raises CannotPack if the logits of a packed pass differ from those of a plain forward pass.
-        `exact` is the probe of the same model in float32, or None if this model is in float32.
+        Return the plain pass (`Probe`). Raises CannotPack if the logits differ. `exact` is the
+        probe of the same model in float32, or None if this model is in float32.
         """
         try:
             probe = Probe(model, max_context, exact)
@@ -410,7 +434,10 @@ class PackedRunner:
         return probe
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Set the model to run. Its linear layers get prepared weights and lose their own."""
+        """Set the model to run.
+
+        The weights of its linear layers are replaced by copies in oneDNN's layout.
+        """
         model.set_attn_implementation(PACKED)
         self._model = model
         parameters = dict(model.named_parameters())
@@ -455,7 +482,9 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk of a step (`Runner.forward`)."""
+        """Return float32 logits `[R + C, V]` after each of R rows and C chunks
+        (`Runner.forward`).
+        """
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)
@@ -479,7 +508,7 @@ class PackedRunner:
 
 
 def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> Tensor:
-    """Return the logits of a forward pass in which attention layers call `attention.attend`."""
+    """Return the logits of a forward pass whose attention layers call `attention.attend`."""
     token = _running.set(attention)
     try:
         logits: Tensor = model(**inputs, use_cache=False).logits

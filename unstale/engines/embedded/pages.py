@@ -19,17 +19,17 @@ from unstale.engines.embedded.runner import Step
 PAGE = 64
 """Number of tokens in a page."""
 BLOCK = 32
-"""Number of prompt tokens in an attention block."""
+"""Number of prompt tokens that form one block of queries in batched attention."""
 SPLIT_PAGES = 8
-"""Number of pages of a sequence that one block of GPU threads attends to."""
+"""Number of cache pages that one block of GPU threads attends to."""
 TILE = 8
-"""Numbers of tokens are padded to a multiple of this. Each shape of a step needs a CUDA graph."""
+"""Counts of tokens are padded to a multiple of this. Fewer shapes need fewer CUDA graphs."""
 
 Ints = NDArray[np.int64]
 
 
 class Pages:
-    """The pages of all slots. A slot is the part of the cache that holds one sequence.
+    """The cache pages of all slots. A slot is the part of the cache that holds one sequence.
 
     Slots can share full pages, but never a page to which one of them writes next. Padding is
     written to page 0, which belongs to no slot. Low pages are used first, so that the pool stays
@@ -47,16 +47,16 @@ class Pages:
 
     @property
     def span(self) -> int:
-        """The number of pages that the pool needs: the last page in use, plus 1."""
+        """The number of pages that the pool must have: the highest page in use, plus 1."""
         used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
-        """Give `slot` exactly the pages that `length` tokens need.
+        """Assign to `slot` exactly the pages that `length` tokens need.
 
-        If the slot's last page is shared and not full, the slot gets a new page for it. Then
-        (old page, new page) is returned, and the caller must copy the contents. Otherwise None is
-        returned.
+        If the slot's last page is shared and not full, the slot gets a new page for it. The result
+        is then (old page, new page), and the caller must copy the contents. Otherwise the result is
+        None.
         """
         wanted = -(-length // PAGE)
         had = int(self.count[slot])
@@ -74,10 +74,10 @@ class Pages:
         return moved
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
-        """Let slot `target` have the first `length` tokens of slot `source`. Full pages are shared.
+        """Make slot `target` start with the first `length` tokens of slot `source`.
 
-        If the last page is not full, (source page, target page) is returned, and the caller must
-        copy the contents. Otherwise None is returned.
+        Full pages are shared. If the last page is not full, the result is (source page, target
+        page), and the caller must copy the contents. Otherwise the result is None.
         """
         if source == target:
             return self.hold(target, length)
@@ -102,21 +102,21 @@ class Pages:
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step's index arrays (`Inputs`), with padding.
+    """The sizes of the index arrays (`Inputs`) of one forward pass, with padding.
 
     A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
 
     rows: int
     reach: int
-    """Number of pages of the longest sequence of a row, rounded up to `SPLIT_PAGES`."""
+    """Number of pages of the longest sequence that has a row, rounded up to `SPLIT_PAGES`."""
     tokens: int = 0
-    """Number of prompt tokens that the step computes."""
+    """Number of prompt tokens in the forward pass."""
     blocks: int = 0
     prompt_reach: int = 0
-    """Number of pages of the longest sequence that has a chunk in this step."""
+    """Number of pages of the longest sequence that has a chunk."""
     ends: int = 0
-    """Number of tokens after which logits are computed. 0 in a step without chunks, which computes
+    """Number of tokens after which logits are computed. 0 in a pass without chunks, which computes
     logits after all tokens.
     """
 
@@ -135,7 +135,7 @@ class StepShape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The index arrays of a step: views of one flat `int64` tensor on the device.
+    """The index arrays of one forward pass: views of one flat `int64` tensor on the device.
 
     A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
@@ -148,15 +148,13 @@ class Inputs(NamedTuple):
     cells: Tensor
     """The place of each token's key and value in the cache: page * PAGE + offset."""
     tables: Tensor
-    """`[rows, reach]`: the pages of each row's sequence in order, 0 where there is none."""
+    """`[rows, reach]`: for each row, the pages of its sequence in order. 0 where there is none."""
     lanes: Tensor
-    """`[blocks, BLOCK]`: the indices in `tokens` of the queries of each block. A block is a part of
-    a chunk.
-    """
+    """`[blocks, BLOCK]`: the prompt tokens of each attention block, as indices in `tokens`."""
     reached: Tensor
-    """`[blocks, prompt_reach]`: the pages to which each block attends."""
+    """`[blocks, prompt_reach]`: the pages to which each attention block attends."""
     spots: Tensor
-    """`[chunk tokens]`: the place of each prompt token in the flattened `lanes`."""
+    """`[chunk tokens]`: the index of each prompt token in the flattened `lanes`."""
     ends: Tensor
     """`[ends]`: the indices in `tokens` of the tokens after which logits are computed: each row,
     and the last token of each chunk.
@@ -175,9 +173,9 @@ class Inputs(NamedTuple):
 
 
 def placed(step: Step, pages: Pages) -> Ints:
-    """Assign the pages that a step needs.
+    """Assign the cache pages that a forward pass needs.
 
-    Return each token's place in the cache `[T]`: page * PAGE + offset.
+    Return the cache index `[T]` of each token: page * PAGE + offset.
     """
     rows = step.rows.numpy()
     at = step.positions.numpy()
@@ -193,11 +191,11 @@ def placed(step: Step, pages: Pages) -> Ints:
 
 
 def runs(step: Step, pages: Pages, most: int) -> Tensor:
-    """Cut a step into runs of up to `most` successive tokens of one sequence.
+    """Cut the tokens of a forward pass into runs: up to `most` successive tokens of a sequence.
 
-    Return `[4, runs]`: each run's start in `step.tokens`, length, slot, and start in its sequence.
-    Runs of sequences that share their first page are adjacent, so that the page stays in the CPU's
-    cache.
+    Return `[4, runs]`: each run's start in `step.tokens`, its length, its slot, and its start in
+    the sequence. Runs of sequences that share their first page are adjacent, so that the page stays
+    in the CPU's cache.
     """
     count = len(step.rows)
     rows = step.rows.numpy()
@@ -214,9 +212,9 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
 
 
 def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
-    """Assign the pages that a step needs.
+    """Assign the cache pages that a forward pass needs.
 
-    Return the step's sizes, and all its `Inputs` in one flat tensor.
+    Return the sizes of its index arrays, and all its `Inputs` in one flat tensor.
     """
     cells = placed(step, pages)
     rows = step.rows.numpy()
@@ -243,7 +241,7 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
-    """Cut the chunks of a step into blocks. Return the arrays of `Inputs` that only chunks need.
+    """Cut prompt chunks into attention blocks. Return the arrays of `Inputs` that only chunks need.
 
     `start` is the index of the first chunk's first token in `Inputs.tokens`.
     """
@@ -281,7 +279,7 @@ def _padded(values: Ints, size: int) -> Ints:
 
 
 def tiled(size: int) -> int:
-    """Round up to a multiple of `TILE`.
+    """Round `size` up to a multiple of `TILE`.
 
     >>> tiled(33), tiled(64)
     (40, 64)

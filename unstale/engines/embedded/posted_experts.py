@@ -1,6 +1,7 @@
-"""Routed experts of replies in files, because messages of megabytes would block the event loop.
+"""Routed experts of replies, exchanged in files: messages of megabytes would block the event loop.
 
-The engine process writes a file for each reply with routed experts. The run reads and removes it.
+The engine process writes a file for each reply with routed experts. The run's process reads and
+removes it.
 """
 
 import math
@@ -22,9 +23,9 @@ _PREFIX = "unstale-routes-"
 
 
 class PostedExperts:
-    """A temporary folder with the routed experts of replies that were not read yet.
+    """A temporary folder with one file of routed experts for each reply that was not read yet.
 
-    If this process is killed, the next one of the same user removes the folder.
+    If this process is killed, the next process of the same user removes the folder.
     """
 
     def __init__(self) -> None:
@@ -36,10 +37,10 @@ class PostedExperts:
         self._resources.enter_context(hold_lock(self.folder))
 
     def take(self, reply: int, about: Sequence[Any], first: int) -> RoutedExperts:
-        """Return the experts of a reply from the token `first` on, and remove its file.
+        """Return a reply's routed experts from the token `first` on, and remove its file.
 
-        `about` is the result of `post` for that reply. The call takes milliseconds, so make it in a
-        thread. Raises OSError if the file is missing or incomplete.
+        `about` is the list that `post` returned for the reply. The call takes milliseconds, so make
+        it in a thread. Raises OSError if the file is missing or incomplete.
         """
         dtype, rows, *shape = about
         row = math.prod(shape)
@@ -56,7 +57,7 @@ class PostedExperts:
         _file(self.folder, reply).unlink(missing_ok=True)
 
     def clear(self, arrived: Collection[int]) -> None:
-        """Remove all files but those of the replies `arrived`.
+        """Remove all files but those of the reply ids in `arrived`.
 
         Call this after the engine process ended: its other replies will never arrive.
         """
@@ -70,9 +71,9 @@ class PostedExperts:
 
 
 def post(folder: str, reply: int, experts: "Experts") -> list[Any]:
-    """Write the experts of a reply to a file. Return a list of their dtype's name and sizes.
+    """Write the routed experts of a reply to a file. Return a list of their dtype's name and sizes.
 
-    The list is sent in the reply's message.
+    The engine process sends this list in the reply's message.
     """
     experts.tofile(_file(Path(folder), reply))
     return [str(experts.dtype), *experts.shape]

@@ -1,4 +1,4 @@
-"""A test of a runner at its start: it must give the logits of a plain forward pass.
+"""A test of a runner when it starts: it must give the same logits as a plain forward pass.
 
 Three short sequences are computed in parts, together and with a shared prefix. A fourth sequence
 has one token at the last position. It shows if the positions of one sequence change another, as
@@ -20,7 +20,7 @@ from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.routed_experts import num_experts
 
 SLOTS = 4
-"""Number of slots that the probe uses."""
+"""Number of cache slots that the test of a runner uses."""
 FORWARD_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -30,32 +30,34 @@ FORWARD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""The kinds of errors that a model's own code may raise in a pass for which it was not written."""
+"""The kinds of errors that a model's own code may raise in a pass of packed sequences."""
 _LENGTH = 24
 _SHARE = 1e-4
 """Largest allowed difference between a logit and its value in a plain pass, as a share of the
 position's largest plain logit.
 """
 _NATS = 1e-3
-"""Largest allowed difference of log-probabilities. Needed in addition, as logits can be large."""
+"""Largest allowed difference of a log-probability from a plain pass, in nats. Needed in addition to
+`_SHARE`, because logits can be large.
+"""
 _OUTLIERS = 0.25
-"""Share of the positions at which a model with experts may differ by more."""
+"""Share of the positions at which a model with experts may exceed the allowed difference."""
 _ROUNDING = 4.0
-"""Largest allowed error in bfloat16, as a multiple of a plain pass's error. Both errors are random
-and of one scale.
+"""Largest allowed error in bfloat16, as a multiple of the error of a plain bfloat16 pass. Both
+errors are random and of similar size.
 """
 _LEAST_ROUNDING = 0.01
-"""Error that is allowed in bfloat16 in addition, as a share of the largest logit."""
+"""Error in bfloat16 that is allowed in addition to `_ROUNDING`, as a share of the largest logit."""
 
 
 class Probe:
-    """Tokens to be computed by a runner, and their logits in a plain forward pass."""
+    """Test sequences for a runner, and the logits of a plain forward pass on them."""
 
     @torch.no_grad()
     def __init__(
         self, model: PreTrainedModel, max_context: int, exact: "Probe | None" = None
     ) -> None:
-        """Compute the plain logits of `model`.
+        """Compute the logits of `model` in a plain forward pass.
 
         `exact` is the probe of the same model in float32, or None if this model is in float32.
         """
@@ -73,20 +75,22 @@ class Probe:
             model(input_ids=row[None], use_cache=False).logits[0].float() for row in self._tokens
         ]
         self.warning = ""
-        """A message about positions that differed in a model with experts. Set by `error`."""
+        """A message about positions at which a model with experts differed within the tolerance.
+        Set by `error`.
+        """
 
     @torch.no_grad()
     def error(self, runner: Runner) -> str:
-        """Return a message that says how a runner differs from the plain pass, or "" if it passes.
+        """Return a message if a runner's logits differ from those of the plain pass, else "".
 
-        The runner must be new and have `SLOTS` slots. It fails if a logit is not finite.
+        The runner must be new and have `SLOTS` slots. Logits that are not finite are an error, too.
         """
         end = self._tokens.shape[1] - 1
         cut = end // 2
         found: list[tuple[int, int, Tensor]] = []
 
         def run(rows: Sequence[tuple[int, int]], chunks: Sequence[Chunk]) -> None:
-            """Run a step. `rows` has pairs of slot and position."""
+            """Run one forward pass. `rows` has pairs (cache slot, position of the token)."""
             parts = [(slot, torch.tensor([at])) for slot, at in rows]
             parts += [(chunk.slot, torch.arange(chunk.start, chunk.end)) for chunk in chunks]
             # Slot 3 has a token at the last position, whose context is empty.
@@ -121,7 +125,9 @@ class Probe:
         return self._rounded(logits, plain, exact)
 
     def _compared(self, logits: Tensor, plain: Tensor) -> str:
-        """Return a message if float32 logits `[positions, V]` differ from plain ones, else ""."""
+        """Return a message if float32 `logits` `[positions, V]` differ from `plain` ones, else
+        "".
+        """
         nats = (logits.log_softmax(-1) - plain.log_softmax(-1)).abs().amax(-1)
         differs = (_shares(logits, plain) > _SHARE) | (nats > _NATS)
         count, total = int(differs.sum()), len(differs)
@@ -136,7 +142,10 @@ class Probe:
         return ""
 
     def _rounded(self, logits: Tensor, plain: Tensor, exact: Tensor) -> str:
-        """Return a message if bfloat16 logits are much less exact than plain ones, else ""."""
+        """Return a message if bfloat16 `logits` are much less exact than `plain` ones, else "".
+
+        All are `[positions, V]`. `exact` has the float32 logits.
+        """
         rank = 1.0 - _OUTLIERS if self._has_experts else 1.0
         error, usual = (
             float(_shares(each, exact).quantile(rank, interpolation="lower"))
@@ -151,5 +160,7 @@ class Probe:
 
 
 def _shares(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return `[positions]`: the largest difference, as a share of the position's largest logit."""
+    """Return, for each position, the largest difference as a share of the position's largest
+    logit.
+    """
     return (logits - exact).abs().amax(-1) / exact.abs().amax(-1).clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""The trainer's forward pass, with which the log-probabilities of a server are checked."""
+"""The trainer's forward pass, used to check the log-probabilities of a server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from unstale.model.quantisation import quantise_passes
 
 
 class ReferenceModel:
-    """A language model without weights. `logps` receives the weights with each call.
+    """A language model whose weights are passed to each call of `logps`.
 
     `max_positions` is the longest sequence that the model's configuration allows, or None. With
     `merging`, `cast` receives LoRA adapters and adds them to the weights in `folder`. `logps`
@@ -48,13 +48,17 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def routed_layers(self) -> tuple[bool, ...]:
-        """Return a bool for each layer: True if it has a router. Raises ConfigError if none has."""
+        """Return a bool for each layer: True if it has an expert router.
+
+        Raises ConfigError if none has.
+        """
         return routed_layers(self._model)
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights, converted to the engine's precision. Tied weights appear once.
+        """Return the full weights of an update, converted to the engine's precision.
 
-        Raises ValueError if names or shapes of the update do not fit the model.
+        Tied weights appear once. Raises ValueError if names or shapes of the update do not fit the
+        model.
         """
         if self._base:
             update = self._base.merged(update, dtype=self._dtype)
@@ -65,9 +69,9 @@ class ReferenceModel:
     def logps(
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], *, temperature: float
     ) -> Tensor:
-        """Return the log-probabilities in nats of all `tokens` but the first, `[T - 1]`.
+        """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`.
 
-        `weights` come from `cast`.
+        `weights` must be a result of `cast`.
         """
         device = next(iter(weights.values())).device
         row = torch.tensor([tokens], device=device)

@@ -1,4 +1,4 @@
-"""The interface between batching and model: forward passes of packed sequences with a KV cache."""
+"""The interface between scheduler and model: forward passes with a KV cache."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,10 @@ class Step:
 
     @property
     def longest(self) -> int:
-        """The length of the rows' longest sequence, with this step's token. 0 without rows."""
+        """The length of the longest sequence that has a row, the row's token included.
+
+        0 without rows.
+        """
         return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
@@ -80,10 +83,11 @@ class Runner(Protocol):
         ...
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits of the next token, `[R + C, V]`, for R rows and C chunks.
+        """Compute a forward pass.
 
-        The first R logits follow the rows. The others follow the last token of each chunk. The keys
-        and values of all tokens are added to the cache.
+        Return float32 logits of the next token, `[R + C, V]`, for R rows and C chunks. The first R
+        logits follow the rows. The others follow the last token of each chunk. The keys and values
+        of all tokens are added to the cache.
         """
         ...
 
@@ -100,15 +104,18 @@ class Runner(Protocol):
         ...
 
     def take_experts(self) -> Tensor:
-        """Return the experts `[T, layers, k]` of the last forward pass.
+        """Return the k experts that the last forward pass chose in each layer, `[T, layers, k]`.
 
-        The caller must call this after each pass, if the runner records experts.
+        If the runner records experts, the caller must call this after each pass.
         """
         ...
 
 
 def warning_with_gpu(architecture: str) -> str:
-    """Return a warning that an architecture is decoded on the CPU, or "" if there is no GPU."""
+    """Return a warning that the model's architecture is decoded on the CPU although there is a GPU.
+
+    Return "" if there is no GPU.
+    """
     if not torch.cuda.is_available():
         return ""
     return (
@@ -118,7 +125,9 @@ def warning_with_gpu(architecture: str) -> str:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names of weights that are tied to a parameter, each with the parameter's name."""
+    """Return the names of tied weights, each with the name of the parameter whose memory it
+    shares.
+    """
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {
@@ -129,7 +138,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 class ModelWeights:
-    """The names and shapes that an update of a model has: parameters, and buffers of its state.
+    """The names and shapes of a model's parameters and buffers, which an update must have.
 
     Create it before a runner changes the shapes of the model's parameters. `quantise` is the format
     to which the engine rounds weights (`unstale.model.quantisation`).

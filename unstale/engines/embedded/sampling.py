@@ -26,8 +26,9 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
 _SUM_BLOCK = 512
-"""Number of tokens in a block of the vocabulary. torch first sums blocks, then the tokens of one.
-The number is near the square root of a large vocabulary, which makes both sums short.
+"""Number of tokens in a block of the vocabulary. Sampling first sums the probabilities of blocks,
+then those of one block's tokens. The number is near the square root of a large vocabulary, which
+makes both sums short.
 """
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
@@ -38,7 +39,7 @@ class Drawn(NamedTuple):
     tokens: NDArray[np.int64]
     logp: NDArray[np.float32]
     kept_sets: KeptSets | None = None
-    """None if no distribution was truncated."""
+    """For each row, the tokens that truncation kept. None if no distribution was truncated."""
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -61,12 +62,17 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """A sampler that draws tokens as `draw` does, with the random numbers of `uniforms`."""
+    """A sampler that draws tokens as `draw` does, with the random numbers of `uniforms`.
 
-    def __init__(self) -> None:
+    `logit_bias` has tokens, and the numbers that are added to their logits first.
+    """
+
+    def __init__(self, logit_bias: Sequence[tuple[int, float]] = ()) -> None:
+        self._biased = torch.tensor([token for token, _ in logit_bias], dtype=torch.int64)
+        self._bias = torch.tensor([value for _, value in logit_bias])
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._kept = np.empty((0, 0), np.int32)
-        """`[rows, vocabulary]`: memory for kept tokens, most of which is never touched."""
+        """`[rows, vocabulary]`: memory for the ids of kept tokens. Most of it is never touched."""
         self._library: ctypes.CDLL | None = None
         try:
             self._library = library = compile_library(SOURCE, ("-DLANES=16",))
@@ -91,11 +97,15 @@ class Sampler:
         positions: NDArray[np.int64],
         truncations: Sequence[Truncation] = (),
     ) -> Drawn:
-        """Return sampled tokens, their log-probabilities and, with `truncations`, kept sets.
+        """Sample one token for each row. Return tokens, log-probabilities in nats and kept sets.
 
-        `logits` are `[B, V]`. `temperature`, `seeds` and `positions` are `[B]`, and `truncations`
-        has one for each row, or none. Raises FloatingPointError for logits that are not finite.
+        `logits` are `[B, V]`. `temperature`, `seeds` and `positions` are `[B]`. `truncations` has
+        one entry for each row, or is empty: then there are no kept sets. Raises FloatingPointError
+        for logits that are not finite.
         """
+        if len(self._biased):
+            added = self._bias.to(logits.device).expand(len(logits), -1)
+            logits = logits.float().index_add(1, self._biased.to(logits.device), added)
         truncates = any(truncations)
         if self._library is None or logits.device.type != "cpu":
             noise = torch.from_numpy(uniforms(seeds, positions))
@@ -140,9 +150,10 @@ def _address(array: NDArray[Any]) -> int:
 def truncated(
     logits: Tensor, temperature: Tensor, truncations: Sequence[Truncation]
 ) -> tuple[Tensor, KeptSets]:
-    """Return logits `[B, V]` with minus infinity for tokens that are not kept, and the kept sets.
+    """Return logits `[B, V]` with minus infinity for tokens that are cut off, and the kept sets.
 
-    `temperature` is `[B]` float32. A row at temperature 0, or without a limit, keeps all tokens.
+    `temperature` is `[B]` float32. A row at temperature 0, or without a limit in `truncations`,
+    keeps all tokens.
     """
     limits = torch.tensor(truncations, dtype=torch.float64, device=logits.device)
     top_p, top_k, min_p = limits.T[..., None]
@@ -189,11 +200,12 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
 
 
 def _inverted(likely: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens `[B, 1]` at which cumulative probabilities exceed a share, and row sums.
+    """Return the tokens `[B, 1]` where cumulative sums exceed a share of each row's sum, and these
+    sums.
 
-    `likely` `[B, V]` has probabilities, `noise` `[B, 1]` the share of each row's sum `[B, 1]`. The
-    block of a token is found first, then the token in the block. So only one block of a row is
-    summed token by token.
+    `likely` `[B, V]` has probabilities that need not sum to 1, and `noise` `[B, 1]` numbers in (0,
+    1). The block of a token is found first, then the token in the block. So only one block of a row
+    is summed token by token.
     """
     vocab = likely.shape[1]
     blocks = F.pad(likely, (0, -vocab % _SUM_BLOCK)).unflatten(1, (-1, _SUM_BLOCK))

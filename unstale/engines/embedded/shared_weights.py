@@ -21,28 +21,32 @@ WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")
 _PREFIX = "unstale-weights-"
 _SPARE_BYTES = 1 << 20
-"""Space that is left free for other files of the servers."""
+"""Bytes in the memory file system that are left free for other files of the servers."""
 
 
 class SharedWeights(Mapping[str, Tensor]):
-    """A folder with one weight file that is mapped into memory, as a mapping of its tensors.
+    """A weight file that is mapped into memory, as a mapping from names to tensors.
 
-    `weights` are tensors in that memory, so a change in place changes the file. `close` removes the
-    file. If this process is killed, the next process of the same user removes the folder.
+    The file is alone in a folder. The tensors use the file's memory, so a change in place changes
+    the file. `close` removes the file. If this process is killed, the next process of the same user
+    removes the folder.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.folder = Path()
-        """The folder with the file. Set by the first `write`."""
+        """The folder that holds the weight file. Set by the first `write`."""
         self._resources = ExitStack()
         self._readers = 0
         self._free = threading.Condition()
-        """The condition that guards `_readers`. It is notified when a reader ends."""
+        """The condition that guards `_readers`. It is notified when a thread stops reading."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which the file is not changed. Several threads may read at once."""
+        """Return a context in which the weight file does not change.
+
+        Several threads may read at once.
+        """
         with self._free:
             self._readers += 1
         try:
@@ -54,9 +58,9 @@ class SharedWeights(Mapping[str, Tensor]):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context in which no other thread reads or changes the file.
+        """Return a context in which no other thread reads or changes the weight file.
 
-        First wait for those that do.
+        Entering it waits for the threads that do.
         """
         with self._free:
             self._free.wait_for(lambda: not self._readers)
@@ -95,7 +99,7 @@ class SharedWeights(Mapping[str, Tensor]):
         return len(self.weights)
 
     def holds(self, weights: Mapping[str, Tensor]) -> bool:
-        """Return True if `weights` are exactly the tensors in the file's memory, not copies."""
+        """Return True if `weights` are the tensors in the file's memory themselves, not copies."""
         return weights.keys() == self.weights.keys() and all(
             tensor.data_ptr() == self.weights[name].data_ptr() for name, tensor in weights.items()
         )
@@ -106,9 +110,9 @@ class SharedWeights(Mapping[str, Tensor]):
 
 
 def memory_folder(num_bytes: int, resources: ExitStack) -> Path:
-    """Make a folder in memory for files of this size. It is removed when `resources` are closed.
+    """Make a folder in memory for files of `num_bytes` in all.
 
-    Raises OSError if there is too little space.
+    It is removed when `resources` are closed. Raises OSError if there is too little space.
     """
     parents = [path for path in (MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
     for parent in parents:

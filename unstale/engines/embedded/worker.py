@@ -8,7 +8,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -40,10 +40,10 @@ from unstale.weights.gpu_handles import open_handles
 
 _READ_BYTES = 1 << 20
 READY = -1
-"""The `id` of the message that a new process sends when it can receive commands."""
+"""The `id` of the message that a new engine process sends when it can receive commands."""
 TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
-"""Dtypes of the body of a reply message: first the tokens, then their log-probabilities. Kept sets
-may follow (`KeptSets.pack`).
+"""Dtypes of the arrays in the body of a reply message: first the tokens, then their
+log-probabilities. Kept sets may follow (`KeptSets.pack`).
 """
 
 
@@ -82,9 +82,9 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     """Return the fastest runner for the model in `folder`.
 
     It is the decoder (`decoder.py`), or transformers with packed sequences, or transformers with
-    one prompt at a time. With `is_bitwise`, its log-probabilities equal the trainer's bit for bit.
-    With `base`, the runner has these weights and adds adapters of several versions to them. Only
-    transformers with packed sequences does that.
+    one prompt at a time. With `is_bitwise`, it is a decoder whose log-probabilities equal the
+    trainer's bit for bit. With `base`, it is transformers with packed sequences, which adds
+    adapters of several versions to these base weights.
 
     The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
     the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
@@ -132,16 +132,19 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     return TransformersRunner(folder, why_slow=why_slow, **options)
 
 
-def build_sampler(*, is_bitwise: bool) -> Sampler:
+def build_sampler(logit_bias: Sequence[tuple[int, float]], *, is_bitwise: bool) -> Sampler:
     if not is_bitwise:
-        return Sampler()
+        return Sampler(logit_bias)
     from unstale.engines.embedded.bitwise import BitwiseSampler  # it imports transformers
 
     return BitwiseSampler()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config.json. transformers adds missing sizes that the decoder needs."""
+    """Return a model's config.json.
+
+    Sizes that it leaves out and the decoder needs are transformers' defaults.
+    """
     config = read_mapping(folder / "config.json")
     if not supports(config) or names_sizes(config):
         return config
@@ -153,7 +156,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _gpu(number: int) -> str:
-    """Return the device `cuda:...` for an engine's number, and make it torch's current device.
+    """Return the device `cuda:...` for engine `number`, and make it torch's current device.
 
     Return "cpu" if there is no GPU.
     """
@@ -170,15 +173,17 @@ class _EngineWorker:
         self._options = options
         merging = options["merging"]
         self._base = Base(Path(options["model_folder"]), Merging(**merging)) if merging else None
-        """The weights to which LoRA adapters are added. None if updates are full weights."""
+        """The base weights to which LoRA adapters are added. None if updates are full weights."""
         self._adds = bool(self._base and options["adapters"] == "unmerged")
-        """True if the adapters of several versions are added in each pass, not merged."""
+        """True if each pass adds the adapters of several versions to layers' outputs. False if
+        adapters are merged.
+        """
         self._lockstep = options["lockstep"]
         self._frames = Frames()
         self._reset()
 
     def _reset(self) -> None:
-        """Return to the state of a new process. Unread messages are kept."""
+        """Return to the state of a new process, except that unread messages are kept."""
         options = self._options
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         folder = Path(options["model_folder"])
@@ -201,10 +206,11 @@ class _EngineWorker:
             **limits,
             keep_cache=options["keep_cache"],
             num_experts=experts,
-            sampler=build_sampler(is_bitwise=options["bitwise"]),
+            sampler=build_sampler(options["logit_bias"], is_bitwise=options["bitwise"]),
         )
         self._full_weights: dict[str, Tensor] = {}
-        """The weights of the current version as they were sent. Kept only if updates may be deltas.
+        """The weights of the current version as they were received. Kept only if later updates may
+        be deltas.
         """
         self._running = False
         self._idle_s = 0.0
@@ -238,14 +244,17 @@ class _EngineWorker:
                     self._reply(self._batcher.step())
 
     def _send(self, header: Header, body: bytes = b"") -> None:
-        """Send a message, together with the counters since the last message."""
+        """Send a message with the counters since the last message."""
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
         self._connection.sendall(b"".join(frame({**header, "counters": counters}, [body])))
 
     def _handle(self, header: Header, body: bytearray) -> None:
-        """Handle a message of the run. Send a confirmation, unless it is `sample` or `cancel`."""
+        """Handle a message from the run's process.
+
+        Send a confirmation, unless it is `sample` or `cancel`.
+        """
         error = ""
         match header["op"]:
             case "sample":
@@ -279,7 +288,7 @@ class _EngineWorker:
         return self._send({"op": "done", "id": header["id"], "error": error})
 
     def _load(self, header: Header, body: bytearray) -> str:
-        """Load full weights or a delta. Return the error message, or "" if there was no error."""
+        """Load full weights or a delta. Return an error message, or "" if they were loaded."""
         try:
             if header["delta"]:
                 advance(self._full_weights, loads(memoryview(body)))
@@ -297,7 +306,10 @@ class _EngineWorker:
         return ""
 
     def _add(self, version: int, adapters: Mapping[str, Tensor]) -> str:
-        """Add the adapters of a version other than the last. Return the error message, or ""."""
+        """Add the adapters of a version other than the last.
+
+        Return an error message, or "" on success.
+        """
         assert self._batcher.runner.adapters is not None
         try:
             self._batcher.runner.adapters.add(version, adapters)
@@ -306,13 +318,13 @@ class _EngineWorker:
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the form that deltas change: packed with `options.packed`."""
+        """Return full weights in the form that deltas change: packed if `options.packed` is set."""
         if not self._options["packed"]:
             return dict(update)
         return pack(update, self._options["quantise"], DTYPES[self._options["dtype"]])
 
     def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights that the runner loads: with adapters merged, or unpacked on access."""
+        """Return the weights for the runner: with adapters merged, or unpacked on access."""
         if self._adds:
             return update
         if self._base:
@@ -323,12 +335,15 @@ class _EngineWorker:
         return RoundedWeights(update, options["quantise"], DTYPES[options["dtype"]])
 
     def _reply(self, finished: list[FinishedReply]) -> None:
-        """Send each reply in a message. Its routed experts, if any, are written to a file."""
+        """Send each finished reply in a message.
+
+        Its routed experts, if any, are written to a file.
+        """
         for reply in finished:
             routed_experts = None
             if reply.experts is not None:
                 routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
-            kept = b"" if reply.kept_sets is None else reply.kept_sets.pack(reply.tokens)
+            kept = b"" if reply.kept_sets is None else reply.kept_sets.tobytes()
             header = {
                 "op": "reply",
                 "reply": reply.id,

@@ -32,7 +32,8 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, Any]]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
-    """Number of context tokens found in the cache. Missing if the request was aborted in the queue.
+    """Number of context tokens that the server found in its cache. The server omits it if the
+    request was aborted in the queue.
     """
     routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
@@ -107,7 +108,7 @@ class SglangEngine(RemoteEngine):
         )
 
     async def _unpause(self) -> None:
-        """Do nothing, because the server is never paused."""
+        """Do nothing: this engine never pauses the server."""
 
     async def _loaded_version(self) -> str:
         states = (await self._http.call("GET", "/server_info"))["internal_states"]
@@ -116,9 +117,9 @@ class SglangEngine(RemoteEngine):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request, and return the reply.
+        """Send one request to the server and return the reply.
 
-        SGLang always stops at the model's end token. If that is not one of the request's stop
+        SGLang always stops at the model's end token. If this is not one of the request's stop
         tokens, further requests continue the reply.
         """
         reply = await super().generate(request_id, tokens, params)
@@ -182,7 +183,7 @@ class SglangEngine(RemoteEngine):
         )
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
-        """Return routed experts from int32 numbers in base64. Their shape is that of the model."""
+        """Return routed experts from int32 numbers in base64, in the shape `_expert_shape`."""
         return np.frombuffer(decode_base64(routed_experts), "<i4").reshape(-1, *self._expert_shape)
 
     @cached_property

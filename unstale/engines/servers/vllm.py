@@ -53,11 +53,13 @@ from unstale.model.lora import write_adapter
 from unstale.threads import in_thread
 
 TRANSFER_S = 300.0
-"""Seconds after which a transfer by NCCL fails, or the start of a group of trainer and workers."""
+"""Seconds after which sending weights by NCCL fails, or forming the NCCL group of trainer and
+workers.
+"""
 
 
 _MAX_HEADER = 1 << 16
-"""Largest size in bytes of the header of a NumPy file that is read."""
+"""Largest accepted size in bytes of the header of a NumPy file."""
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -134,7 +136,7 @@ class VllmEngine(RemoteEngine):
         return int((await self._http.call("GET", "/v1/models"))["data"][0]["max_model_len"])
 
     async def _check_quantization(self) -> None:
-        """Raise ValueError if the server was not started with the flag of `options.quantise`."""
+        """Raise ValueError if the server lacks the `--quantization` of `options.quantise`."""
         wanted = QUANTIZATION[self.options.quantise]
         body = {"method": "unstale_quantization"}
         ((found,), *_) = (await self._http.call("POST", "/collective_rpc", body))["results"]
@@ -224,10 +226,10 @@ def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
 
 
 class NcclVllmEngine(VllmEngine):
-    """A vLLM engine that sends weights to its server by NCCL, not in a file.
+    """A vLLM engine that sends weights to its server by NCCL instead of in a file.
 
-    The trainer and the workers of the server form a group. The group lasts until the engine is
-    started again, or until a transfer fails. A failed transfer also ends the engine.
+    The trainer and the workers of the server form an NCCL group. The group lasts until the engine
+    is started again, or until a transfer fails. A failed transfer also ends the engine.
     """
 
     def __init__(
@@ -237,9 +239,10 @@ class NcclVllmEngine(VllmEngine):
         extension: str = EXTENSION,
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Create the engine. `make_group` makes the group of trainer and workers.
+        """Create the engine.
 
-        Raises ValueError if `make_group` is None and NCCL cannot be used here.
+        `make_group` makes the NCCL group of trainer and workers (default: `nccl_groups`). Raises
+        ValueError if `make_group` is None and NCCL cannot be used here.
         """
         self._make_group = make_group or nccl_groups()
         self._group: TransferGroup | None = None
@@ -290,7 +293,7 @@ class NcclVllmEngine(VllmEngine):
             return int((await self._http.call("GET", "/get_world_size"))["world_size"])
 
     async def _end_earlier_transfers(self) -> None:
-        """End a transfer and a group that an earlier run may have left on a running server.
+        """End a transfer and an NCCL group that an earlier run may have left on a running server.
 
         The server refuses these requests if there are none. Refusals are ignored.
         """
@@ -304,10 +307,10 @@ class NcclVllmEngine(VllmEngine):
             await self._http.call("POST", path)
 
     async def _post_during(self, path: str, body: Any, call: Callable[[], None]) -> None:
-        """Send a request while `call` runs in a thread, and wait for both.
+        """Send a request to the server while `call` runs in a thread, and wait for both.
 
         Raises `EngineDied` if one fails, or if they take longer than `TRANSFER_S`. The thread may
-        then continue: NCCL cannot end a member that waits for others to join.
+        then continue, because NCCL cannot stop a member that waits for others to join.
         """
         session = self._live_session()
         request = asyncio.ensure_future(self._http.call("POST", path, body))
@@ -326,7 +329,7 @@ class NcclVllmEngine(VllmEngine):
             request.cancel()
 
     def _end_group(self) -> None:
-        """Close the group in a thread, without waiting for that."""
+        """Close the NCCL group in a thread, without waiting for it."""
         group, self._group = self._group, None
         if group is not None:
             threading.Thread(target=group.close, name="end of transfers", daemon=True).start()
@@ -345,10 +348,10 @@ class AdapterVllmEngine(VllmEngine):
         super().__init__(options, extension=extension)
         self._resources = ExitStack()
         self._folder: Path | None = None
-        """The folder with the folders of adapters. None before the first."""
+        """The folder that contains a folder for each adapter. None before the first load."""
         self._prefix = ""
-        """The beginning of the names of adapters. New for each start, because a running server may
-        have adapters of an earlier one.
+        """The beginning of the names of adapters. Each start uses a new one, because a running
+        server may still have adapters of an earlier start.
         """
 
     async def _handshake(self) -> int:
@@ -408,7 +411,7 @@ class AdapterVllmEngine(VllmEngine):
             await self._while_alive(session, self._http.call("POST", path, body, decode=bytes))
 
     def _write(self, name: str, adapters: Mapping[str, Tensor]) -> None:
-        """Write adapters to the folder `name`, which is replaced. Runs in a thread."""
+        """Write adapters to the folder `name`, replacing its content. Runs in a thread."""
         assert self.options.merging is not None
         size = sum(tensor.nbytes for tensor in adapters.values())
         if self._folder is None:
@@ -420,7 +423,7 @@ class AdapterVllmEngine(VllmEngine):
         return f"{self._prefix}{version}"
 
     async def _loaded_version(self) -> str:
-        """Return the newest version if the server has its adapter, else an empty text."""
+        """Return the newest version as text if the server has its adapter, otherwise ""."""
         await super()._loaded_version()  # the engine process answers this
         models = (await self._http.call("GET", "/v1/models"))["data"]
         has_newest = self._name(self._version) in {each["id"] for each in models}
@@ -434,14 +437,17 @@ class AdapterVllmEngine(VllmEngine):
         return {**body, "model": self._name(version)}
 
     def _parse_reply(self, body: _Reply) -> ServerReply:
-        """Return a reply whose version is that of the adapter that the server names."""
+        """Return a reply. Its version is that of the adapter that the server names."""
         reply = super()._parse_reply(body)
         version = (body.model or "").removeprefix(self._prefix)
         return replace(reply, versions=((version, len(reply.tokens)),))
 
 
 def make_engine(options: EngineOptions) -> Engine:
-    """Return an engine that sends weights by `options.transfer`: NCCL, else a file in memory."""
+    """Return a vLLM engine.
+
+    `options.transfer` decides how it sends weights: by NCCL, or in a file in memory.
+    """
     if options.adapters == "unmerged":
         return AdapterVllmEngine(options)
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)

@@ -55,9 +55,7 @@ class DeskTasks(NumberedTasks):
         self.tools: tuple[Mapping[str, Any], ...] = tuple(map(domain.tools.schema, names))
 
     def scenario(self, task: Task) -> Scenario:
-        """Return the customer, the requests and the database of a task, for the expert, tests and
-        statistics.
-        """
+        """Return the customer, requests and database of a task, for the expert and for tests."""
         return self.domain.scenario(self.level, task.split, task.index)
 
     def env(self, task: Task, seed: int) -> "DeskEnv":
@@ -72,7 +70,7 @@ def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
 
 
 class DeskEnv:
-    """One episode: the policy serves one customer at a desk."""
+    """The environment of one episode: the agent serves one customer at a desk."""
 
     def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
         self.replaying = False
@@ -118,7 +116,10 @@ class DeskEnv:
         return answer
 
     def _check_allowed(self, tool: str) -> None:
-        """Raise `DeskError` for a tool of another level, or before the customer is identified."""
+        """Raise `DeskError` if the agent may not call this tool.
+
+        It may not if the tool belongs to another level, or if the customer is not identified yet.
+        """
         names = self.scenario.domain.tool_names(self.scenario.level)
         if tool not in names:
             raise unknown_tool(tool, names)
@@ -172,7 +173,10 @@ def _make(domain: Domain, options: DeskConfig) -> DeskTasks:
 
 
 def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
-    """Return the tasks of all desks of this package, by name. The options are of `DeskConfig`."""
+    """Return the task sets of all desks in this package, by name.
+
+    `options` are fields of `DeskConfig`.
+    """
     desks = {}
     for name in desk_names():
         tasks = shipped_envs()[name].make(DeskConfig(env=name, **options))

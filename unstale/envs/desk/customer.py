@@ -1,4 +1,4 @@
-"""The simulated customer. It answers questions in random words, and leaves when done or annoyed."""
+"""The simulated customer. It answers in randomly chosen words, and leaves when done or annoyed."""
 
 from random import Random
 
@@ -9,20 +9,23 @@ PATIENCE = 3
 
 
 class Customer:
-    """A customer with one or two requests. The words depend only on the scenario of the task."""
+    """A simulated customer with one or two requests.
+
+    The words depend only on the task's scenario.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._facts = {"email": EMAIL, **scenario.domain.facts}
         self._is_terse = scenario.level == 1
         self._current = 0
-        """Index of the request about which the customer talks now."""
+        """Index of the request about which the customer is talking."""
         self._answered: set[str] = set()
         self._unhelpful = 0
         self.gone = False
 
     def opening(self) -> str:
-        """Return the words with which the customer makes the present request."""
+        """Return the words with which the customer makes the current request."""
         wish = self._scenario.domain.wishes[self._scenario.requests[self._current].wish]
         return self._choose("wish", wish.terse if self._is_terse else wish.free)
 
@@ -62,7 +65,10 @@ class Customer:
         return answer
 
     def _be_unhelped(self, text: str, farewell: str = "Bye.") -> str:
-        """Return `text`. After too many unhelpful replies, leave with `farewell` instead."""
+        """Count an unhelpful reply.
+
+        Return the answer `text`, or leave with `farewell` after too many.
+        """
         self._unhelpful += 1
         self.gone = self._unhelpful >= PATIENCE
         return farewell if self.gone else text

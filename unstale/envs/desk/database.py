@@ -1,4 +1,4 @@
-"""The database of a desk: records by type and number, and the text in which tools return them."""
+"""The database of a desk: records by type and number, and the texts that tools return for them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """A record of the database, which never changes. Its number is `id`."""
+    """An immutable record of the database. Its number is `id`."""
 
     @property
     def id(self) -> str: ...
@@ -17,7 +17,7 @@ R = TypeVar("R", bound=Record)
 
 
 class DeskError(Exception):
-    """Error of a tool call that cannot be made. The agent receives its text."""
+    """Error of a tool call that is not possible. The agent receives its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The notes about the case with this number: refusals and the hand-over."""
+    """Notes about the case with this number: refusals, and the transfer to a human."""
 
     id: str
     refused: tuple[str, ...] = ()
@@ -89,11 +89,14 @@ class Desk:
         return self[Note].get(number, Note(number))
 
     def copy(self) -> "Desk":
-        """Return a copy without the list of writes. It shares the records, which are frozen."""
+        """Return a copy whose list of writes is empty.
+
+        It shares the records, which are immutable.
+        """
         return Desk(self.terse, {kind: dict(table) for kind, table in self.tables.items()})
 
     def changes(self, other: "Desk") -> dict[tuple[type, str], tuple[Any, Any]]:
-        """Return the records that differ, as `(mine, other)` by type and number.
+        """Return the records in which two databases differ, as `(mine, other)` by type and number.
 
         A record that does not exist is None.
         """
@@ -108,19 +111,19 @@ class Desk:
         }
 
     def text(self, record: Mapping[str, Any]) -> str:
-        """Return a record as the agent reads it: JSON, or a short line."""
+        """Return a record as the agent reads it: JSON, or a short line if `terse` is set."""
         return short_line(record) if self.terse else json.dumps(record)
 
 
 def with_record(records: Iterable[R], changed: R) -> tuple[R, ...]:
-    """Return the records, with `changed` in place of the record that has its number."""
+    """Return the records with `changed` in place of the record that has the same number."""
     return tuple(changed if each.id == changed.id else each for each in records)
 
 
 def numbered(text: str, what: str) -> str:
-    """Return a number that a customer named. Raises `DeskError` unless it has 2 or 4 digits.
+    """Return the number in a text of the customer. Raises `DeskError` unless it has 2 or 4 digits.
 
-    `what` says in the error what the number is of.
+    `what` names the numbered thing in the error.
     """
     if not (len(text) in (2, 4) and text.isascii() and text.isdigit()):
         raise DeskError(f"no {what} {text}")
@@ -153,7 +156,7 @@ def short_line(record: Mapping[str, Any]) -> str:
 
 
 def _words(row: Mapping[str, Any]) -> list[str]:
-    """Return the marks of a row that are true, then its texts, then its numbers."""
+    """Return the names of a row's values that are True, then its texts, then its numbers."""
     marks = [key.replace("_", " ") for key, value in row.items() if value is True]
     texts = [value for value in row.values() if isinstance(value, str)]
     return marks + texts + [str(number) for number in row.values() if type(number) is int]

@@ -20,17 +20,17 @@ called with the customer's email (`retail` does not check that).
 Call = tuple[str, dict[str, str]]
 """A tool call: its name and its arguments."""
 Step = str | Call
-"""One step of the expert: a tool call, or the kind of fact for which it asks the customer."""
+"""One step of the scripted expert: a tool call, or a kind of fact that it asks the customer for."""
 Ignores = Callable[[str], bool]
-"""A function of a rule's name. It returns True if the expert ignores that rule now."""
+"""A function of a rule's name. It returns True if the expert does not follow the rule this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A kind of fact that the customer knows. `{}` in an answer is the fact."""
+    """A kind of fact that the customer knows. In an answer, `{}` stands for the fact."""
 
     question: str
-    """The question by which the scripted expert asks for it."""
+    """The question with which the scripted expert asks for it."""
     heard: tuple[str, ...]
     """Words by which the customer recognises a question about it, also as a plural. Questions for
     the number of the case need no words here.
@@ -38,7 +38,7 @@ class Fact:
     terse: tuple[str, ...]
     """Answers at level 1."""
     free: tuple[str, ...]
-    """Answers at higher levels."""
+    """Answers at the levels 2 and 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +67,23 @@ REFUND_TO = Fact(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of the customer."""
+    """A request that a customer makes."""
 
     kind: str
     wish: str
     case: str
     """Number of the record that the request is about."""
     wants: Mapping[str, str] = field(default_factory=dict)
-    """The values that the customer means, such as the number of an item, by name."""
+    """The values that the customer means, by name, such as the number of an item."""
     known: Mapping[str, str] = field(default_factory=dict)
     """The customer's answers in words, by kind of fact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The facts of one episode at a desk: the customer, the requests and the database.
+    """The facts of one task: the customer, the requests and the database.
 
-    `desk` is the database at the start, to be copied before use.
+    `desk` is the database at the start of an episode, which copies it.
     """
 
     domain: "Domain"
@@ -101,7 +101,10 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """A kind of desk. A case is the record that a request is about, and `case` is its type."""
+    """The declaration of a desk.
+
+    A case is the record that a request is about, and `case` is its type.
+    """
 
     name: str
     case: type[Record]
@@ -112,28 +115,34 @@ class Domain:
     customer who has that account. The case of such a request must be handed over.
     """
     handed_over: tuple[str, ...]
-    """Other kinds whose case a human must take over. Such a request is the customer's last."""
+    """Other kinds of requests whose case a human must take over. Such a request is the customer's
+    last.
+    """
     wishes: Mapping[str, Wish]
     facts: Mapping[str, Fact]
-    """Kinds of facts in the order in which the customer tries to recognise questions."""
+    """The kinds of facts, in the order in which the customer tries to recognise a question."""
     brief: str
-    """The system prompt at level 1, short because a small base model already knows the rules."""
+    """The system prompt at level 1. It is short, because a small base model already knows the
+    rules.
+    """
     policy: str
-    """The system prompt at higher levels, with the rules and `{identify}`."""
+    """The system prompt at the levels 2 and 3, with the rules and the placeholder `{identify}`."""
     add_stock: Callable[[Draw], None]
-    """Adds the records that belong to no customer, such as the items of a shop."""
+    """A function that adds the records that belong to no customer, such as the items of a shop."""
     draw_case: Callable[[Draw, User], Any]
-    """Returns a random case of a user, which is not in the database yet."""
+    """A function that returns a random case of a user, which is not in the database yet."""
     draw_request: Callable[[Draw, str, User], Request]
-    """Returns a request of a kind. Adds a case that fits it to the database."""
+    """A function that returns a random request of a kind. It adds a case that fits it to the
+    database.
+    """
     decide: Callable[[Scenario, Request, Ignores], list[Step]]
-    """Returns the expert's steps from the moment when it knows the case. The last one is the call
-    that the rules require. The number of the case may be left out of arguments.
+    """A function that returns the expert's steps after it has read the case. The last one is the
+    call that the rules require. The number of the case may be left out of arguments.
     """
     faults: Sequence[str]
     """Names of the rules that `decide` can ignore, in addition to `account`."""
     accounts: tuple[str, str] = ("personal", "business")
-    """The usual kind of account, and the special one."""
+    """The usual kind of account, and the special kind."""
     payments: Sequence[str] = ()
     """Payment methods of customers, if they have any. Each has the first and one of the others."""
     earlier_replies: bool = False
@@ -146,7 +155,7 @@ class Domain:
         return tuple(name for name in self.tools.tools if level > 2 or name != "find_user")
 
     def heard(self, kind: str, text: str) -> bool:
-        """Return True if the customer recognises `text` as a question about a kind of fact.
+        """Return True if the customer recognises `text` as a question about this kind of fact.
 
         `text` is in lower case.
         """
@@ -171,7 +180,7 @@ class Domain:
         )
 
     def scenario(self, level: int, split: str, index: int) -> Scenario:
-        """Return the scenario of a task. It depends only on the arguments."""
+        """Return the scenario of a task, which depends only on the arguments."""
         random = Random(f"{self.name}/{level}/{split}/{index}")
         draw = Draw(random, level)
         desk = draw.desk
@@ -196,8 +205,8 @@ class Domain:
     def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
         """Return the expert's steps after it has read the case.
 
-        The steps are texts and tool calls with all their arguments. `ignores` says which rules the
-        expert does not follow.
+        The steps are texts and tool calls with all their arguments. `ignores` decides which rules
+        the expert does not follow.
         """
         if scenario.user.account == self.accounts[1] and not ignores("account"):
             steps: list[Step] = [("hand_over", {})]
@@ -212,5 +221,5 @@ class Domain:
 
 
 def refuse(reason: str) -> Call:
-    """Return the call that refuses a request."""
+    """Return the tool call that refuses a request for this reason."""
     return "refuse", {"reason": reason}

@@ -1,4 +1,4 @@
-"""Draw the random numbers and customers of a scenario, which is one task of a desk."""
+"""The random numbers and customers of a scenario, which is one task of a desk."""
 
 from collections.abc import Sequence
 from random import Random
@@ -23,7 +23,7 @@ class Draw:
         self._used: set[str] = set()
 
     def number(self) -> str:
-        """Return a number that the scenario does not use yet.
+        """Return a random number that is not used in the scenario yet.
 
         It has two digits at level 1, four at higher levels.
         """
@@ -34,16 +34,16 @@ class Draw:
                 return number
 
     def numbered(self, names: Sequence[str]) -> dict[str, str]:
-        """Give each name a new number. Return the names by their numbers."""
+        """Assign a new number to each name. Return the names by their numbers."""
         return {self.number(): name for name in names}
 
     def add_users(
         self, accounts: tuple[str, str], is_special: bool, payments: Sequence[str]
     ) -> None:
-        """Add three users. The first is the customer.
+        """Add three users to the database. The first is the customer.
 
         Each has the first payment method of `payments`, and one of the others. `accounts` are the
-        usual and the special kind of account; `is_special` says which one the customer has.
+        usual and the special kind of account. With `is_special`, the customer has the special kind.
         """
         random = self.random
         for place, name in enumerate(random.sample(PEOPLE, 3)):

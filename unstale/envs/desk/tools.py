@@ -1,7 +1,7 @@
 """The tools of a desk, which read and change its database.
 
-A call is an error if its arguments do not exist or do not belong together. A call that breaks a
-rule of the desk is no error. It changes the database, so the reward is lost.
+A call fails if its arguments do not exist or do not belong together. A call that breaks a rule of
+the desk succeeds and changes the database, so the reward is lost.
 """
 
 import inspect
@@ -13,8 +13,8 @@ from unstale.envs import tool_schema
 from unstale.envs.desk.database import Desk, DeskError, Record, User
 
 Run = Callable[..., str | Mapping[str, Any]]
-"""A function of the database and the arguments, all of them text. It returns the answer, or the
-record that the answer contains. Raises `DeskError` for a call that cannot be made.
+"""A function of the database and the arguments, which are all text. It returns the answer, or the
+record that the answer contains. It raises `DeskError` for a call that is not possible.
 """
 
 
@@ -60,7 +60,7 @@ class Toolbox:
             **meanings,
         }
         self.choices = {"reason": tuple(reasons)}
-        """The words that an argument allows, by the argument's name."""
+        """The words that an argument may have, by the argument's name."""
         for run in writes:
             for key, hint in get_type_hints(run).items():
                 if get_origin(hint) is Literal:
@@ -91,7 +91,10 @@ class Toolbox:
         self.tools = {tool.name: tool for tool in (find_user, *own, refuse, hand_over)}
 
     def call(self, desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
-        """Carry out a call and return the answer. Raises `DeskError` for an impossible call."""
+        """Make a tool call and return the answer.
+
+        Raises `DeskError` if the call is not possible.
+        """
         if name not in self.tools:
             raise unknown_tool(name, self.tools)
         tool = self.tools[name]
@@ -145,12 +148,12 @@ class Toolbox:
         return "a colleague takes over"
 
     def _known(self, desk: Desk, case: Mapping[str, str]) -> str:
-        """Return the number of a case. Raises `DeskError` if there is no such case."""
+        """Return the number of a case. Raises `DeskError` if there is no case with this number."""
         return desk.get(self._case, case[self.case_id]).id
 
 
 def unknown_tool(name: str, tools: Iterable[str]) -> DeskError:
-    """Return the error of a call of a tool that does not exist."""
+    """Return the error for a call of a tool that does not exist. It lists the tools that do."""
     return DeskError(f"unknown tool {name!r}; tools are {', '.join(tools)}")
 
 

@@ -33,14 +33,16 @@ if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
 
 TEXT_EVERY = 10
-"""Number of steps from one sample text to the next. The first sample text is of step 1."""
+"""Number of steps between two sample texts. The first sample text is from step 1."""
 CLOSE_S = 120.0
-"""Largest number of seconds that the end of a run waits for trackers to send pending data."""
+"""Largest number of seconds for which the end of a run waits until trackers have sent pending
+data.
+"""
 
 
 MAX_NAMES, MAX_NOTES = 500, 10
-"""Largest number of metrics with the same part before the `/` of their names, and of notes about
-changed names. A database of MLflow takes 1 ms for each value.
+"""Largest number of metrics with the same part before the `/` in their names, and largest number of
+notes about changed names. A database of MLflow takes 1 ms for each value.
 """
 MAX_NAME = 200
 """Largest number of characters of a metric's name. MLflow accepts 250."""
@@ -52,11 +54,11 @@ OutcomeKind = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The way a run ended: it finished, the user stopped it (Ctrl-C, SIGTERM), or it failed."""
+    """The way in which a run ended: finished, stopped by the user (Ctrl-C, SIGTERM), or failed."""
 
     kind: OutcomeKind
     detail: str = ""
-    """The reason in words, such as the error."""
+    """The reason as text, such as the error."""
 
 
 _ENDED_EARLY = RunOutcome("failed", "the run ended without giving a reason")
@@ -89,7 +91,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run whose metrics a tracker receives."""
+    """The run whose metrics are sent to a tracker."""
 
     folder: Path
     """The run folder. Its name is the name of the run."""
@@ -114,7 +116,7 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedNames:
-    """The names of metrics in a tracker that refuses or changes some characters.
+    """The names under which metrics are sent to a tracker that refuses some characters.
 
     MLflow refuses a whole batch because of one name, and TensorBoard writes `a,b` and `a;b` into
     one chart.
@@ -123,7 +125,7 @@ class AcceptedNames:
     tracker: str
     note: Callable[[str], None]
     _names: dict[str, str] = field(default_factory=dict)
-    """The name that is sent, by the name of the metric. Empty for a metric that is not sent."""
+    """For each metric, the name under which it is sent. Empty if the metric is not sent."""
     _counts: Counter[str] = field(default_factory=Counter)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -233,7 +235,7 @@ class Trackers:
         default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
     )
     _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
-    """Calls to trackers whose results were not read yet."""
+    """Calls to trackers whose results have not been read yet: the tracker's name and a future."""
     _is_closed: bool = field(default=False, init=False)
 
     @classmethod
@@ -263,7 +265,7 @@ class Trackers:
     def sample(
         self, step: int, groups: "Sequence[Group]", decode: Callable[[list[int]], str]
     ) -> None:
-        """Send an episode of the batch as text, at every `TEXT_EVERY`th step."""
+        """Send the text of one of the batch's episodes, at every `TEXT_EVERY`th step."""
         episodes = [episode for group in groups for episode in group.trajectories]
         if not self.sinks or not episodes or step % TEXT_EVERY != 1:
             return
@@ -273,7 +275,7 @@ class Trackers:
         self._call(lambda sink: sink.text(step, "sample", text))
 
     def failures(self) -> Iterator[tuple[str, BaseException]]:
-        """Yield each tracker that failed since the last call, with its error.
+        """Yield the name of each tracker that failed since the last call, with its error.
 
         A failed tracker is closed and not used again. After `close`, trackers that had not ended
         when it returned count as failed, too.
@@ -293,9 +295,10 @@ class Trackers:
                     yield name, TimeoutError("it did not end in time, and some metrics may be lost")
 
     def close(self, outcome: RunOutcome = _ENDED_EARLY, timeout_s: float = CLOSE_S) -> None:
-        """Close each tracker after it has written all that was sent. A second call does nothing.
+        """Close each tracker when it has written all that was sent to it.
 
-        The method returns after at most `timeout_s` seconds, even if trackers are not closed yet.
+        A second call does nothing. The method returns after at most `timeout_s` seconds, even if
+        trackers are not closed yet.
         """
         if not self._is_closed:
             self._is_closed = True

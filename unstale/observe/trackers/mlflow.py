@@ -14,12 +14,12 @@ from unstale.observe.trackers import AcceptedNames, RunOutcome, Sink, TrackedRun
 
 PACKAGE = "mlflow"
 MAX_VALUE = 500
-"""Largest number of characters of a parameter that every server accepts."""
+"""Largest number of characters of a parameter's value that every server accepts."""
 MAX_PARAMETERS = 100
 """Largest number of parameters that a server accepts in one request."""
 MAX_METRICS = 500
-"""Largest number of metrics in one request. A server accepts 1000, but the time that a database
-needs grows with the square of the number.
+"""Largest number of metrics in one request. A server accepts 1000, but the time of a database grows
+with the square of the number.
 """
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """MLflow's status for each outcome of a run."""

@@ -24,7 +24,7 @@ SILENT_S = 2.0
 """Seconds after which a connection is closed. Clients on the same machine need less time."""
 MAX_CONNECTIONS = 16
 LOOK_S = 0.5
-"""Seconds between two checks whether the server must stop."""
+"""Seconds between two checks for a request to stop the server."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:

@@ -1,4 +1,4 @@
-"""Code that several ways to get `old_logp` share.
+"""Code that several routes (methods to compute `old_logp`) share.
 
 Scorers compute log-probabilities, and caches keep their results.
 """

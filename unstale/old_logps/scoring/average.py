@@ -1,6 +1,4 @@
-"""The moving average of the weights with which some routes (ways to get `old_logp`) score
-tokens.
-"""
+"""The moving average of the weights with which some routes compute `old_logp`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +31,10 @@ class Average:
 
     @torch.no_grad()
     def add(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
-        """Add weights to the average with decay `beta`. The first weights become the average."""
+        """Add the weights `theta` to the average with decay `beta`.
+
+        The first weights become the average.
+        """
         if not self.tensors:
             self.reset(theta)
             return
@@ -46,7 +47,7 @@ class Average:
 
     @torch.no_grad()
     def reset(self, theta: Mapping[str, Tensor]) -> None:
-        """Set the average to `theta`, with weight 1 and age 0."""
+        """Set the average to the weights `theta`, with weight 1 and age 0."""
         self.weight = 1.0
         self.age = 0.0
         if self._in_main_memory:

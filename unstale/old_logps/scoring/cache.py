@@ -1,4 +1,8 @@
-"""A cache of log-probabilities, for routes that score tokens before their batch is formed."""
+"""A cache of log-probabilities, for routes that compute `old_logp` before a batch is formed.
+
+A piece is a run of tokens of one episode that one version sampled. A score is a log-probability
+that a forward pass computed.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -19,11 +23,12 @@ from unstale.routed_experts import no_rows
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> dict[PieceKey, Tensor]:
-    """Return log-probabilities by piece (run of sampled tokens), under the weights of `version`.
+    """Return the log-probabilities of sampled tokens, by the key of their piece.
 
-    `version` None means the trainer's current weights. All pieces are of one version. All pieces of
-    an episode are scored in one sequence: the longest text among them, since it contains the
-    shorter ones. The order of `pieces` does not affect the values.
+    They are computed with the weights of `version`, or with the trainer's current weights if it is
+    None. All pieces are of one version. All pieces of an episode are scored in one sequence: the
+    longest text among them, since it contains the shorter ones. The order of `pieces` does not
+    affect the values.
     """
     if not pieces:
         return {}
@@ -50,9 +55,9 @@ def score_pieces(
 
 
 def answer(scorer: Scorer, pieces: Pieces) -> Reply:
-    """Score pieces (runs of sampled tokens) with the scorer's current weights.
+    """Score sampled tokens with the scorer's current weights.
 
-    Return the message with the scores that a second model sends to the trainer.
+    Return the message with the log-probabilities that a second model sends to the trainer.
     """
     logps = score_pieces(scorer, pieces)
     rows = [[key, logp.tolist()] for key, logp in logps.items()]
@@ -60,7 +65,7 @@ def answer(scorer: Scorer, pieces: Pieces) -> Reply:
 
 
 def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
-    """Return the recorded experts of all texts end to end: `[T, layers, k]`, a row for each token.
+    """Return the recorded experts of all texts, concatenated: `[T, layers, k]`.
 
     None if no text has recorded experts. If only some have, the rows of the others are marked as
     not recorded.
@@ -78,9 +83,10 @@ def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
 
 
 def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> KeptSets | None:
-    """Return the kept sets of `count` tokens: those of pieces at their spans, no others.
+    """Return the kept sets (of truncated sampling) of `count` tokens.
 
-    None if no piece has kept sets.
+    `pieces` has spans of these tokens, each with the text whose kept sets it gets. Other tokens get
+    none. None if no text has kept sets.
     """
     parts: list[tuple[int, KeptSets | None]] = []
     done = 0
@@ -91,42 +97,43 @@ def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> Ke
 
 
 class LogpCache:
-    """The scores of pieces (runs of sampled tokens), kept until their batch needs them.
+    """Log-probabilities of sampled tokens, kept until a batch needs them.
 
-    The first score of a token stays: a later one differs by rounding, if its pass was packed
+    The first value of a token stays: a later one would differ by rounding, if its pass was packed
     differently. Not thread-safe.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """Log-probabilities by piece (run of sampled tokens), in the order in which pieces were
+        """Log-probabilities by the key of their token run, in the order in which they were
         added.
         """
 
     def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities that another process computed.
 
-        A row is (key of a piece, list of its log-probabilities).
+        A row is (`PieceKey` of a token run, list of its log-probabilities).
         """
         dtype = self._scorer.dtype
         for key, values in rows:
             self._add(PieceKey(*key), torch.tensor(values, dtype=dtype))
 
     def score(self, pieces: Pieces, version: int | None = None) -> None:
-        """Score pieces (runs of sampled tokens) with the weights of `version`, or with the current
-        weights if it is None.
+        """Compute and store log-probabilities of sampled tokens under the weights of `version`.
+
+        If `version` is None, the current weights are used.
         """
         for key, logp in score_pieces(self._scorer, pieces, version).items():
             self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those of `pieces` (runs of sampled tokens) that have no score yet."""
+        """Return those token runs in `pieces` that have no log-probability in the cache."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score those pieces (runs of sampled tokens) of past versions that have no score, with
-        weights read from disk.
+        """Compute missing log-probabilities of past versions' tokens, with weights read from
+        disk.
         """
         missing = {version: self.missing(pieces) for version, pieces in past.items()}
         if not any(missing.values()):
@@ -136,10 +143,10 @@ class LogpCache:
                 self.score(by_key(pieces), version)
 
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the scores of a batch, `[T]`, and where they are known (`[T]` bool); 0 elsewhere.
+        """Return a batch's cached log-probabilities, and a mask of known ones, `[T]` each.
 
-        Tokens of the current version without a score are scored now, if no optimizer step has
-        changed the weights since. These scores are kept, too.
+        Missing ones of the current version's tokens are computed, if no optimizer step has changed
+        the weights since. They are stored, too.
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
@@ -161,13 +168,13 @@ class LogpCache:
         return torch.where(known, values, 0.0), known
 
     def _add(self, key: PieceKey, logp: Tensor) -> None:
-        """Add the scores of a piece. Tokens of the piece that already have a score keep it."""
+        """Add the log-probabilities of a token run. Tokens that already have one keep it."""
         had = self._logps.get(key, logp[:0])
         if len(logp) > len(had):
             self._logps[key] = torch.cat([had, logp[len(had) :]])
 
     def _add_runs(self, batch: Batch, values: Tensor, where: Tensor) -> None:
-        """Add the scores `values` of the tokens `where` of a batch. They are of the current
+        """Add the log-probabilities `values` of a batch's tokens `where`, of the current
         version.
         """
         for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
@@ -178,9 +185,9 @@ class LogpCache:
                 self._add(key, values[begin + start : begin + stop])
 
     def require(self, batch: Batch, *, why: str) -> Tensor:
-        """Return the scores of a batch, `[T]`.
+        """Return the cached log-probabilities of a batch, `[T]`.
 
-        Raises LookupError, with the reason `why`, if a sampled token has no score.
+        Raises LookupError, with the reason `why`, if a sampled token has none.
         """
         values, known = self.lookup(batch)
         lost = batch.sampled & ~known
@@ -192,13 +199,13 @@ class LogpCache:
         return values
 
     def keep(self, versions: Collection[int]) -> None:
-        """Drop the scores of all versions that are not in `versions`."""
+        """Drop the log-probabilities of all versions that are not in `versions`."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all scores in one tensor, and a row for each piece that gives their place in it.
+        """Return all log-probabilities in one tensor, and a row with the place of each token run.
 
-        Pieces are runs of sampled tokens. A row is `(version, episode, start, length)`.
+        A row is `(version, episode, start, length)`.
         """
         places = [(*key, len(logp)) for key, logp in self._logps.items()]
         return {

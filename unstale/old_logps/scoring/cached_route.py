@@ -1,7 +1,4 @@
-"""The part shared by routes that keep the scores of tokens until their batch needs them.
-
-A route is a way to get `old_logp`.
-"""
+"""The base class of routes that store log-probabilities of tokens until a batch needs them."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class CachedRoute(OldLogps):
-    """A route (way to get `old_logp`) that scores pieces (runs of sampled tokens) before their
-    batch is trained on.
+    """A route that computes the old log-probabilities of tokens before their batch is trained
+    on.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -36,5 +33,5 @@ class CachedRoute(OldLogps):
         self.cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score pieces (runs of sampled tokens) that have no score with the trainer's model."""
+        """Compute missing `old_logp` of past versions' tokens with the trainer's model."""
         self.cache.recover(past, weights)

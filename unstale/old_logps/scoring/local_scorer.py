@@ -1,4 +1,4 @@
-"""The scorer for a model in this process. A scorer computes log-probabilities at given weights."""
+"""The scorer for a model in this process. It computes log-probabilities under given weights."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,13 +35,14 @@ class LocalScorer:
     """A scorer for a model in this process: it computes log-probabilities of given tokens.
 
     A second model loads past versions of the weights, and a third loads moving averages. They exist
-    only if a route (way to get `old_logp`) or the audit asks for them.
+    only if a route or the audit asks for them.
     """
 
     def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
-        """Make a scorer of `policy`. Logits are divided by `temperature`, the sampling temperature.
+        """Create a scorer of `policy`.
 
-        A forward pass has at most `max_tokens` tokens, unless one sequence is longer.
+        Logits are divided by `temperature`, the sampling temperature. A forward pass has at most
+        `max_tokens` tokens, unless one sequence is longer.
         """
         self.policy = policy
         self.temperature = temperature
@@ -52,10 +53,10 @@ class LocalScorer:
         self._averaged: Policy | None = None
         """The model into which moving averages of the weights are loaded for scoring."""
         self._loaded: LocalAverage | None = None
-        """The average whose weights `_averaged` has at present."""
+        """The average whose weights `_averaged` currently has. None if it has none."""
         self._read: Callable[[int], Policy] | None = None
-        """Returns a model with the weights of a version read from disk. Set only within the context
-        `reading`.
+        """A function that returns a model with the weights of a version, read from disk. None
+        outside the context `reading`.
         """
         self._placement: Placement = "twin"
         self._restore_s = 0.0
@@ -64,7 +65,7 @@ class LocalScorer:
 
     @classmethod
     def load(cls, exported: Mapping[str, Any]) -> Self:
-        """Make a scorer from the arguments that `export` returned, in another process."""
+        """Create a scorer in another process, from the arguments that `export` returned."""
         lora = exported["lora"] and Lora(**exported["lora"])
         policy = Policy.load(
             exported["folder"],
@@ -77,6 +78,7 @@ class LocalScorer:
         if exported["replays_experts"]:
             policy.replay_experts()
         policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
+        policy.bias_logits(exported["logit_bias"])
         return cls(policy, exported["temperature"], exported["max_tokens"])
 
     @property
@@ -188,6 +190,7 @@ class LocalScorer:
             "independent_rows": policy.independent_rows,
             "chat_template": policy.tokenizer.chat_template,
             "replays_experts": policy.replays_experts,
+            "logit_bias": policy.logit_bias,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
@@ -223,7 +226,7 @@ class LocalScorer:
     def score_average(
         self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
-        """Score tokens with a moving average that this scorer made."""
+        """Return log-probabilities under a moving average that this scorer created."""
         if isinstance(average, HostAverage):
             return self._score(self.policy.with_weights(average.tensors), batch, where)
         assert self._averaged is not None
@@ -233,7 +236,7 @@ class LocalScorer:
         return self._score(self._averaged, batch, where)
 
     def unload(self, average: "LocalAverage") -> None:
-        """Note that `average` has changed, so that it is loaded again before it scores."""
+        """Mark `average` as changed, so that it is loaded again before it scores."""
         if self._loaded is average:
             self._loaded = None
 
@@ -245,7 +248,9 @@ class LocalScorer:
         return scored
 
     def _model(self, version: int | None) -> Policy:
-        """Return a model that has the weights of `version`; None means the current weights."""
+        """Return a model that has the weights of `version`, or the current weights if it is
+        None.
+        """
         if version is None:
             return self.policy
         if self._read is not None:
@@ -258,10 +263,9 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, whichever begins nearer to the version that is loaded now.
+        """Sort versions up or down, beginning with the end that is nearer to the loaded version.
 
-        The store loads a version by one delta for each version in between, so this order needs the
-        fewest.
+        The store moves from version to version by deltas, so this order needs the fewest.
         """
         path = sorted(versions)
         if path and self.store is not None:
@@ -277,7 +281,7 @@ class LocalScorer:
 
 
 class LocalAverage(Average):
-    """A moving average of the weights of the policy that a `LocalScorer` scores with."""
+    """A moving average of the weights of a `LocalScorer`'s policy."""
 
     def __init__(self, scorer: LocalScorer, *, in_main_memory: bool = False) -> None:
         super().__init__(in_main_memory=in_main_memory)
@@ -300,7 +304,7 @@ class LocalAverage(Average):
 
 
 class HostAverage(LocalAverage):
-    """A moving average of weights in main memory, which the trained model loads to score tokens.
+    """A moving average of weights in main memory. The trained model loads it to score tokens.
 
     During scoring the trained weights are in main memory, which is pinned if they come from a GPU.
     """

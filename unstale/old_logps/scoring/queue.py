@@ -1,4 +1,7 @@
-"""A queue of tokens to be scored. Importing this module does not import torch."""
+"""A queue of sampled tokens whose log-probabilities are to be computed. It does not need torch.
+
+A piece is a run of tokens of one episode that one version sampled.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a piece (a run of sampled tokens): its version, its episode and the position of
-    its first token in the episode.
-    """
+    """The key of a token run: its version, episode, and first token's position in the episode."""
 
     version: int
     episode: int
@@ -25,17 +26,21 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 
 
 class PieceText(NamedTuple):
-    """The tokens of an episode up to the end of a piece (a run of sampled tokens)."""
+    """The tokens of an episode up to the end of a token run that is to be scored."""
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that the model chose for `tokens`, with the weights of the piece's version."""
+    """The experts that an MoE model chose for `tokens`, under the weights of the token run's
+    version.
+    """
     kept_sets: "KeptSets | None" = None
-    """The kept sets of the piece's own tokens, the last of `tokens`."""
+    """The sets from which truncated sampling drew the token run's own tokens, the last ones of
+    `tokens`.
+    """
 
 
 Pieces = dict[PieceKey, PieceText]
-"""The texts of the pieces (runs of sampled tokens) to score, by key."""
+"""The token runs to be scored, by key, each with the text that it needs."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
@@ -47,7 +52,7 @@ def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
 
 
 class ScoreQueue:
-    """A queue of the pieces (runs of sampled tokens) of one version that are to be scored."""
+    """A queue of the sampled tokens of one version whose log-probabilities are to be computed."""
 
     def __init__(self) -> None:
         self._episodes: dict[int, Pieces] = {}
@@ -62,10 +67,10 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = text
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove and return the pieces for one forward pass, from the longest waiting episodes.
+        """Remove and return token runs for one forward pass, from the longest waiting episodes.
 
-        All pieces (runs of sampled tokens) of an episode are taken together. So the pieces of a
-        single episode may have more than `max_tokens` tokens.
+        All runs of an episode are taken together. So a single episode may have more than
+        `max_tokens` tokens.
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
@@ -77,22 +82,20 @@ class ScoreQueue:
         return taken
 
     def take_all(self) -> Pieces:
-        """Remove and return all pieces (runs of sampled tokens)."""
+        """Remove and return all token runs."""
         taken, self._episodes = self._episodes, {}
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove the pieces (runs of sampled tokens) of some episodes."""
+        """Remove the token runs of these episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 
 
 class ScoringOrder:
-    """The work of a second model in order: score all pieces of a version, then load the next
-    version.
+    """A second model's work in order: score all tokens of a version, then load the next one.
 
-    Pieces are runs of sampled tokens. `max_tokens` is the largest number of tokens in a forward
-    pass.
+    `max_tokens` is the largest number of tokens in a forward pass.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -103,15 +106,16 @@ class ScoringOrder:
         """Versions to be loaded, oldest first, with their weights."""
 
     def __bool__(self) -> bool:
-        """True if there is work to do now. Pieces (runs of sampled tokens) of later versions do not
-        count.
+        """True if there is work to do at present.
+
+        Tokens of versions that are not loaded yet do not count.
         """
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
-        """Add pieces (runs of tokens that one version sampled) to score.
+        """Add sampled tokens to be scored.
 
-        Raises `RuntimeError` if the model has loaded a newer version than the one of a piece.
+        Raises `RuntimeError` if the model has already loaded a newer version than theirs.
         """
         for key, text in pieces.items():
             if key.version < self._loaded:
@@ -124,14 +128,15 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return the next pieces (runs of sampled tokens) to be scored with the loaded
-        weights, if any.
+        """Remove and return the next token runs to be scored with the loaded weights.
+
+        Empty if there are none.
         """
         queue = self._pieces.get(self._loaded)
         return queue.take(self._max_tokens) if queue else {}
 
     def take_version(self) -> tuple[int, Any]:
-        """Remove and return the next version to be loaded, and its weights."""
+        """Remove and return the next version to be loaded: its number and its weights."""
         self._pieces.pop(self._loaded, None)
         self._loaded, weights = self._versions.popleft()
         return self._loaded, weights

@@ -1,4 +1,4 @@
-"""The contract of scorers: they compute log-probabilities at the weights of a given version.
+"""The interface of scorers, which compute log-probabilities under the weights of a given version.
 
 Routes and the audit use a `Scorer` and never a model, so the weights may be anywhere.
 `local_scorer.LocalScorer` is for a model of this process, with old weights from a `VersionStore`
@@ -28,7 +28,7 @@ not kept.
 
 
 class WeightStore(Protocol):
-    """Weights of several versions. A single set of tensors can be loaded with any of them."""
+    """Weights of several versions, which can be loaded into a single set of tensors."""
 
     encode_s: float
 
@@ -37,7 +37,7 @@ class WeightStore(Protocol):
 
     @property
     def at(self) -> int:
-        """The version that the tensors have now, or -1 if they have none."""
+        """The version whose weights the tensors currently have, or -1 if they have none."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class WeightStore(Protocol):
     def move_to(self, version: int) -> None:
         """Load the weights of `version` into the tensors.
 
-        Raises LookupError if they were dropped.
+        Raises LookupError if this version was dropped.
         """
         ...
 
@@ -70,8 +70,8 @@ class WeightStore(Protocol):
 
 
 MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
-"""A function that makes a store, which loads versions into the given tensors. A scorer on several
-devices calls it once per shard.
+"""A function that makes a store which loads versions into the given tensors. A scorer on several
+devices calls it once for each shard.
 """
 
 
@@ -80,7 +80,7 @@ class WeightAverage(Protocol):
 
     @property
     def weight(self) -> float:
-        """The sum of the decayed weights of all updates. It is 0 before the first update."""
+        """The sum of the decayed weights of all updates, 0 before the first update."""
         ...
 
     @property
@@ -108,15 +108,15 @@ class WeightAverage(Protocol):
 
 
 class Scorer(Protocol):
-    """Computes log-probabilities with the current weights, past versions of them, or averages.
+    """An interface to log-probabilities under current weights, past versions, or averages.
 
     The weights may be in this process, on several devices or in another process. Only one route
-    (way to get `old_logp`) uses a scorer, because it has one set of kept versions. Not thread-safe.
+    uses a scorer, because it has one set of kept versions. Not thread-safe.
     """
 
     forward_tokens: int
-    """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route (way
-    to get `old_logp`) that scores in another process adds the tokens of that process.
+    """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route that
+    scores in another process adds the tokens of that process.
     """
 
     @property
@@ -156,13 +156,11 @@ class Scorer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: the number of batches between its `version` and the current
-        one.
-        """
+        """Return the lag of each token: batches between its `version` and the current version."""
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
-        """Return log-probabilities `[T]` of the tokens at `where` (`[T]` bool), and 0 elsewhere.
+        """Return log-probabilities `[T]` of the tokens in the mask `where` `[T]`, and 0 elsewhere.
 
         They are computed with the kept weights of `version`, or the current weights if it is None.
         Raises LookupError if the weights of `version` were not kept.
@@ -170,7 +168,7 @@ class Scorer(Protocol):
         ...
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        """Return log-probabilities `[T]` of tokens at `where`, each by the version that sampled it.
+        """Return log-probabilities `[T]` at the mask `where`, each under its token's own version.
 
         The weights of a version come from the version store. With `use_trained`, the tokens of the
         current version are scored by the trainer's model instead, if no optimizer step has changed
@@ -193,28 +191,33 @@ class Scorer(Protocol):
         ...
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop the kept versions that are not in `live`. The newest one may stay."""
+        """Drop the kept versions that are not in `live`. The newest version may be kept, too."""
         ...
 
     def begin_put(self, live: Collection[int]) -> None:
-        """Begin what `put` and `keep` do, in another thread. It needs a `VersionStore`.
+        """Begin to do what `put` and `keep` do, in another thread.
 
-        Whatever uses kept versions or changes the weights next waits for it, and raises its error.
+        The scorer must use a `VersionStore`. The next use of kept versions, and the next change of
+        the weights, waits for the thread and raises its error.
         """
         ...
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
-        """Keep exactly the versions `live`: read missing ones from disk and drop all others."""
+        """Keep exactly the versions `live`.
+
+        Missing ones are read from disk by `weights`, others dropped.
+        """
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Return a context in which scoring reads the weights of past versions from disk by
-        `weights`.
+        """Return a context in which scoring reads the weights of past versions from disk.
+
+        `weights` is the function that reads them.
         """
         ...
 
     def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
-        """Return a moving average of the trainer's weights, with nothing in it yet.
+        """Return an empty moving average of the trainer's weights.
 
         Scoring uses a second model. With the placement `own` the average is in main memory, and the
         trained model scores.
@@ -222,11 +225,14 @@ class Scorer(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the trainer's weights by name. Copy them before the next optimizer step."""
+        """Return the trainer's weights by name.
+
+        The next optimizer step changes them, so copy them before.
+        """
         ...
 
     def whole_weights(self) -> WholeWeights:
-        """Return the trainer's whole weights, to be read one at a time."""
+        """Return the trainer's weights, gathered from all ranks, to be read one at a time."""
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:
@@ -241,9 +247,7 @@ class Scorer(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return metrics of kept versions: seconds since the last call, and
-        bytes held in memory.
-        """
+        """Return metrics of kept versions: seconds since the last call, and bytes in memory."""
         ...
 
     def state(self) -> Mapping[str, Any]:

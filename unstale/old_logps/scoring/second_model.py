@@ -1,7 +1,7 @@
 """The exchange with a second model, which scores tokens of each version outside the trainer.
 
-The model is in another process or on ranks of its own. It scores all pieces (runs of sampled
-tokens) of a version, and then loads the next version.
+The model is in another process or on separate ranks. It scores all sampled tokens of a version, and
+then loads the next version.
 """
 
 import time
@@ -14,28 +14,30 @@ if TYPE_CHECKING:
     from unstale.records import PendingPiece
 
 Reply = dict[str, Any]
-"""`{"op": "loaded", "version": v}`, or `{"op": "answers", "answers": rows, "forward_tokens": n}`
-with one row `[key, log-probabilities]` for each scored run of tokens (piece).
+"""A message from the second model: `{"op": "loaded", "version": v}`, or `{"op": "answers",
+"answers": rows, "forward_tokens": n}` with one row `[key, log-probabilities]` for each scored token
+run.
 """
 
 
 class Link(Protocol):
-    """A connection to a second model, which handles messages in the order of sending."""
+    """A connection to a second model, which handles messages in the order in which they were
+    sent.
+    """
 
     def load(self, version: int, weights: Any) -> None:
-        """Send the weights of a version. Returns before the model has them."""
+        """Send the weights of a version, without waiting until the model has loaded them."""
         ...
 
     def score(self, pieces: Pieces) -> None:
-        """Send pieces (runs of sampled tokens) to be scored. Must not block, because the event loop
-        calls it.
-        """
+        """Send sampled tokens to be scored. Must not block, because the event loop calls it."""
         ...
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Return complete replies. None if nothing has arrived; with `wait`, wait for something.
+        """Return complete replies, or None if nothing has arrived.
 
-        Also returns None if the model has not been started. Raises an error if it has ended.
+        With `wait`, wait until something arrives. Also returns None if the model has not been
+        started. Raises an error if it has ended.
         """
         ...
 
@@ -43,19 +45,18 @@ class Link(Protocol):
 class SecondModel:
     """The work of a second copy of the model, which computes old log-probabilities elsewhere.
 
-    It keeps the versions and pieces that were sent there, and the scores that came back. Pieces are
-    runs of sampled tokens. With `lockstep` no result depends on the speed of the model:
-    pieces are sent in a fixed order when the next version is published or a batch needs them, and
-    the caller waits for all scores.
+    This object records the versions and tokens that were sent there, and the values that came back.
+    With `lockstep` no result depends on the speed of the model: tokens are sent in a fixed order
+    when the next version is published or a batch needs them, and the caller waits for all values.
     """
 
     def __init__(
         self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
     ) -> None:
-        """Create the object without versions and pieces. `link` connects to the second model.
+        """`link` connects to the second model, to which nothing was sent yet.
 
-        `add_scores` is called with the rows of scores in a reply, and the number of tokens in the
-        forward passes that computed them.
+        `add_scores` is called with the rows of log-probabilities in a reply, and the number of
+        tokens in the forward passes that computed them.
         """
         self.loaded = -1
         """The version of the weights that the model has loaded. -1 before the first."""
@@ -65,13 +66,9 @@ class SecondModel:
         self._add_scores = add_scores
         self._lockstep = lockstep
         self._held: Pieces = {}
-        """Pieces (runs of sampled tokens) that have arrived but are sent later, because of
-        `lockstep`.
-        """
+        """Tokens that have arrived but are sent later, because of `lockstep`."""
         self._unscored: dict[PieceKey, None] = {}
-        """Pieces (runs of sampled tokens) that were sent and have no score yet, in the order of
-        sending.
-        """
+        """Keys of token runs that were sent and not scored yet, in the order of sending."""
 
     def load(self, version: int, weights: Any) -> None:
         """Send the weights of a version."""
@@ -79,22 +76,20 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send a piece (run of sampled tokens) to be scored, or hold it back with `lockstep`. Does
-        not block.
-        """
+        """Send sampled tokens to be scored, or hold them back with `lockstep`. Does not block."""
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
         else:
             self._send({key_of(piece): text_of(piece)})
 
     def finish_version(self) -> float:
-        """With `lockstep`, wait for all scores. Return the seconds waited."""
+        """With `lockstep`, wait until all tokens are scored. Return the seconds of the wait."""
         return self.score_all() if self._lockstep else 0.0
 
     def score_all(self) -> float:
-        """Send the pieces (runs of sampled tokens) held back by `lockstep` and wait for all scores.
+        """Send the tokens held back by `lockstep`, and wait until all tokens are scored.
 
-        Return the seconds waited.
+        Return the seconds of the wait.
         """
         due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self.sent}
         if due:
@@ -102,18 +97,19 @@ class SecondModel:
         return self._receive_until(lambda: not self._is_due(lambda key: True))
 
     def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
-        """Wait for the scores of pieces (runs of sampled tokens) for which `wanted` is true. Return
-        the seconds waited.
+        """Wait until the tokens whose key satisfies `wanted` are scored.
+
+        Return the seconds of the wait.
         """
         if self._lockstep:
             return self.score_all()
         return self._receive_until(lambda: not self._is_due(wanted))
 
     def wait_until_loaded(self) -> float:
-        """Wait until the model has loaded the version sent last. Return the seconds waited.
+        """Wait until the model has loaded the version sent last. Return the seconds of the wait.
 
-        The model has then scored all pieces (runs of sampled tokens) of earlier versions, because
-        it does so before it loads new weights.
+        The model has then scored all tokens of earlier versions, because it does so before it loads
+        new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)
 
@@ -122,14 +118,14 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a piece (run of sampled tokens) that was sent has no score yet.
+        """Return True if a token run that was sent is not scored yet.
 
-        Only pieces for which `wanted` is true are counted, and none of versions that were not sent.
+        Only keys that satisfy `wanted` count, and only those of versions that were sent.
         """
         return any(key.version <= self.sent and wanted(key) for key in self._unscored.copy())
 
     def _receive_until(self, done: Callable[[], bool]) -> float:
-        """Receive replies until `done()` is true. Return the seconds waited."""
+        """Receive replies until `done()` is True. Return the seconds of the wait."""
         began = time.perf_counter()
         while (replies := self._link.receive(wait=not done())) is not None:
             for reply in replies:

@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Score tokens for a trainer: read its messages from a socket, and answer them.
+    """Score tokens for a trainer: read messages from a socket, and answer them.
 
     `descriptor` is the file descriptor of the socket. `options` is JSON from `LocalScorer.export`.
     """
@@ -51,7 +51,7 @@ class _ScoringWorker:
     def serve(self) -> None:
         """Read messages, score one forward pass or load one version, and repeat.
 
-        Returns when the other end closes the connection.
+        Return when the other end closes the connection.
         """
         while True:
             writing = [self._connection] if self._replies else []
@@ -80,9 +80,7 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Score about one forward pass of pieces (runs of sampled tokens) with the weights that are
-        loaded now.
-        """
+        """Score about one forward pass of sampled tokens with the weights that are loaded now."""
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
@@ -94,8 +92,9 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the pieces (runs of sampled tokens) of a message, whose body holds their routed experts
-    and kept sets end to end.
+    """Yield the token runs in a message.
+
+    Its body has their routed experts and kept sets, concatenated.
     """
     start = 0
     for fields, tokens, about, size in header["pieces"]:
@@ -108,6 +107,7 @@ def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, Pi
             start += experts.nbytes
             routed_experts = RoutedExperts(0, experts.copy())
         if size is not None:
-            kept_sets = KeptSets.unpack(bytes(body[start : start + size]), tokens[key.start :])
+            count = len(tokens) - key.start
+            kept_sets = KeptSets.frombuffer(body[start : start + size], count)
             start += size
         yield key, PieceText(tokens, routed_experts, kept_sets)

@@ -1,1 +1,1 @@
-"""Adapters: each file makes the environments of another library usable as a task set."""
+"""Adapters: each file turns the environments of another library into a task set."""

@@ -31,7 +31,7 @@ try:
     from tau2.utils import DATA_DIR
 
     OLD = find_spec("tau2.agent.base_agent") is None
-    """True for the layout of tau2 0.x."""
+    """True if the installed library has the layout of tau2 0.x."""
     if OLD:
         from tau2.agent.base import LocalAgent as Agent
         from tau2.agent.base import is_valid_agent_history_message
@@ -83,7 +83,7 @@ class User(UserBase):
 
 
 def simulated_user(world: Any, task: Any, model: str, arguments: Mapping[str, Any]) -> Any:
-    """Return tau2's user simulator for a task. litellm queries `model` with the arguments."""
+    """Return tau2's user simulator for a task. litellm queries `model` with the `arguments`."""
     if OLD:
         return UserSimulator(
             tools=world.get_user_tools() if world.user_tools else None,
@@ -97,8 +97,9 @@ def simulated_user(world: Any, task: Any, model: str, arguments: Mapping[str, An
 
 
 def check_limits(orchestrator: Any) -> None:
-    """End a conversation that has too many messages or failed calls, unless a call waits for its
-    result.
+    """End a conversation with too many messages or failed calls.
+
+    A pending call may finish first.
     """
     if not OLD:
         orchestrator._check_termination()
@@ -112,7 +113,7 @@ def check_limits(orchestrator: Any) -> None:
 
 
 def how_to_get_data() -> str:
-    """Return the end of an error message: what the user can do if tau2 has no data."""
+    """Return the end of an error message: advice for the user if tau2 has no data."""
     if OLD:
         return f"install it again: {install('tau2')}"
     return "set TAU2_DATA_DIR to its data folder"

@@ -34,21 +34,23 @@ MULTI_TURN = (
     "multi_turn_long_context",
 )
 REFUSED = ("web_search", "memory", "format_sensitivity")
-"""Prefixes of the names of categories that cannot be used."""
+"""Prefixes of the names of categories that this adapter does not support."""
 MAX_STEPS = 20
-"""Largest number of replies in one turn, as in `bfcl_eval`. A reply beyond it fails the task."""
+"""Largest number of replies in one turn, as in `bfcl_eval`. If a further reply is needed, the task
+fails.
+"""
 MAX_CALL_CHARACTERS = 10_000
-"""Largest size of a reply's calls as JSON. Longer calls count as wrong, so that no check takes
-long.
+"""Largest number of characters in a reply's calls as JSON. Longer calls count as wrong, so that no
+check takes long.
 """
 LIMITS = sandbox.Limits(seconds=10.0, memory_mb=1024, file_mb=1)
 
 _SIGNAL = 128
-"""A larger exit code means that a signal ended the program."""
+"""Exit codes of a program above this number mean that a signal ended it."""
 _MODEL = "policy"
-"""The name of the model in calls of the checkers."""
+"""The name of the model that is passed to the checkers."""
 _FOLDER = TemporaryDirectory(prefix="bfcl-", ignore_cleanup_errors=True)
-"""The folder in which `bfcl_eval` makes its folders when it is imported."""
+"""The folder in which `bfcl_eval` creates its own folders when it is imported."""
 
 _RUN = """
 import json, sys
@@ -75,7 +77,7 @@ sys.stdout.write("\\0" + json.dumps(answer))
 def bfcl() -> SimpleNamespace:
     """Return the used parts of `bfcl_eval`, imported without the leaderboard's models and clients.
 
-    Of the table of models `ast_checker` needs only whether a model replaces dots in the names of
+    Of its table of models, `ast_checker` only reads whether a model replaces dots in the names of
     functions. Here the table has one entry, for a policy that does not. Raises `ConfigError` if the
     package is not installed.
     """
@@ -163,12 +165,12 @@ class BfclTasks(ListedTasks):
         return "\n".join(each["content"] for turn in turns for each in turn)
 
     def env(self, task: Task, seed: int) -> "BfclEnv | BfclTurns":
-        """Return the environment of a task. `seed` is not used: an entry has no randomness."""
+        """Return the environment of a task. `seed` is not used: nothing in a task is random."""
         entry = self.data_of(task)
         return BfclTurns(entry) if self.category in MULTI_TURN else BfclEnv(entry, self.category)
 
     def demonstration(self, task: Task) -> tuple[Message, ...]:
-        """Return the question of a task and a reply with right calls.
+        """Return the question of a task, followed by a reply with right calls.
 
         Raises `ConfigError` for categories of several turns, without calls, or not in Python.
         """
@@ -186,8 +188,8 @@ class BfclTasks(ListedTasks):
 def load_entries(category: str) -> list[Mapping[str, Any]]:
     """Return the entries of a category, each with its `tools` and the right `answer`.
 
-    `function` of an entry is what the checker expects. `tools` are shown to the policy: in Java and
-    JavaScript all arguments are text, as in the leaderboard.
+    The field `function` of an entry is for the checker. `tools` are shown to the policy: in Java
+    and JavaScript all arguments are text, as in the leaderboard.
     """
     package = bfcl()
     shown = package.load(category)
@@ -236,7 +238,10 @@ def share_of(name: str) -> float:
 
 
 class BfclEnv:
-    """One question with one reply. The reward `valid` is the verdict of the leaderboard."""
+    """An environment with one question and one reply.
+
+    The reward `valid` is the leaderboard's verdict, 0 or 1.
+    """
 
     def __init__(self, entry: Mapping[str, Any], category: str) -> None:
         self._entry = entry
@@ -255,7 +260,7 @@ class BfclEnv:
 
 
 def is_valid(entry: Mapping[str, Any], category: str, calls: Sequence[ToolCall]) -> bool:
-    """Return the verdict of the leaderboard on the calls of a single-turn reply."""
+    """Return True if the leaderboard accepts the calls of a single-turn reply."""
     package = bfcl()
     are_read = not any(call.error for call in calls)
     output = [{call.name: dict(call.arguments)} for call in calls]
@@ -276,7 +281,7 @@ def is_valid(entry: Mapping[str, Any], category: str, calls: Sequence[ToolCall])
 
 
 class BfclTurns:
-    """A task of several turns. A turn ends with a reply without calls.
+    """An environment with several turns. A turn ends with a reply without calls.
 
     The reward `valid` is 1 if the API classes have the right states, and gave the right results,
     after every turn.
@@ -308,7 +313,7 @@ class BfclTurns:
         return Turn(tuple(Message("tool", text) for text in texts))
 
     def _question(self) -> tuple[Message, ...]:
-        """Return the messages of the current turn, which may announce further tools."""
+        """Return the messages that begin the current turn. They may announce further tools."""
         number = len(self._turns) - 1
         added = self._entry.get("missed_function", {}).get(str(number), [])
         if not added:
@@ -317,9 +322,9 @@ class BfclTurns:
         return (Message("user", bfcl().new_tools.format(functions=json.dumps(added))),)
 
     def _problem(self, call: ToolCall) -> str:
-        """Return an error message if a call cannot be run. Empty if it can.
+        """Return an error message if a call cannot be run, otherwise "".
 
-        Only names of functions and keywords become code, and both are checked here.
+        Only the names of functions and arguments become code, and both are checked here.
         """
         if call.name not in self._functions:
             return f"Error: there is no tool {call.name!r}"
@@ -327,9 +332,10 @@ class BfclTurns:
         return f"Error: {wrong[0]!r} is no argument of {call.name}" if wrong else ""
 
     async def _run(self, answers: Any) -> Any:
-        """Return the results of the last calls or, with `answers`, the verdict on all calls.
+        """Return the results of the last calls.
 
-        Every call runs again from the start, so an episode holds no state of foreign code.
+        With `answers`, return the verdict on all calls instead. Every call runs again from the
+        start, so an episode holds no state of foreign code.
         """
         keys = ("id", "initial_config", "involved_classes")
         entry = {key: self._entry[key] for key in keys}
@@ -349,14 +355,14 @@ class BfclTurns:
 
 
 def as_python(call: ToolCall) -> str:
-    """Return a call as Python code with literals, as the executor of `bfcl_eval` expects it."""
+    """Return a call as Python code with literals, in the form that `bfcl_eval` executes."""
     return f"{call.name}({', '.join(f'{key}={each!r}' for key, each in call.arguments.items())})"
 
 
 def reference_calls(entry: Mapping[str, Any]) -> tuple[ToolCall, ...]:
-    """Return calls that the leaderboard accepts: the first possible value of each argument.
+    """Return calls that the leaderboard accepts: each argument has its first possible value.
 
-    Only for Python. Arguments that may be left out are left out.
+    Only for Python. Optional arguments are left out.
     """
     calls = []
     for answer in entry["answer"]:
@@ -366,7 +372,7 @@ def reference_calls(entry: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def first_values(arguments: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """Return the first possible value of each required argument, with `optional` of all arguments.
+    """Return the first possible value of each required argument. With `optional`, of all arguments.
 
     The values of an object, and of objects in a list, are again lists of possible values.
     """

@@ -20,7 +20,7 @@ from unstale.records import Task
 
 _INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
 _COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
-"""Pattern of coloured text, which usually shows the position of the player."""
+"""Pattern of coloured terminal text, which usually shows the position of the player."""
 
 
 class GymnasiumTasks(NumberedTasks):
@@ -58,7 +58,10 @@ class GymnasiumTasks(NumberedTasks):
         return gymnasium.make(self.environment, **self.options)
 
     def env(self, task: Task, seed: int) -> "GymnasiumEnv":
-        """Return the environment of a task. `seed` is not used, because the task has the seed."""
+        """Return the environment of a task.
+
+        `seed` is not used: the task's number decides everything.
+        """
         return GymnasiumEnv(self, self.seed_of(task))
 
 
@@ -96,7 +99,7 @@ class GymnasiumEnv:
             self._env.close()
 
     def _action(self, text: str) -> Any:
-        """Return the action in a reply. None if there is no valid action."""
+        """Return the action in the text of a reply. None if the text has no valid action."""
         space = self._env.action_space
         action: Any = text
         if isinstance(space, Discrete):

@@ -19,7 +19,7 @@ from unstale.envs.strict_json import loads
 from unstale.records import Task
 
 ACT = "act"
-"""Name of the tool that the policy calls, if an action has several fields."""
+"""Name of the tool that the policy calls if an action has several fields."""
 
 _WAIT_S = 10.0
 _REFUSED = "(code: VALIDATION_ERROR)"
@@ -73,20 +73,20 @@ class OpenEnvTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> "OpenEnv":
         """Return the environment of a task.
 
-        `seed` is not used, because the task number is the seed.
+        `seed` is not used, because the task's number is the seed.
         """
         return OpenEnv(self, self.seed_of(task))
 
 
 def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an action without the fields that the server fills in itself."""
+    """Return the schema of an action without the fields that the server sets itself."""
     fields = schema.get("properties", {})
     visible = {name: field for name, field in fields.items() if name not in _HIDDEN}
     return {**schema, "properties": visible}
 
 
 def only_text(schema: Mapping[str, Any]) -> str:
-    """Return the name of the only field if that field is free text, otherwise "".
+    """Return the name of an action's only field if that field is free text, otherwise "".
 
     >>> only_text({"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}})
     'message'
@@ -113,7 +113,7 @@ def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seen(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text: its only text, or JSON without its empty fields.
+    """Return an observation as text: its only text field, or JSON without empty fields.
 
     >>> seen({"echoed": "hello", "metadata": {}})
     'hello'
@@ -136,7 +136,7 @@ def seen(observation: Mapping[str, Any]) -> str:
 
 
 class OpenEnv:
-    """One episode on an OpenEnv server. Its reward is the sum of the rewards of its steps."""
+    """An episode on an OpenEnv server. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
         self._tasks = tasks
@@ -184,7 +184,10 @@ class OpenEnv:
         return await self._act(arguments)
 
     async def _act(self, action: Mapping[str, Any]) -> str:
-        """Send an action. Return the observation, or an error message if the action is invalid."""
+        """Send an action.
+
+        Return the observation as text, or an error message if the action is invalid.
+        """
         try:
             with self._env_errors():
                 result = await self._session.step(dict(action))
@@ -219,9 +222,7 @@ def connection_class() -> Any:
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """A connection that is not opened again after a loss, because its
-        environment is lost, too.
-        """
+        """A connection that is not opened again after a loss: its environment is lost, too."""
 
         _begun = False
 

@@ -31,14 +31,14 @@ reproducible.
 
 LIMITS = sandbox.Limits(seconds=20.0, memory_mb=2048, file_mb=1)
 MAX_EVALUATED = 500
-"""Largest number of characters in an answer that is evaluated as code."""
+"""Largest number of characters of an answer that a scorer evaluates as code."""
 
 PROBED = 8
-"""Number of puzzles on which constant answers are tried."""
+"""Number of puzzles on which constant answers are tried, to find data sets that reward them."""
 CONSTANTS = ("", "?", "0", "1", "True", "False", "yes", "no", "A")
 GIVEAWAY = 0.75
-"""Smallest mean score of a constant answer with which a data set counts as rewarding the answer. A
-coin gives 0.5.
+"""Smallest mean score of a constant answer with which a data set counts as rewarding it. Guessing
+one of two answers gives 0.5.
 """
 
 CALCULATOR_PROMPT = "Work it out with the tool, then give the result alone."
@@ -103,13 +103,13 @@ class ReasoningGymTasks(NumberedTasks):
         return dataset
 
     def puzzle(self, task: Task) -> "Puzzle":
-        """Return the puzzle of a task. Consecutive tasks take the data sets in turn."""
+        """Return the puzzle of a task. Successive tasks take the data sets in turn."""
         name = self.datasets[task.index % len(self.datasets)]
         seed = self.seed_of(task)
         return Puzzle(name, seed, self._create(name, seed), self.evaluates[name], self.config)
 
     def giveaways(self) -> str:
-        """Return a text that names the data sets which reward an empty or a constant answer.
+        """Return a text that names the data sets that reward an empty or a constant answer.
 
         Empty if there are none. Constant answers are tried on `PROBED` puzzles. Scorers that
         evaluate answers as code are left out, because they take a sandbox for each answer.
@@ -131,7 +131,10 @@ class ReasoningGymTasks(NumberedTasks):
         return self.puzzle(task).question
 
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
-        """Return the environment of a task. `seed` is not used, because the task has the seed."""
+        """Return the environment of a task.
+
+        `seed` is not used: the task's number decides everything.
+        """
         puzzle = self.puzzle(task)
         return CalculatorPuzzleEnv(puzzle) if self.tool != "none" else PuzzleEnv(puzzle)
 
@@ -197,7 +200,7 @@ class Puzzle:
 
     @property
     def expression(self) -> str | None:
-        """The expression whose value is the answer. None if the data set does not give it."""
+        """The expression whose value is the answer. None if the data set does not provide it."""
         facts = self._entry["metadata"]
         if self.name in calculator.FUNCTIONS:
             return f"{self.name}({', '.join(map(str, facts['numbers']))})"
@@ -229,7 +232,10 @@ class Puzzle:
         return float(done.stdout)
 
     def score_here(self, answer: str) -> float:
-        """Return the score of an answer that is not evaluated as code."""
+        """Return the score of an answer, computed in this process.
+
+        Not for scorers that evaluate code.
+        """
         try:
             return float(self._dataset.score_answer(answer, self._entry))
         except (
@@ -248,7 +254,10 @@ def _prompt(system: str, puzzle: Puzzle) -> tuple[Message, Message]:
 
 
 class PuzzleEnv:
-    """One puzzle with one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
+    """The environment of one puzzle with one reply.
+
+    The text in the last `<answer>` tags is scored, 0 to 1.
+    """
 
     def __init__(self, puzzle: Puzzle) -> None:
         self._puzzle = puzzle
@@ -264,7 +273,10 @@ class PuzzleEnv:
 
 
 class CalculatorPuzzleEnv(PuzzleEnv):
-    """One puzzle and a calculator. The first reply without a call is scored from 0 to 1."""
+    """The environment of one puzzle with a calculator.
+
+    The first reply without a call is scored, 0 to 1.
+    """
 
     def __init__(self, puzzle: Puzzle) -> None:
         super().__init__(puzzle)

@@ -30,16 +30,16 @@ from unstale.research.envs.orchestrated import (
 
 DOMAINS = ("airline", "retail", "telecom")
 ALL = "all"
-"""The name of all domains together."""
+"""The name that selects the tasks of all domains in turn."""
 MAX_STEPS = 200
-"""Largest number of messages in an episode, as in tau2's runs."""
+"""Largest number of messages in an episode, as in tau2's own runs."""
 MAX_ERRORS = 10
-"""Largest number of failed calls in an episode, as in tau2's runs."""
+"""Largest number of failed calls in an episode, as in tau2's own runs."""
 THREADS = 64
 """Number of episodes that can wait for their simulated users at the same time."""
 GC_THRESHOLDS = (100_000, 20, 50)
-"""Thresholds of Python's garbage collector. An episode makes three large databases, and with the
-default thresholds half of its time is garbage collection.
+"""Thresholds of Python's garbage collector. An episode creates three large databases. With the
+default thresholds, half of its time would be garbage collection.
 """
 USER_ARGS = {"temperature": 0.0, "timeout": USER_TIMEOUT_S}
 """Arguments of litellm for a model that plays the user."""
@@ -95,13 +95,13 @@ class Tau2Tasks(ListedTasks):
         )
 
     def environment(self) -> Any:
-        """Return a new environment of the domain."""
+        """Return a new environment of tau2 for the domain."""
         return tau2.registry.get_env_constructor(self.domain)()
 
     def giveaways(self) -> str:
-        """Return a sentence with the number of tasks that reward an agent which only talks.
+        """Return a sentence with the number of tasks that reward an agent which calls no tool.
 
-        In these tasks nothing is to be changed. Empty if there are none.
+        In these tasks no data must be changed. Empty if there are none.
         """
         tools = self.environment().tools
         count = sum(self.pays_talk(task, tools) for task in self.data["train"])
@@ -113,10 +113,10 @@ class Tau2Tasks(ListedTasks):
         )
 
     def pays_talk(self, task: Any, tools: Any) -> bool:
-        """Return True if an agent that changes nothing gets the reward of a task of tau2.
+        """Return True if an agent that changes no data gets the reward of a task of tau2.
 
-        Without assertions the reward compares the final state, so a solution that only reads is
-        enough.
+        If the task has no assertions, the reward compares the final state. So it is also given if
+        the solution only reads.
         """
         criteria = task.evaluation_criteria
         if criteria.env_assertions:
@@ -133,7 +133,7 @@ class Tau2Tasks(ListedTasks):
     def env(self, task: Task, seed: int) -> "Tau2Env":
         """Return the environment of a task.
 
-        `seed` is not used, because only a user's model is random.
+        `seed` is not used: only a model that plays the user is random.
         """
         kind = LiveEnv if self.user else Tau2Env
         return kind(self, self.data_of(task))
@@ -171,7 +171,7 @@ class Tau2Env(Conversation):
     async def _end(self) -> Turn:
         """Return the last turn with tau2's reward.
 
-        It is 0 unless the user ended the conversation.
+        The reward is 0 unless the user ended the conversation.
         """
         if self._orchestrator.termination_reason != tau2.TerminationReason.USER_STOP:
             return Turn((), done=True, rewards={self.reward: 0.0})
@@ -217,7 +217,7 @@ class ScriptedUser(tau2.User):
         self._policy = policy
         self._seen_calls = 0
         self._idle = -1
-        """Number of messages of the policy since the user's last call; -1 before the first call."""
+        """Number of the policy's messages since the user's last call; -1 before the first call."""
         self._tools = world.user_tools.get_tools() if world.user_tools else {}
         names = "|".join(
             sorted((name.replace("_", "[_ ]") for name in self._tools), key=len, reverse=True)
@@ -243,7 +243,7 @@ class ScriptedUser(tau2.User):
         return tau2.UserMessage(role="user", content=text or None, tool_calls=calls or None), None
 
     def _answer(self, message: str) -> tuple[str, list[tau2.ToolCall]]:
-        """Return the user's answer to a message of the policy: a text or calls."""
+        """Return the user's answer to a message of the policy: a text, or tool calls."""
         if _TRANSFERRED in message:
             return tau2.TRANSFER, []
         named = [name.lower().replace(" ", "_") for name in self._named.findall(message)]

@@ -48,12 +48,15 @@ class TextArenaTasks(NumberedTasks):
             ) from error
 
     def env(self, task: Task, seed: int) -> "GameEnv":
-        """Return the environment of a task. `seed` is not used, because the task has the seed."""
+        """Return the environment of a task.
+
+        `seed` is not used: the task's number decides everything.
+        """
         return GameEnv(self, self.seed_of(task))
 
 
 class GameEnv:
-    """One game. Its reward is the reward that the game gives to its player."""
+    """An environment of one game. Its reward is the reward that the game gives to its player."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
         self._tasks = tasks

@@ -52,17 +52,17 @@ except ImportError as error:
 
 DOMAINS = ("delivery", "instore")
 ALL = "all"
-"""The name of both domains together."""
+"""The name that selects the tasks of both domains in turn."""
 MAX_STEPS = 300
-"""Largest number of messages in an episode, as in VitaBench's runs."""
+"""Largest number of messages in an episode, as in VitaBench's own runs."""
 MAX_ERRORS = 10
-"""Largest number of errors in an episode, as in VitaBench's runs."""
+"""Largest number of errors in an episode, as in VitaBench's own runs."""
 WINDOW = 10
 """Number of messages that the judge sees at a time, as in VitaBench."""
 OVERLAP = 2
 """Number of messages that two consecutive windows share, as in VitaBench."""
 MAX_ANSWER_BYTES = 1 << 20
-"""Largest size of an answer of the model of the user."""
+"""Largest size in bytes of an answer from the model that plays the user."""
 
 RUBRIC = """Decide if an assistant has met one requirement in a conversation with a user.
 `requirement` is what you decide about. `instruction` is what the user wants in all, and `time` the
@@ -81,13 +81,13 @@ vita_environment.traceback = SimpleNamespace(print_exc=lambda: None)
 
 
 class VitaTasks(ListedTasks):
-    """The tasks of a domain of VitaBench. Every second task is held out.
+    """The tasks of a domain of VitaBench.
 
-    VitaBench itself has no training and test tasks.
+    Every second task is held out, because VitaBench has no split.
     """
 
     def __init__(self, domain: str, *, options: VitaConfig, judge: Any) -> None:
-        """`judge` is an `LLMJudge`. It decides which requirements of a task are met."""
+        """`judge` is an `LLMJudge`, which decides which requirements of a task are met."""
         check_domain("VitaBench", domain, (*DOMAINS, ALL))
         self.name = f"vita:{domain}"
         self.domain = domain
@@ -103,23 +103,23 @@ class VitaTasks(ListedTasks):
         self._judge = judge
 
     def environment(self, task: Any) -> Any:
-        """Return a new environment with the data of a task."""
+        """Return a new environment of VitaBench with the data of a task."""
         make = registry.get_env_constructor(self.domain)
         return make(task.environment, self.options.language)
 
     def env(self, task: Task, seed: int) -> "VitaEnv":
         """Return the environment of a task.
 
-        `seed` is not used, because only the models of user and judge are random.
+        `seed` is not used: only the models of user and judge are random.
         """
         kind = LiveEnv if self.options.user else VitaEnv
         return kind(self, self.data_of(task))
 
     async def met(self, task: Any, messages: Sequence[Any]) -> list[bool]:
-        """Return for each requirement of a task True if the conversation has met it.
+        """Return a bool for each requirement of a task: True if the conversation has met it.
 
-        The judge sees the conversation in windows. It decides about each requirement again in each
-        window, and receives its earlier decision.
+        The judge reads the conversation in windows. In each window it decides about each
+        requirement again, and receives its earlier decision.
         """
         lines = [f"[{number}] {_as_text(message)}" for number, message in enumerate(messages, 1)]
         windows = [
@@ -157,9 +157,7 @@ class VitaTasks(ListedTasks):
 
 
 def rubrics(task: Any) -> list[str]:
-    """Return the requirements of a task, without repetitions: those of its states, then the general
-    ones.
-    """
+    """Return a task's requirements without repetitions: first of its states, then general ones."""
     criteria = task.evaluation_criteria
     if criteria is None:
         return []
@@ -231,7 +229,10 @@ class VitaEnv(Conversation):
                 orchestrator.termination_reason = reason
 
     async def _end(self) -> Turn:
-        """Return the last turn. Its reward is 0 unless the user or the policy ended it."""
+        """Return the last turn.
+
+        The reward is 0 unless the user or the policy ended the conversation.
+        """
         ended = (TerminationReason.USER_STOP, TerminationReason.AGENT_STOP)
         if self._orchestrator.termination_reason not in ended:
             return Turn((), done=True, rewards={self.reward: 0.0})
@@ -303,8 +304,9 @@ class ModelUser(UserSimulator):
         return answer, state
 
     def _ask(self, messages: Sequence[dict[str, str]]) -> str:
-        """Return the text that follows the model's reasoning in its answer. Raises `EnvError`
-        without such a text.
+        """Return the model's answer without its reasoning.
+
+        Raises `EnvError` if the answer has no other text.
         """
         body = {
             "model": self._options.user_model,

@@ -1,7 +1,8 @@
-"""`unstale techniques`: the table of published techniques, and which of them the package has."""
+"""`unstale techniques`: the techniques of the package, and the table of published ones."""
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,9 +14,9 @@ from unstale.config import ConfigError
 from unstale.config.techniques import chosen as find
 from unstale.config.techniques import techniques
 from unstale.durability.console import Console
-from unstale.research.techniques.catalogue import ROWS
+from unstale.research.techniques.catalogue import COMMANDS, ROWS, WISHES, Row
 
-_STYLES = {"works": "bold green", "transfer": "green", "not yet": "dim"}
+_STYLES = {"works": "bold green", "partly": "green", "diagnostic": "green", "idea only": "dim"}
 
 
 def _techniques(chosen: argparse.Namespace) -> int:
@@ -23,42 +24,55 @@ def _techniques(chosen: argparse.Namespace) -> int:
         return _explain(chosen.name, as_json=chosen.json)
     counts: Counter[str] = Counter(row.state for row in ROWS)
     if chosen.json:
-        rows = [{"row": row.number, "techniques": row.names, **_cells(row)} for row in ROWS]
-        print_json({"counts": counts, "rows": rows})
+        print_json({"counts": counts, "rows": [_as_json(row) for row in ROWS], "wishes": WISHES})
         return 0
     console = Console()
-    console.print(_full_table() if chosen.all else _short_table(console.width))
+    if chosen.all:
+        console.print(_full_table())
+    else:
+        for wish, names in _wishes().items():
+            console.print(Text(wish, "bold underline"))
+            console.print(_short_table(names, console.width))
     console.print(", ".join(f"{counts[state]} {state}" for state in _STYLES), highlight=False)
     if not chosen.all:
         console.print(
-            "`unstale techniques NAME` explains one, --all lists the papers without a name here",
+            "`unstale techniques NAME` explains one, --all lists the papers and what is missing",
             highlight=False,
         )
     return 0
 
 
-def _short_table(width: int) -> Table:
-    """Return one line for each technique of the package: its name and what it does."""
-    texts = {name: " ".join(each.formula.split()) for name, each in techniques().items()}
+def _wishes() -> dict[str, Sequence[str]]:
+    """Return the techniques by what a user may want. Those of other packages come last."""
+    own = {name for names in WISHES.values() for name in names}
+    others = [name for name in techniques() if name not in own]
+    return {**WISHES, **({"of other packages": others} if others else {})}
+
+
+def _short_table(names: Sequence[str], width: int) -> Table:
+    """Return one line for each technique or command: its name and what it does."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
-    table.add_column(no_wrap=True, style="bold")
+    table.add_column(no_wrap=True, style="bold", width=max(map(len, techniques())))
     table.add_column(ratio=1)
-    for name, text in texts.items():
-        table.add_row(name, Text(text.partition(". ")[0]))
+    for name in names:
+        text = COMMANDS[name] if name in COMMANDS else techniques()[name].formula
+        table.add_row(name, Text(" ".join(text.split()).partition(". ")[0]))
     return table
 
 
 def _full_table() -> Table:
-    table = Table("", "paper", "what it does", "state", "how, or what is missing", "--techniques")
+    table = Table("", "paper", "what it does", "state", "how", "what is missing")
     for row in ROWS:
         state = Text(row.state, _STYLES[row.state])
-        words = (row.reason, " ".join(row.names))
-        table.add_row(str(row.number), row.paper, row.about, state, *words)
+        table.add_row(str(row.number), row.paper, row.about, state, row.how, row.missing)
     return table
 
 
 def _explain(name: str, *, as_json: bool) -> int:
-    """Print what a technique does. Raises `ConfigError` if there is none of this name."""
+    """Print a technique's description.
+
+    Raises `ConfigError` if there is no technique of this name.
+    """
     if not name.isidentifier():
         raise ConfigError(f"expected the name of one technique, got {name!r}")
     (entry,) = find(name)
@@ -88,14 +102,16 @@ def _explain(name: str, *, as_json: bool) -> int:
     return 0
 
 
-def _cells(row: Any) -> dict[str, str]:
-    return {name: getattr(row, name) for name in ("paper", "about", "state", "reason")}
+def _as_json(row: Row) -> dict[str, Any]:
+    names = ("paper", "about", "state", "how", "missing")
+    fields = {name: getattr(row, name) for name in names}
+    return {"row": row.number, "techniques": row.names, **fields}
 
 
 add = command(
     "techniques",
-    "list published techniques, and which of them this package has",
+    "list techniques by what they are for, and the papers that they are from",
     argument("name", nargs="?", help="a technique to explain"),
-    argument("--all", action="store_true", help="list all papers, with what is missing"),
+    argument("--all", action="store_true", help="list all papers, with state and what is missing"),
     JSON,
 )(_techniques)

@@ -26,7 +26,7 @@ Fare = Literal["basic", "flex"]
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Tokyo")
 TRAVELLERS = ("Anna", "Ben", "Carl", "Dora", "Eva", "Finn", "Gina", "Hugo", "Iris", "Karl")
 PAYMENTS = ("voucher", "card", "bank", "wallet")
-"""Payment methods. Every customer has a voucher account and one other."""
+"""Payment methods. Every customer has a voucher account and one of the others."""
 
 POLICY = """You serve the desk of an airline. Customers write to you; you look things up and \
 change things with the tools.
@@ -116,7 +116,7 @@ FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One flight. A booking can be moved to another flight to the same city."""
+    """A flight. A booking can be moved to another flight to the same city."""
 
     id: str
     city: str
@@ -161,7 +161,7 @@ def change_passenger(desk: Desk, booking_id: str, passenger_id: str, **changes: 
 
 
 def other_flights(desk: Desk, booking: Booking) -> list[Flight]:
-    """Return the other flights to the same city that are not cancelled."""
+    """Return the other flights to the same city, without cancelled ones."""
     city = desk[Flight][booking.flight].city
     return [
         flight

@@ -26,7 +26,7 @@ DISHES = ("soup", "pizza", "salad", "rice", "curry", "noodles", "burger", "tacos
 PLACES = ("home", "work", "gym", "school", "hotel", "club")
 TIMES = ("noon", "one", "two", "three", "five", "six", "seven", "eight")
 PAYMENTS = ("credit", "card", "bank", "wallet")
-"""Payment methods. Every customer has a credit account and one other."""
+"""Payment methods. Every customer has a credit account and one of the others."""
 
 POLICY = """You serve the desk of a food delivery service. Customers write to you; you look \
 things up and change things with the tools.
@@ -132,7 +132,7 @@ FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A time at which a courier can come. `taken` is True if it cannot be chosen any more."""
+    """A time at which a courier can come. `taken` is True if it can no longer be chosen."""
 
     id: str
     time: str
@@ -162,12 +162,12 @@ class Order:
     status: Status
     dishes: tuple[Dish, ...]
     addresses: tuple[Address, ...]
-    """The addresses of the customer."""
+    """The customer's addresses."""
     place: str
-    """Number of the address or locker to which the order goes."""
+    """Number of the address or locker to which the order is delivered."""
     slot: str
     days: int
-    """Days since the order arrived; 0 before that."""
+    """Number of days since the order arrived; 0 before that."""
 
 
 def get_order(desk: Desk, order_id: str) -> Mapping[str, Any]:

@@ -128,7 +128,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """A piece that the customer bought."""
+    """A piece that a customer bought."""
 
     piece: str
     worn: bool
@@ -139,7 +139,7 @@ class Purchase:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A customer's card, with everything that was bought and reserved with it."""
+    """A customer's card, with the pieces that were bought and reserved with it."""
 
     id: str
     user: str
@@ -373,8 +373,9 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
 
 
 def _find_size(scenario: Scenario, request: Request, number: str, ignores: Ignores) -> list[Step]:
-    """Return the steps that find a size and then swap the bought piece `number`. If `number` is
-    empty, the piece found is reserved.
+    """Return the steps that find a size and then swap the bought piece `number` for it.
+
+    If `number` is empty, the piece that was found is reserved instead.
     """
     desk = scenario.desk
     wanted = desk[Piece][request.wants["new_piece"]]

@@ -1,4 +1,4 @@
-"""Conversations that the orchestrator of tau2-bench exchanges, or that of VitaBench, its fork.
+"""Conversations that are led by the orchestrator of tau2-bench, or that of VitaBench, its fork.
 
 The adapters of the two libraries share this code. The user is scripted or a model behind an
 endpoint, by the options of `SimulatedUserConfig`.
@@ -67,17 +67,16 @@ def check_url(name: str, url: str) -> None:
 
 
 def api_key() -> str:
-    """Return the API key of the endpoints. Without a key it is the word `none`, for endpoints that
-    need no key.
+    """Return the API key of the endpoints.
+
+    Without a key, return "none", for endpoints that need no key.
     """
     return os.environ.get(KEY) or "none"
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTypes:
-    """The classes of a library's messages, and a function that is True for messages that the policy
-    sees.
-    """
+    """The classes of a library's messages, and a test for messages that the policy sees."""
 
     assistant: Any
     user: Any
@@ -86,8 +85,9 @@ class MessageTypes:
     is_for_agent: Callable[[Any], bool]
 
     def load(self, row: Mapping[str, Any]) -> Any:
-        """Return the message of which `row` has the fields, as `LiveConversation.snapshot` stores
-        them.
+        """Return a message from its fields.
+
+        `row` has them as `LiveConversation.snapshot` stores them.
         """
         kinds = {"assistant": self.assistant, "user": self.user, "tool": self.tool}
         return kinds[row["role"]].model_validate(row)
@@ -96,7 +96,7 @@ class MessageTypes:
 class PolicyAgent:
     """The part of an agent that is the same for both libraries.
 
-    The agent answers with the policy's replies.
+    It answers with the policy's replies.
     """
 
     reply: Any
@@ -111,7 +111,7 @@ class PolicyAgent:
 
 
 class Conversation:
-    """One episode: the policy answers messages of the user and results of its tool calls.
+    """The environment of one episode: the policy answers the user's messages and tool results.
 
     The library's code runs in a thread of `executor`. An adapter implements `_orchestrate` and
     `_end`.
@@ -132,7 +132,7 @@ class Conversation:
         raise NotImplementedError
 
     def _check_limits(self) -> None:
-        """End the orchestrator's conversation if it is too long."""
+        """End the orchestrator's conversation if it has become too long."""
         raise NotImplementedError
 
     async def _end(self) -> Turn:
@@ -173,7 +173,10 @@ class Conversation:
             self._check_limits()
 
     def _exchange(self, reply: Message, text: str) -> None:
-        """Pass the policy's reply to the orchestrator, and run it until the policy's next turn."""
+        """Pass the policy's reply to the orchestrator. Run it until the policy's next turn.
+
+        `text` is the reply's text as it is passed on.
+        """
         orchestrator = self._orchestrator
         calls = [
             self.types.call(
@@ -190,7 +193,7 @@ class Conversation:
         self._run_to_policy()
 
     def _messages_since(self, start: int) -> Iterator[Message]:
-        """Yield the messages for the policy, from the index `start` of the trajectory on.
+        """Yield the messages for the policy, from index `start` of the orchestrator's messages on.
 
         The user's tool calls and the agent's greeting are left out.
         """
@@ -205,11 +208,11 @@ class LiveConversation(Conversation):
     """A conversation in which a model plays the user.
 
     After a resume, the conversation continues from its recorded messages, because the model could
-    give other answers when asked again.
+    give other answers if it were asked again.
     """
 
     def _with_history(self, messages: list[Any]) -> Any:
-        """Return the task with the messages that were exchanged so far."""
+        """Return a task that begins with the messages exchanged so far."""
         raise NotImplementedError
 
     def snapshot(self) -> str:
@@ -224,7 +227,10 @@ class LiveConversation(Conversation):
         )
 
     async def resume(self, state: str) -> None:
-        """Restore the conversation from its messages. The recorded tool calls are repeated."""
+        """Restore the conversation from its recorded messages.
+
+        The recorded tool calls are made again.
+        """
         record = json.loads(state)
         messages = [self.types.load(row) for row in record["said"]]
         await self._in_thread(self._start, self._with_history(messages))

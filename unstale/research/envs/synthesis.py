@@ -27,13 +27,13 @@ from unstale.records import Task
 SYSTEM = "Solve the puzzle. End your reply with the answer, as one word or number."
 MAX_DIFFICULTY = 5
 DRAFTS_PER_TASK = 200
-"""Largest number of drafts for each task. The templates of the package need at most 20."""
+"""Largest number of drafts for each task. The templates of this package need at most 20."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A puzzle with the answer of its template, and the answers that an
-    independent search finds.
+    """A draft of a puzzle: its template's answer, and the answers that an independent search
+    finds.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Draft:
 
 
 Template = Callable[[Random, int], Draft]
-"""A function that makes a draft from random numbers and a difficulty, 1 to `MAX_DIFFICULTY`."""
+"""A function that returns a random draft of a given difficulty, 1 to `MAX_DIFFICULTY`."""
 
 
 def numbers(random: Random, difficulty: int) -> Draft:
@@ -178,7 +178,7 @@ _TEXT_OPTIONS = ("topics", "easiest", "hardest", "held_out", "tasks_seed")
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """A puzzle that has passed the checks."""
+    """A puzzle whose draft has passed the checks."""
 
     text: str
     answer: str
@@ -199,8 +199,8 @@ class SynthesisTasks(ListedTasks):
         leaves none.
         """
         self.refused = Counter[str]()
-        """Number of drafts that were not kept, by the reason: `several answers`, `another answer`
-        or `duplicate`.
+        """Number of rejected drafts by the reason: `several answers`, `another answer` or
+        `duplicate`.
         """
         drawn = self._draw(options)
         puzzles = [next(drawn) for _ in range(options.held_out + options.size)]
@@ -223,7 +223,7 @@ class SynthesisTasks(ListedTasks):
         self._splits = ("held_out", "train") if options.measure else ("train", "held_out")
 
     def _draw(self, options: SynthesisConfig) -> Iterator[Puzzle]:
-        """Yield puzzles that pass the checks, in turn of each topic and difficulty."""
+        """Yield puzzles that pass the checks. Topics and difficulties take turns."""
         seen: set[str] = set()
         kinds = list(product(options.topics.split(), range(options.easiest, options.hardest + 1)))
         number = since = 0
@@ -265,15 +265,15 @@ class SynthesisTasks(ListedTasks):
         return puzzle.text
 
     def env(self, task: Task, seed: int) -> Env:
-        """Return the environment of a task. `seed` is not used: a puzzle has no randomness."""
+        """Return the environment of a task. `seed` is not used: nothing in a puzzle is random."""
         return self._options.with_edit(lambda: PuzzleEnv(self.data_of(task)))
 
 
 def refusal(draft: Draft, seen: Collection[str]) -> str:
-    """Return the reason why a draft is not kept. Empty if it is kept.
+    """Return the reason for which a draft is rejected. Empty if it is accepted.
 
-    A draft is kept if the search finds one answer, if this is the answer of its template, and if
-    its text is not in `seen`, the texts of earlier tasks.
+    A draft is accepted if the search finds one answer, if this is the answer of its template, and
+    if its text is not in `seen`, the texts of earlier tasks.
     """
     if len(draft.found) > 1:
         return "several answers"
@@ -283,7 +283,7 @@ def refusal(draft: Draft, seen: Collection[str]) -> str:
 
 
 class PuzzleEnv:
-    """One puzzle and one reply."""
+    """The environment of one puzzle with one reply."""
 
     def __init__(self, puzzle: Puzzle) -> None:
         self._puzzle = puzzle
@@ -299,11 +299,11 @@ class PuzzleEnv:
 
 
 def read_pass_rates(path: Path, prefix: str, shared: Mapping[str, Any]) -> dict[int, float]:
-    """Return the share of successful attempts at each task of a file of `unstale eval --save`.
+    """Return the share of successful attempts at each task in a file of `unstale eval --save`.
 
-    A key of the result is the number after `prefix` in the task's key. `shared` are options by name
-    that the evaluation must have had, too. Raises `ConfigError` if the file cannot be read, is of
-    other options, or has no such task.
+    A key of the result is the number after `prefix` in the task's key. `shared` has options by
+    name, with values that the evaluation must have had, too. Raises `ConfigError` if the file
+    cannot be read, has other options, or has no such task.
     """
     attempts: dict[int, list[bool]] = {}
     stored: dict[str, Any] = {}

@@ -140,7 +140,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A free day of a technician."""
+    """A day on which a technician is free for a visit."""
 
     id: str
     day: str
@@ -157,7 +157,7 @@ class Line:
     target: str
     """The number to which calls are forwarded."""
     visits: int = 0
-    """Number of visits that were booked before the episode."""
+    """Number of visits that were booked before the episode began."""
     visit: str = ""
     """Number of the visit that was booked in this episode. Empty if there is none."""
 

@@ -12,7 +12,7 @@ from unstale.recipes.retail import retail
 
 
 def desk_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return the recipe of a desk, or of all desks in turn (`desks`)."""
+    """Return the recipe for a customer-service desk, or for all desks in turn (`desks`)."""
 
     def recipe(**changes: Any) -> RunConfig:
         config = replace(llm(), recipe=name, task=make_task(name, level="2"))

@@ -21,14 +21,14 @@ DECOUPLED: Mapping[str, Any] = {
     "correction.low": 0.0,
     "correction.high": 5.0,
 }
-"""Options that weight each token by pi_prox / mu. A token with a weight over 5 has no gradient."""
+"""Options that weight each token by pi_prox / mu. A token with a weight above 5 has no gradient."""
 
 
 def areal(name: str, about: str, route: str, values: Mapping[str, Any]) -> Callable[..., RunConfig]:
     """Return a recipe with one of AReaL's losses.
 
-    `route` is the route to old log-probabilities, and `values` has further options by name. `about`
-    is its description.
+    `about` describes the loss. `route` is the method to compute `old_logp`, and `values` has
+    further options by name.
     """
 
     def recipe(**changes: Any) -> RunConfig:

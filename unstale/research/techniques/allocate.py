@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _DARS = ("dars_et", "dars_hw")
 _BEFORE = ("v0", "sqrt_law")
-"""Rules that choose the size before the group starts."""
+"""Rules that choose a group's size before the group starts."""
 _PRICED = (*_BEFORE, "interval")
 _TRACKED = (*_BEFORE, "v05_risk")
 _READ_BY = {
@@ -110,9 +110,9 @@ class AllocateConfig(Section, RateOptions, SuccessShare):
 class Allocate:
     """A technique that chooses the number of episodes of a group by one of six rules.
 
-    With `interval`, `v0` and `sqrt_law`, an episode has a price, at which the last groups would
-    have had the mean number of episodes. The size of each group is chosen when the group starts, or
-    when its first stage has ended, without waiting for other groups.
+    With `interval`, `v0` and `sqrt_law`, an episode has a price, chosen so that the last groups
+    would have had the mean number of episodes. The size of each group is chosen when the group
+    starts, or when its first stage has ended, without waiting for other groups.
     """
 
     def __init__(self, options: AllocateConfig) -> None:
@@ -122,7 +122,7 @@ class Allocate:
         )
         self._recent: deque[Outcome] = deque(maxlen=options.window)
         self._price: float | None = None
-        """The price of an episode, in units of utility. None before the first batch."""
+        """The price of an episode, in units of the rule's utility. None before the first batch."""
 
     def first(self, task: str) -> int:
         options = self._options
@@ -153,14 +153,15 @@ class Allocate:
         return min(left, further)
 
     def _worth_before(self, task: str) -> list[Segment]:
-        """Return the utility of episodes beyond `min` for a task, as segments of equal slope."""
+        """Return the utility of a task's episodes beyond `min`, as segments of constant slope."""
         options, p = self._options, self._tracker.mean(task)
         utility = v0_utility if options.gain == "v0" else mean_utility
         return segments([utility(n, p) for n in range(options.min, options.max + 1)])
 
     def _worth_after(self, rewards: Sequence[float], left: int) -> list[Segment]:
-        """Return the utility of up to `left` episodes after a first stage with these rewards, as
-        segments.
+        """Return the utility of up to `left` further episodes, given the first stage's rewards.
+
+        It is given as segments of constant slope.
         """
         options, size = self._options, len(rewards)
         if size < 2:
@@ -170,9 +171,7 @@ class Allocate:
         return interval_segments(size, left, stdev(rewards), level=options.level, bonus=bonus)
 
     def _num_worth_their_cost(self, group: GroupSoFar) -> int:
-        """Return the number of further episodes, each of which lowers the baseline's error by more
-        than `cost`.
-        """
+        """Return how many further episodes each lower the baseline's error by more than `cost`."""
         successes = self._tracker.successes(group.rewards)
         mean = 2 * sum(successes) / len(successes) - 1
         forecast = 2 * self._tracker.mean(group.task) - 1
@@ -241,9 +240,7 @@ def _check(options: AllocateConfig, config: RunConfig) -> None:
 
 
 def _require_same_forecast(options: AllocateConfig, baseline: BaselineConfig) -> None:
-    """Raise `ConfigError` if the baseline of V0.5 forecasts another reward V than the rule
-    `v05_risk`.
-    """
+    """Raise `ConfigError` if `baseline` and the rule `v05_risk` use different forecasts V."""
     if baseline.centre != "shrink":
         return
     pairs = [

@@ -28,12 +28,12 @@ from unstale.techniques.hooks import CreditContext
 
 @dataclass(frozen=True, slots=True)
 class MassBalance:
-    """The change of the probability of right arms, in two parts."""
+    """The change of the probability of right arms (replies) by a gradient step, in two parts."""
 
     sampled: float
-    """The part of the right arms that were sampled."""
+    """The change for the right arms that were sampled."""
     unsampled: float
-    """The part of the right arms that were not sampled."""
+    """The change for the right arms that were not sampled."""
 
     @property
     def total(self) -> float:
@@ -41,7 +41,7 @@ class MassBalance:
 
 
 def logit_changes(p: Sequence[float], c: Sequence[float], *, rate: float) -> list[float]:
-    """Return the change of each arm's logit by one gradient step.
+    """Return the change of each arm's logit by one gradient step. An arm is a possible first reply.
 
     `p` has the arms' probabilities, `c` their summed rewards. `rate` is the step size divided by N.
     """
@@ -59,8 +59,8 @@ def mass_balance(
 ) -> MassBalance:
     """Return the change of the right arms' probability by one gradient step on the logits.
 
-    Arm j has the probability `p[j]` and the summed reward `c[j]`. `rate` is the step size divided
-    by the number of samples.
+    An arm is a possible first reply. Arm j has the probability `p[j]` and the summed reward `c[j]`.
+    `rate` is the step size divided by the number of samples.
     """
     changes = logit_changes(p, c, rate=rate)
     mean = math.fsum(pi * change for pi, change in zip(p, changes, strict=True))
@@ -77,16 +77,14 @@ class BalanceConfig(Section):
 
 
 class Balance:
-    """A technique that measures how much probability the first replies of a group have."""
+    """A technique that measures the total probability of the first replies of a group."""
 
     def __init__(self, options: BalanceConfig) -> None: ...
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return means over the groups in which an episode has a reply, as metrics. NaN without
-        such groups.
-        """
+        """Return means over the groups with a reply, as metrics. NaN if there is no such group."""
         answered = (
             # A forked episode did not sample its first reply itself.
             [each for each in group.trajectories if each.sampled and each.fork is None]
@@ -101,7 +99,7 @@ class Balance:
 
 
 def _of_group(episodes: Sequence[Trajectory]) -> tuple[float, float, float]:
-    """Return the probability of the sampled arms, its change, and the largest loss of the rest."""
+    """Return the sampled arms' (replies') probability, its change, and the rest's largest loss."""
     mean = fmean(each.reward for each in episodes)
     p: dict[tuple[int, ...], float] = {}
     c: defaultdict[tuple[int, ...], float] = defaultdict(float)

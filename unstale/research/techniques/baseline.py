@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Centre = Literal["mean", "loo", "median", "prior", "shrink", "probe"]
 _PRIOR = ("prior", "shrink")
 _LEARNED = (*_PRIOR, "probe")
-"""The baselines with which a group of equal rewards can have advantages other than 0."""
+"""The baselines with which a group of equal rewards can have advantages that are not 0."""
 _READ_BY = {
     "pivot": ("median",),
     "leave_out": ("shrink",),
@@ -65,7 +65,7 @@ _READ_BY = {
     ),
 }
 EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it."""
+"""A constant added to a standard deviation before dividing by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +118,13 @@ class BaselineConfig(Section, VisitOptions):
 
 
 class Baseline:
-    """An estimator that compares the episodes of a group."""
+    """An estimator of advantages that compares the episodes of a group."""
 
     def __init__(self, options: BaselineConfig) -> None:
         self.options = options
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
-        """Return the trajectories with advantages. Raises ValueError for a reward that is NaN."""
+        """Return trajectories with advantages. Raises ValueError for a reward that is NaN."""
         import torch
 
         from unstale.algorithms.advantages import whiten
@@ -149,7 +149,7 @@ class Baseline:
 
 
 class PriorBaseline(Baseline):
-    """An estimator whose baseline also uses the earlier rewards of a task."""
+    """An estimator of advantages whose baseline also uses a task's rewards in earlier groups."""
 
     def __init__(self, options: BaselineConfig) -> None:
         super().__init__(options)
@@ -174,7 +174,7 @@ class PriorBaseline(Baseline):
         return super().estimate(groups, context)
 
     def value(self, task: str) -> float:
-        """Return V, the expected reward of a task."""
+        """Return V, the expected reward of a task, estimated from earlier groups."""
         return self.options.reward_min + self._spread * self._tracker.mean(task)
 
     def _of_group(self, group: Group, context: CreditContext) -> Tensor:
@@ -203,9 +203,10 @@ class PriorBaseline(Baseline):
         return {**self._tracker.state(), "range": span}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the expected rewards, which stay the same if the range of rewards has changed.
+        """Restore the expected rewards.
 
-        Raises ConfigError for the checkpoint of a run with `centre` = probe.
+        They do not change even if the range of rewards has changed. Raises ConfigError for the
+        checkpoint of a run with `centre` = probe.
         """
         if "probe" in state:
             raise ConfigError(
@@ -225,8 +226,9 @@ class PriorBaseline(Baseline):
 
 
 class ProbeBaseline(Baseline):
-    """An estimator whose baseline is a linear function of the hidden states of an episode. The
-    function is fitted to the other episodes and their rewards.
+    """An estimator whose baseline is a linear function of an episode's hidden states.
+
+    The function is fitted to the hidden states and rewards of other episodes.
     """
 
     def __init__(self, options: BaselineConfig) -> None:
@@ -235,7 +237,9 @@ class ProbeBaseline(Baseline):
         self._probe = Probe(ridge=options.ridge, size=options.examples)
         self._batch: ProbedBatch | None = None
         self._examples: tuple[HiddenStates, Tensor] | None = None
-        """The features and targets that `observe` adds to the regression."""
+        """The features and targets that `observe` will add to the regression. None if there are
+        none.
+        """
 
     def read_states(self, groups: Sequence[Group], states: HiddenStates) -> None:
         rows: dict[int, int] = {}
@@ -250,8 +254,10 @@ class ProbeBaseline(Baseline):
         self._examples = None
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
-        """Return the trajectories with advantages. Raises ValueError for a reward that is NaN, and
-        for episodes whose hidden states were not read.
+        """Return trajectories with advantages.
+
+        Raises ValueError for a reward that is NaN, and for episodes whose hidden states were not
+        read.
         """
         import torch
 
@@ -304,8 +310,9 @@ class ProbeBaseline(Baseline):
 
 
 def make_baseline(options: BaselineConfig) -> Baseline:
-    """Return the estimator of a configuration. It has state only if its baseline uses earlier
-    batches.
+    """Return the estimator for these options.
+
+    It has state only if its baseline uses earlier batches.
     """
     if options.centre == "probe":
         return ProbeBaseline(options)
@@ -313,10 +320,10 @@ def make_baseline(options: BaselineConfig) -> Baseline:
 
 
 def advantages(rewards: Tensor, options: BaselineConfig, *, value: Tensor | float = 0.0) -> Tensor:
-    """Return the advantages `[..., n]` of groups of n episodes. With `scale` = batch they are not
-    divided.
+    """Return the advantages `[..., n]` of groups of n episodes.
 
-    `value` is V of each group, `[...]`, or for `probe` the baseline of each episode, `[..., n]`.
+    With `scale` = batch they are not divided. `value` is V of each group, `[...]`, or for `probe`
+    the baseline of each episode, `[..., n]`.
     """
     import torch
 
@@ -365,7 +372,7 @@ def _variance(options: BaselineConfig, size: int) -> float:
 
 
 def shrink(mean: Tensor, value: Tensor, variance: float) -> Tensor:
-    """Return a mean of rewards that is moved towards an expected reward `value`.
+    """Return the mean of rewards, moved towards the expected reward `value`.
 
     The result is w mean + (1 - w) value, w = D / (D + variance), D = max(0, (mean - value)^2 -
     variance).
@@ -376,12 +383,15 @@ def shrink(mean: Tensor, value: Tensor, variance: float) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return the median over the last dimension, `[..., 1]`: of two middle values their mean."""
+    """Return the median over the last dimension, `[..., 1]`.
+
+    With two middle values, it is their mean.
+    """
     return values.quantile(0.5, dim=-1, keepdim=True)
 
 
 def _rewards(group: Group, episodes: Sequence[Trajectory]) -> Tensor:
-    """Return the rewards `[n]` of some episodes of a group."""
+    """Return the rewards `[n]` of these episodes of a group."""
     import torch
 
     rewards = torch.tensor([each.reward for each in episodes], dtype=torch.float64)

@@ -37,7 +37,7 @@ class BetaSamplerConfig(Section, VisitOptions, SuccessShare):
 
 
 class BetaSampler:
-    """A technique that draws tasks by a Beta distribution of the success rate of every task."""
+    """A technique that draws tasks by a Beta distribution of each task's success rate."""
 
     def __init__(self, options: BetaSamplerConfig) -> None:
         self._options = options

@@ -71,13 +71,13 @@ class BinSizesConfig(Section, BinOptions):
 
 
 class BinSizes:
-    """A technique that gives all tasks of a bin the same number of episodes."""
+    """A technique that gives all tasks in a bin of similar difficulty equally many episodes."""
 
     def __init__(self, options: BinSizesConfig) -> None:
         self._options = options
         self._bins = Bins(options)
         self._recent: deque[int] = deque(maxlen=options.window)
-        """The bins of the last groups."""
+        """The bin of each of the last groups."""
         self._variances: dict[int, float] = {}
         self._log_weights = np.zeros((options.bins, options.max - options.min + 1))
         self._mu = 0.0
@@ -114,7 +114,7 @@ class BinSizes:
 
     @property
     def _every(self) -> NDArray[np.float64]:
-        """The sizes that a group may have."""
+        """All sizes that a group may have, `[sizes]`."""
         return np.arange(self._options.min, self._options.max + 1, dtype=np.float64)
 
     def _choose(self) -> None:
@@ -150,11 +150,11 @@ class BinSizes:
 def exact_sizes(
     counts: Sequence[int], utility: Sequence[NDArray[np.float64]], *, least: int, budget: int
 ) -> list[int]:
-    """Return the size of each bin with the largest total utility, by dynamic programming.
+    """Return the group size of each bin with the largest total utility, by dynamic programming.
 
-    The sum of counts times sizes is `budget`, or the largest sum below it that is possible.
-    `counts[b]` is the number of groups of bin b, and `utility[b][k]` the utility of the size `least
-    + k` for it. Raises ValueError if groups of `least` episodes already exceed the budget.
+    The sum of counts times sizes is `budget`, or the largest possible sum below it. `counts[b]` is
+    the number of groups of bin b, and `utility[b][k]` the utility of the size `least + k` for it.
+    Raises ValueError if groups of `least` episodes already exceed the budget.
     """
     left = budget - least * sum(counts)
     if left < 0:

@@ -1,4 +1,4 @@
-"""Sizes of groups that use a mean number of episodes best, for techniques that allocate episodes.
+"""Group sizes that use a mean number of episodes best, for techniques that allocate episodes.
 
 The utility of a group is a number for each size that it may have. At a given price of an episode, a
 group gets the size with the largest utility minus price times size. Sizes at one price have the
@@ -16,19 +16,21 @@ from itertools import pairwise
 from math import ceil, sqrt
 
 ROUNDING = 1e-9
-"""Subtracted before rounding up, so that the error of a float does not add an episode."""
+"""A constant subtracted before rounding up, so that a float's rounding error does not add an
+episode.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A number of further episodes of a group (`width`), each of which adds the utility `slope`."""
+    """Further episodes of a group: `width` of them, each of which adds the utility `slope`."""
 
     slope: float
     width: int
 
 
 def segments(utility: Sequence[float]) -> list[Segment]:
-    """Return the upper concave hull of a utility, as far as it rises, in segments of equal slope.
+    """Return the upper concave hull of a utility, up to its maximum, in segments of constant slope.
 
     `utility[k]` is the utility with k more episodes than the smallest size.
 
@@ -47,14 +49,15 @@ def segments(utility: Sequence[float]) -> list[Segment]:
 
 
 def num_further(hull: Sequence[Segment], price: float) -> int:
-    """Return the number of further episodes of a group that are worth more than `price`."""
+    """Return how many further episodes of a group each add more utility than `price`."""
     return sum(each.width for each in hull if each.slope > price)
 
 
 def find_price(hulls: Sequence[Sequence[Segment]], budget: float) -> float:
-    """Return the lowest price at which groups get at most `budget` further episodes in total.
+    """Return the lowest price at which all groups together get at most `budget` further episodes.
 
-    0 if all further episodes fit into the budget.
+    `hulls` has the utility of each group. The price is 0 if all further episodes fit into the
+    budget.
     """
     left = budget
     for each in sorted((one for hull in hulls for one in hull), key=lambda one: -one.slope):
@@ -80,14 +83,15 @@ def dars_further(size: int, p: float, *, by_hardness: bool = False, std: bool = 
 
 
 def v0_utility(size: int, p: float) -> float:
-    """Return the utility of `size` episodes of a task with success rate p, as in the paper V0."""
+    """Return V0's utility of `size` episodes of a task with success rate p."""
     return size * (1 - p) * (1 - (1 - p) ** (size - 1))
 
 
 def mean_utility(size: int, p: float) -> float:
-    """Return minus the variance of the mean of `size` rewards, which leads to the square-root law.
+    """Return the negative variance of a mean of `size` rewards, which gives the square-root law.
 
-    The sum of v / n over groups is least, for a given sum of n, if n is proportional to sqrt(v).
+    `p` is the success rate. The sum of v / n over groups is least, for a given sum of n, if n is
+    proportional to sqrt(v).
     """
     return -p * (1 - p) / size
 
@@ -104,7 +108,7 @@ def half_width(size: int, deviation: float, level: float) -> float:
 def interval_segments(
     size: int, further: int, deviation: float, *, level: float, bonus: float
 ) -> list[Segment]:
-    """Return the segments of the utility of up to `further` episodes beside `size` ones in XRPO.
+    """Return XRPO's utility of up to `further` episodes beyond `size`, as concave segments.
 
     The utility of the n-th episode is the amount by which it narrows the confidence interval, plus
     bonus / sqrt(n - 1).

@@ -1,28 +1,34 @@
-"""The table of published techniques, and which of them this package has. It imports no torch.
+"""The table of published techniques, and what the package has of each. It imports no torch.
 
-`unstale techniques` prints it. A row is a paper. Its state is `works` (an option turns it on),
-`transfer` (a part applies to agents that use tools, and that part works), or `not yet`.
+`unstale techniques` prints it. A row is a paper, and its state is one of four:
+
+works: options turn on what the paper's abstract describes.
+partly: options turn on a part of it, and `missing` says in a sentence what is left out.
+diagnostic: the paper measures or compares, and the package measures the same.
+idea only: nothing of it can be turned on as the paper has it. An option may share its idea.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from unstale.config.techniques import techniques
 
-State = Literal["works", "transfer", "not yet"]
+State = Literal["works", "partly", "diagnostic", "idea only"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published technique, which is a row of the table that `unstale techniques` prints."""
+    """A published technique, which is a row of the table that `unstale techniques --all` prints."""
 
     number: int
     paper: str
     about: str
     state: State
-    reason: str
-    """The options that turn the technique on, or what is missing."""
+    how: str
+    """The options or commands that turn on what there is. Empty if there is nothing."""
+    missing: str
+    """A sentence about the parts of the paper that are left out. Empty if the row works."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -30,389 +36,479 @@ class Row:
         return tuple(name for name, each in techniques().items() if self.number in each.rows)
 
 
-_TREE = "forks chosen while an episode runs are missing"
-_EDIT = "training on edited replies is missing"
-_SHARE = "training on texts of other policies or attempts is missing"
-_JUDGE = "a procedure around several attempts is missing"
+def _works(number: int, paper: str, about: str, how: str) -> Row:
+    return Row(number, paper, about, "works", how, "")
 
 
-def _row(number: int, paper: str, about: str, reason: str, state: State = "not yet") -> Row:
-    return Row(number, paper, about, state, reason)
+def _partly(number: int, paper: str, about: str, how: str, missing: str) -> Row:
+    return Row(number, paper, about, "partly", how, missing)
+
+
+def _diagnostic(number: int, paper: str, about: str, how: str, missing: str = "") -> Row:
+    return Row(number, paper, about, "diagnostic", how, missing)
+
+
+def _idea(number: int, paper: str, about: str, missing: str, how: str = "") -> Row:
+    return Row(number, paper, about, "idea only", how, missing)
 
 
 ROWS: Sequence[Row] = (
-    _row(
+    _diagnostic(
         1,
         "Unmasking OPD",
         "where distillation follows success",
         "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
-        "works",
+        "It cannot compare contexts of one policy in self-distillation.",
     ),
-    _row(
+    _partly(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N; words take the place of the "
-        "trained encoder",
-        "works",
+        "--techniques 'predicted_sampler replay' --selection.pool N",
+        "Counts of words take the place of the trained encoder, and past groups that of the "
+        "reference tasks.",
     ),
-    _row(
+    _diagnostic(
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
-        "its axes are the slots of docs/techniques.md, its criteria --techniques rollout_figures",
-        "transfer",
+        "--techniques rollout_figures measures its criteria",
+        "Its index from symptoms to remedies is not in the linter.",
     ),
-    _row(
+    _partly(
         4,
         "Sol-RL",
         "a cheap explorer and a precise trainer",
-        "--engine.quantise fp8 with --techniques episode_filter --episode_filter.rule contrast; "
-        "its sampler of images is not for language models",
-        "transfer",
+        "--engine.quantise fp8 with --techniques episode_filter --episode_filter.rule contrast",
+        "The chosen samples are not generated again in high precision, and FP4 and image models "
+        "are missing.",
     ),
-    _row(
+    _partly(
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        f"--techniques confidence_clip is the clip and the advantage; {_TREE}",
+        "--techniques confidence_clip is the clip and the advantage, majority the label "
+        "without solutions",
+        "Branches and their pruning by confidence, while an episode runs, are missing.",
     ),
-    _row(
+    _works(
         6,
         "APRIL",
         "more requests than needed; the rest continues later",
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
-        "works",
     ),
-    _row(
+    _partly(
         7,
         "XRPO",
         "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        "--techniques allocate with gain interval is the number of episodes, novelty the bonus; "
-        "exemplars for tasks that always fail are missing",
+        "--techniques 'allocate novelty' --allocate.gain interval",
+        "Solved examples in the prompts of tasks that always fail are missing.",
     ),
-    _row(
+    _works(
         8,
         "VADE",
         "tasks drawn from a Beta posterior",
         "--techniques beta_sampler --selection.pool N",
-        "works",
     ),
-    _row(9, "SCOPE", "a corrector continues from the first wrong step", _EDIT),
-    _row(
+    _idea(
+        9,
+        "SCOPE",
+        "a corrector continues from the first wrong step",
+        "A checker of steps during training, and training on corrected steps, are missing.",
+    ),
+    _works(
         10,
         "MC-GRPO",
         "the median as the baseline",
         "--techniques baseline --baseline.centre median --baseline.scale mad",
-        "works",
     ),
-    _row(
+    _partly(
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
         "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
         "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
         "--correction.mode truncate the ratio",
-        "works",
+        "Successes collected before the run cannot be loaded, and screenshots are missing.",
     ),
-    _row(12, "LATR", "branches at uncertain tokens, looked ahead", _TREE),
-    _row(
+    _idea(
+        12,
+        "LATR",
+        "branches at uncertain tokens, looked ahead",
+        "Branches while an episode runs, and their pruning by similarity, are missing.",
+    ),
+    _works(
         13,
         "BroRL, arXiv 2510.01180",
         "very large groups",
         "--schedule.group_size 256, and --techniques balance measures what a group leaves out",
-        "works",
     ),
-    _row(
+    _partly(
         14,
         "BranchGRPO",
         "advantages by depth of a tree",
-        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage; pruned "
-        "gradients are missing",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage",
+        "Pruning of gradients and image models are missing.",
     ),
-    _row(15, "Swarm sampling", "nodes share episodes", _SHARE),
-    _row(
+    _idea(
+        15,
+        "Swarm sampling",
+        "nodes share episodes",
+        "Training on the texts of other runs is missing.",
+    ),
+    _works(
         16,
         "VCPO, arXiv 2602.17616",
         "step size by effective sample size; an off-policy baseline",
         "--techniques ess_lr is the step size, least_variance_baseline the baseline",
-        "works",
     ),
-    _row(
+    _idea(
         17,
         "RAVL",
         "no value from an artificial end",
-        "--techniques truncated: an episode that a limit cut off is no failure; its model of the "
-        "environment and its ensemble of values are not for language models",
-        "transfer",
+        "Its model of the environment and its ensemble of values are of robotics.",
+        "--techniques truncated shares its idea: an episode that a limit cut off is no failure",
     ),
-    _row(
+    _works(
         18,
         "POISE",
         "a probe of hidden states as the baseline",
         "--techniques baseline --baseline.centre probe",
-        "works",
     ),
-    _row(19, "RTV + PDR", "votes over summaries of attempts", _JUDGE),
-    _row(
+    _works(
+        19,
+        "RTV + PDR",
+        "votes over summaries of attempts, and an answer from the best",
+        "unstale attempt --attempts 8 --votes 8 --summaries --distil 4 (docs/commands.md)",
+    ),
+    _works(
         20,
         "ACE, arXiv 2602.21420",
         "more weight on errors of growing confidence",
         "--techniques confident_error_penalty",
-        "works",
     ),
-    _row(
+    _works(
         21,
         "D3S",
         "episodes with the largest variance of advantages, and their tokens",
         "--techniques 'episode_filter top_tokens' with larger groups, such as "
         "--schedule.group_size 16",
-        "works",
     ),
-    _row(
+    _partly(
         22,
         "RollArt",
         "phases on the hardware that fits them",
         "--engine.prefill_engines sends requests to groups of engines by phase, and with "
-        "--cluster.engine_hosts to groups of machines; judges are called off the event loop, at "
-        "most JudgeEndpoint.at_once at a time, but this number does not follow the load",
-        "transfer",
+        "--cluster.engine_hosts to groups of machines; judges are called off the event loop",
+        "The number of concurrent calls of judges is fixed, and does not follow the load.",
     ),
-    _row(
+    _partly(
         23,
         "Turn control",
         "a limit of turns at a quantile",
         "--techniques limits, with --limits.extend for extensions",
-        "works",
+        "The limits act in training only, not in `unstale eval` and `unstale serve`.",
     ),
-    _row(
+    _works(
         24,
         "rStar2 GRPO-RoC, arXiv 2508.20722",
         "the cleanest successes of a larger group",
         "--techniques episode_filter --episode_filter.rule clean_success, with "
         "--schedule.group_size above --episode_filter.n",
-        "works",
     ),
-    _row(
+    _works(
         25,
         "Group-DRO",
         "difficulty bins with weights, and a number of episodes for each",
         '--techniques "difficulty_bin_weights bin_sizes" --selection.pool N; allocate with gain '
         "sqrt_law has no bins",
-        "works",
     ),
-    _row(26, "GDPO", "each reward normalised on its own", "--techniques reward_channels", "works"),
-    _row(27, "DARS", "more episodes on hard tasks", "--techniques allocate", "works"),
-    _row(
+    _works(26, "GDPO", "each reward normalised on its own", "--techniques reward_channels"),
+    _works(
+        27,
+        "DARS",
+        "more episodes on hard tasks",
+        "--techniques allocate, with --advantage.estimator rloo_first; its breadth is "
+        "--schedule.groups_per_step and --trainer.epochs_per_batch 2",
+    ),
+    _works(
         28,
         "DRIVE",
         "two stages of tasks and counts",
         "--techniques hard_task_stages --selection.pool N, with --hard_task_stages.first_reply "
         "for the shorter replies of the first stage",
-        "works",
     ),
-    _row(
+    _partly(
         29,
         "V0",
         "a value from the history of outcomes",
         "--techniques 'predicted_sampler allocate' --predicted_sampler.forecast model "
-        "--allocate.gain v0 --selection.pool N; the model is small and trained in the run, and "
-        "allocate forecasts by the success of the same task",
-        "works",
+        "--allocate.gain v0 --selection.pool N",
+        "The model is small and trained in the run; allocate does not use its forecasts, and "
+        "nothing routes between policies.",
     ),
-    _row(
+    _partly(
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes; "
-        f"{_TREE}",
+        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes",
+        "Replies do not end early: all are sampled to their end.",
     ),
-    _row(31, "SWE-Reasoner", "search with a reward model", _JUDGE),
-    _row(
+    _idea(
+        31,
+        "SWE-Reasoner",
+        "search with a reward model",
+        "A search over the steps of a repair, and an environment of repositories, are missing.",
+    ),
+    _works(
         32,
         "FAPO, arXiv 2510.22543",
         "a lower reward for flawed successes",
         "--techniques flawed_success_penalty with a judge (docs/rewards.md); --task.reward "
         "unstale.rewards:first_error trains a judge of steps",
-        "works",
     ),
-    _row(
+    _works(
         33,
         "HGPO",
         "step groups that share the last states",
         "--techniques step_groups --step_groups.rule hgpo (or gigpo)",
-        "works",
     ),
-    _row(
+    _partly(
         34,
         "R3L",
         "reflect, restart, train the suffix",
-        "--techniques opmd is the loss; reflection, restarts and training on edited replies are "
-        "missing",
+        "--techniques opmd is the loss",
+        "Reflection, restarts and training on replies without the advice they had are missing.",
     ),
-    _row(
+    _partly(
         35,
         "V0.5",
         "a group mean shrunk towards a prior",
-        "--techniques 'allocate baseline' --allocate.gain v05_risk; the prior is a Beta "
-        "distribution, not the prediction of a model; its baseline contains the own reward",
-        "works",
+        "--techniques 'allocate baseline' --allocate.gain v05_risk --baseline.centre shrink "
+        "--selection.pool N",
+        "The prior is a count of past results, not the forecast of a value model.",
     ),
-    _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),
-    _row(37, "ADHint", "hints by difficulty", _EDIT),
-    _row(
+    _idea(
+        36,
+        "SAGE (skills)",
+        "skills of one task help the next",
+        "Chains of tasks in one episode, and a reward for skills, are missing.",
+    ),
+    _partly(
+        37,
+        "ADHint",
+        "hints by difficulty",
+        "--techniques hints --objective.placed anchor",
+        "Weights of hint tokens by their entropy, and of advantages by the difference of "
+        "difficulty, are missing.",
+    ),
+    _works(
         38,
         "MinPRO, arXiv 2601.22718",
         "the smallest ratio of the prefix",
         "--techniques minpro",
-        "works",
     ),
-    _row(
+    _works(
         39,
         "AReaL",
         "asynchronous training with bounded staleness, decoupled loss",
         "recipes areal_naive, areal_decoupled, areal_loglinear and areal_m2po; "
         "--schedule.max_staleness; --techniques m2po",
-        "works",
     ),
-    _row(40, "CLEANER", "failed calls replaced by later successes", _EDIT),
-    _row(
+    _idea(
+        40,
+        "CLEANER",
+        "failed calls replaced by later successes",
+        "Replacing a failed call in an episode, and training on the result, are missing.",
+    ),
+    _partly(
         41,
         "Jet-RL, arXiv 2601.14243",
         "one low precision in engine and trainer",
         "--engine.quantise fp8 --trainer.quantise fp8",
-        "works",
+        "FP8 is rounded on both sides and computed in the run's own precision, so nothing is "
+        "faster.",
     ),
-    _row(
+    _works(
         42,
         "OTR",
         "supervised training with sampled alternatives",
         "unstale sft --loss otr (docs/your-own-data.md)",
-        "works",
     ),
-    _row(
+    _partly(
         43,
         "ETTRL, arXiv 2508.11356",
-        "advantages by relative entropy; trees",
-        "--techniques 'tree tree_advantage entropy_advantage_reweighting' --tree.branch unlikely "
-        "are the trees and the advantage; labels by majority vote are missing",
+        "labels by majority, advantages by relative entropy; trees",
+        "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
+        "--tree.branch unlikely --majority.least 0, with --selection.test_time",
+        "Forks are at the least likely tokens, not at those with the largest entropy.",
     ),
-    _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
-    _row(
+    _partly(
+        44,
+        "SAGE (plans)",
+        "a plan from the first attempt",
+        "unstale attempt --plan (docs/commands.md)",
+        "Training with plans is missing.",
+    ),
+    _diagnostic(
         45,
         "SQIRL",
         "the effective horizon as difficulty",
         "unstale.algorithms.effective_horizon, for small environments that "
-        "unstale.testing.tabulate lists (docs/your-own-task.md); its deep Q-learning is not for "
-        "language models",
-        "transfer",
+        "unstale.testing.tabulate lists (docs/your-own-task.md)",
+        "Its deep Q-learning is not for language models.",
     ),
-    _row(
+    _partly(
         46,
         "UI-S1",
         "expert traces with patched steps; step and episode advantages",
-        "--techniques step_groups --step_groups.rule two_level are the advantages; patched steps, "
-        "at which returns are cut, are missing",
+        "--techniques step_groups --step_groups.rule two_level are the advantages",
+        "Traces of an expert with patched steps, at which returns are cut, are missing.",
     ),
-    _row(
+    _partly(
         47,
         "AgentMath",
-        "segments of episodes, routing by prefix and load",
-        "--techniques segments has the segments and the limits that grow, tool_bonus the bonus; "
-        "--engine.load_tokens is the routing. segments and tool_bonus can be combined",
-        "works",
+        "tool traces from plain reasoning; segments, routing by prefix and load",
+        "--techniques 'segments tool_bonus' has the segments, the limits that grow and the bonus; "
+        "--engine.load_tokens is the routing",
+        "Its synthesis of tool calls from plain reasoning is missing.",
     ),
-    _row(
+    _partly(
         48,
         "ReflectDrive-2",
         "one reward for draft and edit",
         "--task.edit_request of dataset and synthesis: the edit is rewarded, both are trained",
-        "transfer",
+        "The edit is a second reply; edits within a text, by masked diffusion, are missing.",
     ),
-    _row(
+    _partly(
         49,
         "P/D-Serve",
         "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; a "
-        "reply stays where its prompt was computed, because an engine cannot send its cache to "
-        "another one; unstale simulate --set fleet.kv_transfer=true simulates that",
-        "transfer",
+        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; "
+        "unstale simulate --set fleet.kv_transfer=true simulates a transfer",
+        "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
     ),
-    _row(
+    _partly(
         50,
         "PPO at 1M envs",
         "a diagnosis of too large steps",
         "--techniques outer_step: the noise of two halves of a step's groups, its KL, a lower "
         "learning rate",
-        "works",
+        "Advice on how to change the step with the number of environments is missing.",
     ),
-    _row(
+    _works(
         51,
         "SALT",
         "shared steps get a shared advantage",
         "--techniques step_groups --step_groups.rule salt",
-        "works",
     ),
-    _row(
+    _idea(
         52,
         "GDRO (diffusion)",
-        "proxy reward against corrected score",
-        "--techniques proxy; held out: eval/reward_mean beside eval/success_rate, and unstale eval",
-        "transfer",
+        "a group objective on recorded images, without their sampler",
+        "Its offline objective for image models is missing.",
+        "--techniques proxy reports proxy reward and corrected score together, as it does",
     ),
-    _row(
+    _partly(
         53,
         "MSSR",
         "one episode per task with a Beta baseline",
         "--techniques 'beta_sampler baseline unlikely_token_bonus' --baseline.centre prior "
-        "--baseline.scale batch --schedule.group_size 1; the discount does not depend on the "
-        "measured KL",
-        "works",
+        "--baseline.scale batch --schedule.group_size 1",
+        "The discount of past results does not depend on the measured KL.",
     ),
-    _row(
+    _works(
         54,
         "Periodic Asynchrony",
         "gradients while the batch is still generated",
         "--trainer.stream true, with --schedule.max_staleness 0 as in the paper or with more; what "
         "needs the whole batch before its gradient is refused; shared prompts are computed once",
-        "works",
     ),
-    _row(
+    _partly(
         55,
         "AEPO, arXiv 2510.14545",
         "branches, advantage and clip by entropy",
-        f"--techniques 'token_entropy_advantage preserve_clip' is advantage and clip; {_TREE}",
+        "--techniques 'token_entropy_advantage preserve_clip' is advantage and clip",
+        "Branches at tool calls by entropy, while an episode runs, are missing.",
     ),
-    _row(56, "MARS^2", "several agents in one search tree", _TREE),
-    _row(
+    _idea(
+        56,
+        "MARS^2",
+        "several agents in one search tree",
+        "A search tree over whole answers, and several policies, are missing.",
+    ),
+    _idea(
         57,
         "CJ-GRPO, EOSER, ASS",
         "train exactly the decoded states",
-        "tokens are never encoded again; the rest is of diffusion decoders",
-        "transfer",
+        "It is a method for decoders by diffusion.",
+        "tokens are never encoded again, so every trained state was sampled",
     ),
-    _row(
+    _partly(
         58,
         "SHARP",
         "verified synthetic tasks",
-        "--task.env synthesis makes, checks and measures puzzles by programs; drafts by a language "
-        "model are missing",
-        "transfer",
+        "--task.env synthesis makes, checks and measures puzzles by programs",
+        "Tasks that a language model drafts by principles, and verifies, are missing.",
     ),
-    _row(
+    _works(
         59,
         "DAPO, arXiv 2503.14476",
         "other groups in the place of uniform ones, and a penalty for long replies",
         "--schedule.resampled_groups N, and --techniques long_reply_penalty; its clip and its loss "
         "over tokens are the defaults, --techniques truncated masks cut replies",
-        "works",
     ),
-    _row(
+    _works(
         60,
         "GKD, arXiv 2306.13649",
         "a teacher's judgement of each token that the policy sampled",
         "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
-        "works",
     ),
 )
 """All rows, by number."""
+
+WISHES: Mapping[str, Sequence[str]] = {
+    "more signal per token": (
+        "baseline",
+        "confident_error_penalty",
+        "distil",
+        "entropy_advantage_reweighting",
+        "episode_filter",
+        "hints",
+        "least_variance_baseline",
+        "novelty",
+        "reward_channels",
+        "step_groups",
+        "token_entropy_advantage",
+        "top_tokens",
+        "unlikely_token_bonus",
+    ),
+    "longer episodes": ("limits", "segments", "top_turns", "tree", "tree_advantage", "truncated"),
+    "stability with old tokens": (
+        "confidence_clip",
+        "ess_lr",
+        "m2po",
+        "minpro",
+        "opmd",
+        "outer_step",
+        "preserve_clip",
+    ),
+    "budget: which tasks, how many episodes": (
+        "allocate",
+        "beta_sampler",
+        "bin_sizes",
+        "difficulty_bin_weights",
+        "hard_task_stages",
+        "predicted_sampler",
+        "replay",
+    ),
+    "test time: a better answer from several attempts": ("unstale attempt",),
+    "no labels": ("majority",),
+    "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
+    "figures only": ("balance", "proxy", "rollout_figures"),
+}
+"""What a user may want, and the techniques and commands for it. Each has one place."""
+COMMANDS: Mapping[str, str] = {
+    "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
+}
+"""What the commands in `WISHES` do."""

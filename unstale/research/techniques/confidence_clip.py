@@ -55,7 +55,7 @@ class ConfidenceClipConfig(Section):
 
 
 class ConfidenceClip:
-    """A technique that sets the clip of each sequence, and also changes its advantages."""
+    """A technique that sets the clip of each sequence and scales its advantages."""
 
     def __init__(self, options: ConfidenceClipConfig) -> None:
         self._options = options
@@ -86,9 +86,9 @@ class ConfidenceClip:
 
 
 def confidence(batch: Batch, tail: int) -> Tensor:
-    """Return the mean probability of the last `tail` sampled tokens of each sequence, `[n]`.
+    """Return the mean probability of the last `tail` sampled tokens of each of n sequences, `[n]`.
 
-    The probability is the engine's. The result is 0 for a sequence without sampled tokens.
+    The probabilities are the engine's. The result is 0 for a sequence without sampled tokens.
     """
     import torch
 

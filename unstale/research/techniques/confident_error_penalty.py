@@ -36,7 +36,9 @@ class ConfidentErrorPenaltyConfig(Section):
 
 
 class ConfidentErrorPenalty:
-    """A technique that makes negative advantages larger where confidence has grown."""
+    """A technique that makes negative advantages larger where the policy has become more
+    confident.
+    """
 
     def __init__(self, options: ConfidentErrorPenaltyConfig) -> None:
         self._options = options

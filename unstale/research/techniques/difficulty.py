@@ -11,12 +11,12 @@ from unstale.research.techniques.success import SuccessThreshold
 from unstale.techniques.hooks import Outcome
 
 FIXED_BINS = "the checkpoint has the bin of each task"
-"""The reason why the number of bins cannot change in a resumed run."""
+"""The reason for which the number of bins cannot change when a run is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinOptions(SuccessThreshold):
-    """The options of techniques with bins of tasks."""
+    """Options of techniques that sort tasks into bins by difficulty."""
 
     __slots__ = ()
 
@@ -34,11 +34,11 @@ class BinOptions(SuccessThreshold):
 class _Task:
     bin: int
     solved: list[int] = field(default_factory=list)
-    """One number for each of the last groups: 1 if it had a success, otherwise 0."""
+    """For each of the last groups of the task: 1 if it had a success, otherwise 0."""
 
 
 class Bins:
-    """The bin of each task, by the share of its last groups that had at least one success."""
+    """The bin of each task, by the share of its last groups with at least one success."""
 
     def __init__(self, options: BinOptions) -> None:
         """Create bins without tasks."""
@@ -54,7 +54,10 @@ class Bins:
         return None if found is None else found.bin
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Add the groups of a batch. Groups without a finished episode are ignored."""
+        """Update the bins with the groups of a batch.
+
+        Groups without a finished episode are ignored.
+        """
         for outcome in outcomes:
             if not outcome.rewards:
                 continue
@@ -83,7 +86,7 @@ class Bins:
 
 
 def spread_of(rewards: Sequence[float]) -> float:
-    """Return the unbiased variance of some rewards; 0 for a single one."""
+    """Return the unbiased variance of rewards; 0 for a single reward."""
     if len(rewards) < 2:
         return 0.0
     mean = sum(rewards) / len(rewards)

@@ -42,7 +42,7 @@ class DifficultyBinWeightsConfig(Section, BinOptions):
 
 
 class DifficultyBinWeights:
-    """A technique that multiplies the advantages of each task by the weight of its bin."""
+    """A technique that multiplies the advantages of each task by the weight of the task's bin."""
 
     def __init__(self, options: DifficultyBinWeightsConfig) -> None:
         self._options = options

@@ -32,9 +32,7 @@ class EntropyAdvantageReweightingConfig(Section):
 
 
 class EntropyAdvantageReweighting:
-    """A technique that multiplies the advantages of a sequence by a factor that depends on the
-    sequence's entropy.
-    """
+    """A technique that multiplies a sequence's advantages by a factor of the sequence's entropy."""
 
     def __init__(self, options: EntropyAdvantageReweightingConfig) -> None:
         self._options = options
@@ -47,10 +45,10 @@ class EntropyAdvantageReweighting:
 
 
 def relative_factor(entropy: Tensor, group: Tensor, *, limit: float) -> Tensor:
-    """Return 1 + (mean - entropy) / mean for each sequence, `[n]`. The mean is over its group.
+    """Return 1 + (mean - entropy) / mean for each of n sequences, `[n]`.
 
-    `group` `[n]` has the group's number. The difference from 1 is limited to +-`limit`, and is 0 in
-    a group of entropy 0.
+    The mean is over its group. `group` `[n]` has the number of each sequence's group. The
+    difference from 1 is limited to +-`limit`, and is 0 in a group of entropy 0.
     """
     import torch
 

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 LEAST_OF_EACH = 2
-"""Number of successes and of failures that `clean_success` keeps at least, as in rStar2-Agent."""
+"""Smallest number of successes, and of failures, that `clean_success` keeps if there are so many,
+as in rStar2-Agent.
+"""
 SMALLEST_PENALTY = 0.01
-"""With `order = sample`, smaller penalties count as this one. A success is chosen with a weight of
-1 / penalty, which must be finite.
+"""With `order = sample`, smaller penalties count as this one. A success is chosen with weight 1 /
+penalty, which must be finite.
 """
 _READ_BY = {
     "target": ("balanced",),
@@ -101,14 +103,15 @@ class EpisodeFilterConfig(Section):
             )
 
     def size(self, progress: float) -> int:
-        """Return the number of episodes of a task to train on, after a share
-        `progress` of the run.
+        """Return the number of episodes of a task to train on.
+
+        `progress` is the share of the run that is done.
         """
         return round(self.n + ((self.last or self.n) - self.n) * progress)
 
 
 class EpisodeFilter:
-    """A filter that chooses episodes within each group by reward or tool errors."""
+    """A filter that chooses episodes within each group, by reward or by tool errors."""
 
     def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
@@ -160,7 +163,7 @@ class EpisodeFilter:
 
 
 class EpisodeFilterByAdvantage:
-    """A filter that chooses episodes over the whole batch by advantage."""
+    """A filter that chooses episodes of the whole batch, by advantage."""
 
     def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
@@ -185,7 +188,7 @@ class EpisodeFilterByAdvantage:
 
 
 def leave_out(group: Group, kept: Collection[int]) -> Group:
-    """Return the group without the trajectories whose index is not in `kept`."""
+    """Return the group with only those trajectories whose index is in `kept`."""
     items = group.trajectories
     return replace(
         group,
@@ -195,7 +198,7 @@ def leave_out(group: Group, kept: Collection[int]) -> Group:
 
 
 def largest_variance(values: Sequence[float], size: int) -> frozenset[int]:
-    """Return the indices of the `size` values with the largest variance.
+    """Return the indices of the `size` values that together have the largest variance.
 
     >>> sorted(largest_variance([-2, -1, 0, 1, 3], 3))
     [0, 1, 4]
@@ -219,7 +222,7 @@ def largest_variance(values: Sequence[float], size: int) -> frozenset[int]:
 
 
 def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
-    """Return the indices of the `size` most extreme rewards: half of them low, half of them high.
+    """Return the indices of the `size` most extreme rewards: one half lowest, one half highest.
 
     If `size` is odd, there is one more high reward than low ones.
     """
@@ -229,8 +232,7 @@ def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
 
 
 def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset[int]:
-    """Return the indices of `size` rewards, lowest and highest ones, with a mean nearest to
-    `target`.
+    """Return the indices of `size` lowest and highest rewards, with a mean nearest to `target`.
 
     >>> sorted(balanced([0.9, 0.8, 0.2, 0.1], 2, target=0.5))
     [0, 3]
@@ -249,7 +251,7 @@ def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset
 
 
 def split(num_successes: int, num_failures: int, size: int) -> int:
-    """Return the number of successes among the `size` episodes that `clean_success` keeps.
+    """Return how many of the `size` episodes that `clean_success` keeps are successes.
 
     The group has more than `size` episodes.
 
@@ -263,7 +265,7 @@ def split(num_successes: int, num_failures: int, size: int) -> int:
 
 
 def make(options: EpisodeFilterConfig) -> EpisodeFilter | EpisodeFilterByAdvantage:
-    """Return the filter of the configured rule."""
+    """Return the filter for the rule in the options."""
     return (
         EpisodeFilterByAdvantage(options) if options.rule == "variance" else EpisodeFilter(options)
     )

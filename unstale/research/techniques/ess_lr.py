@@ -30,7 +30,7 @@ class EssLrConfig(Section):
 
 
 class EssLr:
-    """A controller that lowers the learning rate with the effective sample size."""
+    """A technique that lowers the learning rate with a step's effective sample size."""
 
     def __init__(self, options: EssLrConfig) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""Facts that the environment reports about episodes, for techniques that need them."""
+"""Facts (numbers) that the environment reports about episodes, for techniques that need them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from unstale.techniques.hooks import CreditContext
 
 CONTINUED_BATCHES = 8
-"""Number of batches after a resume for which it is assumed that an earlier
-batch had the property.
+"""Number of batches after a resume for which a `Seen` assumes that an earlier batch had its
+property.
 """
 
 
 class Seen:
-    """A record of whether a batch of the run has had some property.
+    """A record of whether any batch of the run has had some property.
 
     The record is not part of a checkpoint. So a process that resumes a run assumes for
     `CONTINUED_BATCHES` batches that an earlier batch had the property.
@@ -27,13 +27,12 @@ class Seen:
     def __init__(self) -> None:
         self._seen = False
         self._num_assumed: int | None = None
-        """Number of further batches for which the property is assumed. None
-        before the first batch.
+        """Number of further batches for which the property is assumed. None before the first
+        batch.
         """
 
     def update(self, now: bool, *, counts: bool, progress: float) -> bool:
-        """Return True if this batch (`now`) has the property, or if an earlier one had or may have
-        had it.
+        """Return True if this batch has the property (`now`), or an earlier one had or may have it.
 
         `counts` is False for a batch that cannot have the property. `progress` is the share of the
         run's steps that are done, as in `CreditContext`.
@@ -51,15 +50,13 @@ class RequiredFact:
     """A check that the environment reports a certain fact about successful episodes."""
 
     def __init__(self, name: str, *, option: str) -> None:
-        """Create the check of a run. `name` is the fact (a reported number), and `option` the
-        option that sets it.
-        """
+        """`name` is the fact (a reported number), and `option` the option that sets this name."""
         self._name = name
         self._option = option
         self._seen = Seen()
 
     def require(self, groups: Sequence[Group], context: CreditContext) -> None:
-        """Raise `ConfigError` if a batch has successes, and no success of the run has had the fact.
+        """Raise `ConfigError` if a batch has successes, but no success of the run has had the fact.
 
         After a success with the fact (a reported number), later batches may lack the fact.
         """

@@ -21,8 +21,8 @@ from unstale.research.techniques.rewards import add_reward
 from unstale.techniques.hooks import CreditContext
 
 FLAWED = 0.5
-"""Smallest value of the fact at which a success counts as flawed. A judge may
-report a probability.
+"""Smallest value of the fact at which a success counts as flawed. A judge may report a
+probability.
 """
 
 

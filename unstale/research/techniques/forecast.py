@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 DIMENSIONS = 512
-"""Length of the vector of a text."""
+"""Length of the vector of word features of a text."""
 TEMPERATURES = (0.01, 10.0)
 """Smallest and largest temperature of a calibration, as in DOTS."""
 MAX_SHIFT = 1.0
@@ -22,7 +22,7 @@ MAX_SHIFT = 1.0
 
 
 def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
-    """Return a vector of length 1 for each text, `[n, dimensions]`, from its words.
+    """Return a vector of word features for each text, `[n, dimensions]`, normalised to length 1.
 
     A word has the weight log(1 + n / number of texts that have it). Its index in the vector is a
     hash, so two words may have the same. A text without words has the vector 0.
@@ -39,7 +39,7 @@ def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
 
 
 def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float) -> Array:
-    """Return the success rate of each of n tasks, `[n]`, from h groups with known results.
+    """Return forecast success rates of n tasks, `[n]`, from h groups with known results.
 
     `weights[i, j]` is the weight for task i of each episode of group j. `solved` `[h]` is the
     number of successes of each group, `sizes` `[h]` the number of its episodes. `prior` episodes
@@ -53,11 +53,11 @@ def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float)
 
 
 def fit_calibration(rates: Array, solved: Array, sizes: Array) -> tuple[float, float]:
-    """Return the temperature T and shift b under which the results are most likely (Platt scaling).
+    """Fit a calibration of rates to results (Platt scaling). Return the temperature T and shift b.
 
-    The success rate is sigmoid(logit(rate) / T + b). `solved` of `sizes` episodes succeeded. A
-    penalty worth one episode keeps T near 1 and b near 0 while there are few results. Both are
-    limited as in DOTS.
+    The calibrated success rate is sigmoid(logit(rate) / T + b). `solved` of `sizes` episodes
+    succeeded. A penalty worth one episode keeps T near 1 and b near 0 while there are few results.
+    Both are limited as in DOTS.
     """
     x = logit(rates)
     slope, shift = 1.0, 0.0
@@ -81,7 +81,7 @@ def calibrated(rates: Array, temperature: float, shift: float) -> Array:
 
 
 def logit(rates: Array) -> Array:
-    """Return log(p / (1 - p)) of rates, which are first limited to 0.001 to 0.999."""
+    """Return log(p / (1 - p)) of rates p, which are first limited to 0.001 to 0.999."""
     p = np.clip(rates, 1e-3, 1 - 1e-3)
     return np.asarray(np.log(p) - np.log1p(-p))
 

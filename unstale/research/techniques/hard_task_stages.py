@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 ROUNDING = 1e-9
-"""Subtracted before rounding up, so that the error of a float does not add a task."""
+"""A constant subtracted before rounding up, so that a float's rounding error does not add a
+task.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
 
 
 class HardTaskStages:
-    """A technique that draws tasks in two stages."""
+    """A technique that draws tasks in two stages: first all tasks, then the hardest."""
 
     def __init__(self, options: HardTaskStagesConfig) -> None:
         """Create the technique. `options.steps` must not be 0."""
@@ -75,7 +77,7 @@ class HardTaskStages:
         return Draw(task, options.size)
 
     def hard_tasks(self, drawn: int) -> frozenset[str]:
-        """Return the hard tasks after the second stage has drawn `drawn` groups."""
+        """Return the tasks of the second stage, after `drawn` of its groups were drawn."""
         options = self._options
         seen = sorted(self._tracker.tasks(), key=lambda task: (self._tracker.mean(task), task))
         size = max(options.least, ceil(options.hard * len(seen) - ROUNDING))

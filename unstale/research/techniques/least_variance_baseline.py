@@ -41,7 +41,7 @@ class LeastVarianceBaselineConfig(Section):
 
 
 class LeastVarianceBaseline:
-    """A technique that subtracts a baseline from the advantages of each sequence."""
+    """A technique that subtracts a baseline from each sequence's advantages."""
 
     def __init__(self, options: LeastVarianceBaselineConfig) -> None:
         self._options = options
@@ -78,10 +78,10 @@ class LeastVarianceBaseline:
 
 
 def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
-    """Return for each value the mean over its scope, `[n]`, weighted by exp(`log_weight`).
+    """Return for each value the weighted mean of the values in its scope, `[n]`.
 
-    `scope` has the number of each value's group. In a scope whose weights are all 0, the values
-    have equal weights.
+    The weights are exp(`log_weight`). `scope` has the number of each value's scope, such as its
+    group. In a scope whose weights are all 0, the values have equal weights.
     """
     size = int(scope.max()) + 1
     peak = log_weight.new_full((size,), -float("inf")).scatter_reduce(0, scope, log_weight, "amax")
@@ -92,7 +92,7 @@ def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
 
 
 def _differing(values: Tensor, scope: Tensor) -> Tensor:
-    """Return True for values in a scope that has several different values, `[n]`."""
+    """Return a mask `[n]`: True for a value whose scope has several different values."""
     size = int(scope.max()) + 1
     high = values.new_full((size,), -float("inf")).scatter_reduce(0, scope, values, "amax")
     low = values.new_full((size,), float("inf")).scatter_reduce(0, scope, values, "amin")

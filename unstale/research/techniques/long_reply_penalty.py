@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 FREE_SHARE = 0.8
-"""Share of the limit up to which a reply costs nothing: 16384 of 20480 tokens in DAPO."""
+"""Share of the length limit up to which a reply costs nothing: 16384 of 20480 tokens in DAPO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class LongReplyPenaltyConfig(Section):
 
 
 class LongReplyPenalty:
-    """A reward term for long replies."""
+    """A technique that lowers the reward of episodes with a long reply."""
 
     def __init__(self, options: LongReplyPenaltyConfig) -> None:
         self._options = options
@@ -59,10 +59,9 @@ class LongReplyPenalty:
 
 
 def longest_reply(item: Trajectory) -> int:
-    """Return the number of tokens of the longest reply of an episode and its branches (further
-    conversations).
+    """Return the tokens of an episode's longest reply, further conversations included.
 
-    The replies before a fork count, too: the rewards of the branches of a fork are compared.
+    The replies before a fork count, too: the rewards of the episodes forked there are compared.
     """
     lengths = [
         sum(len(piece.tokens) for piece in run)

@@ -40,7 +40,7 @@ class M2poConfig(Section):
 
 
 class M2po:
-    """A shaper that masks tokens and changes no advantage."""
+    """A technique that masks tokens and changes no advantage."""
 
     def __init__(self, options: M2poConfig) -> None:
         self._options = options
@@ -61,7 +61,7 @@ class M2po:
 
 
 def under_limit(squares: Tensor, limit: float) -> Tensor:
-    """Return False for the largest values, `[n]`, and True for the others.
+    """Return a mask `[n]` that is False for the largest values.
 
     As few values are False as needed for the mean of the others to be at most `limit`.
     """

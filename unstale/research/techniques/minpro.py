@@ -72,9 +72,10 @@ class Minpro:
 
 
 def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
-    """Return the smallest of the earlier values of the same unit, `[n]`, and 0 where there is none.
+    """Return the smallest of the earlier values in the same unit, `[n]`, or 0 where there is none.
 
-    `unit` `[n]` has increasing numbers 0, 1, ... With `inclusive`, the value itself counts, too.
+    `unit` `[n]` has the number of each value's unit, in ascending order from 0. With `inclusive`,
+    the value itself counts, too.
     """
     import torch
 

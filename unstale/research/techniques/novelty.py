@@ -36,13 +36,16 @@ class NoveltyConfig(Section, SuccessThreshold):
 
 
 class Novelty:
-    """A technique that raises positive advantages of unlikely correct sequences."""
+    """A technique that raises the positive advantages of correct but improbable sequences."""
 
     def __init__(self, options: NoveltyConfig) -> None:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
-        """Add the bonus. Raises ValueError if groups or rewards of the batch are unknown."""
+        """Add the bonus to the advantages.
+
+        Raises ValueError if the batch lacks groups or rewards.
+        """
         import torch
 
         options, advantage = self._options, batch.advantage
@@ -57,9 +60,10 @@ class Novelty:
 
 
 def relative_likelihood(logp: Tensor, batch: Batch) -> Tensor:
-    """Return eta of each sequence, `[n]` in float64, from log-probabilities `[T]`.
+    """Return eta, the likelihood relative to the task's mean, of each sequence: `[n]` in float64.
 
-    The logarithm of eta is the sequence's mean log-probability, minus the mean over its task.
+    `logp` are log-probabilities `[T]`. The logarithm of eta is the sequence's mean log-probability,
+    minus the mean over its task.
 
     Sequences without a sampled token do not count in the mean of their task.
     """

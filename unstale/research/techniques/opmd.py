@@ -33,7 +33,7 @@ class OpmdConfig(Section):
 
 
 class Opmd:
-    """An objective that does not use the ratio."""
+    """An objective whose loss uses no ratio of policies."""
 
     def __init__(self, options: OpmdConfig) -> None:
         self._options = options
@@ -48,8 +48,8 @@ class Opmd:
 
         from unstale.algorithms.objectives import Surrogate
 
-        advantage = torch.where(batch.sampled, batch.advantage, 0.0)
-        log_ratio = torch.where(batch.sampled, log_ratio, 0.0)
+        advantage = torch.where(batch.trained, batch.advantage, 0.0)
+        log_ratio = torch.where(batch.trained, log_ratio, 0.0)
         nowhere = torch.zeros_like(batch.sampled)
         return Surrogate(-advantage * log_ratio / (1 + self._options.tau), nowhere, nowhere)
 

@@ -47,15 +47,15 @@ class OuterStepConfig(Section):
 
 
 class OuterStep:
-    """A technique that lowers the learning rate by averages of the gradient's noise and squared
-    norm.
-    """
+    """A technique that lowers the learning rate by averages of gradient noise and squared norm."""
 
     def __init__(self, options: OuterStepConfig) -> None:
         self._options = options
         self._averages = (0.0, 0.0)
         self._next = self._averages
-        """The averages with the steps of a batch for which `observe` was not called yet."""
+        """The averages that also include the steps of a batch for which `observe` was not called
+        yet.
+        """
 
     def plan(self, seen: StepSeen) -> StepPlan:
         options = self._options

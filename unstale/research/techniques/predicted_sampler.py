@@ -90,8 +90,8 @@ class PredictedSamplerConfig(Section, SuccessShare):
 
 
 class TextSampler(ABC):
-    """A technique that draws tasks by forecasts from the texts of tasks and
-    results of past groups.
+    """A technique that draws tasks by forecasts, made from tasks' texts and results of past
+    groups.
     """
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
@@ -99,7 +99,7 @@ class TextSampler(ABC):
         self._places: dict[str, int] = {}
         self._vectors = np.zeros((0, 0))
         self._groups: deque[tuple[str, float, int]] = deque(maxlen=options.history)
-        """Task, number of successes and number of episodes of each of the last groups."""
+        """The task, number of successes and number of episodes of each of the last groups."""
 
     def read(self, texts: Mapping[str, str]) -> None:
         self._places = {task: place for place, task in enumerate(texts)}
@@ -112,8 +112,9 @@ class TextSampler(ABC):
 
     @abstractmethod
     def forecast(self, tasks: Sequence[str]) -> Array:
-        """Return the forecast success rate of each task, `[n]`. It is 1/2
-        before the first group.
+        """Return the forecast success rate of each task, `[n]`.
+
+        It is 1/2 before the first group.
         """
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -131,7 +132,7 @@ class TextSampler(ABC):
 
 
 class ModelSampler(TextSampler):
-    """A chooser of tasks by their expected success, which a small model learns during the run."""
+    """A sampler that forecasts success by a small model, which is trained during the run."""
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)
@@ -178,11 +179,11 @@ class PredictedSampler(TextSampler):
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)
         self._weights: dict[str, Array] = {}
-        """For each task with results, the weight of its groups for every task
-        of the pool, `[N]`.
+        """For each task with results: the weight of its groups for every task of the pool,
+        `[N]`.
         """
         self._rates: Array | None = None
-        """The forecasts of all tasks of the pool, `[N]`. None if they must be computed again."""
+        """The forecasts of all N tasks of the pool, `[N]`. None if they must be computed again."""
 
     def read(self, texts: Mapping[str, str]) -> None:
         super().read(texts)
@@ -229,7 +230,7 @@ class PredictedSampler(TextSampler):
 
 
 def make_sampler(options: PredictedSamplerConfig) -> TextSampler:
-    """Return the sampler with the configured forecast."""
+    """Return the sampler with the forecast that the options choose."""
     return ModelSampler(options) if options.forecast == "model" else PredictedSampler(options)
 
 

@@ -30,7 +30,7 @@ class PreserveClipConfig(Section):
 
 
 class PreserveClip:
-    """A technique that keeps a gradient of tokens above the upper limit of PPO's clip."""
+    """A technique that keeps a gradient for tokens above the upper limit of PPO's clip."""
 
     def __init__(self, options: PreserveClipConfig) -> None:
         pass

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 LEAST_SPREAD = 1e-3
 """Smallest standard deviation by which a feature is divided, as a share of the root mean square of
-its block. Otherwise, the rounding errors of constant features would count as much as features that
-vary.
+its block of features. Otherwise, the rounding errors of constant features would count as much as
+features that vary.
 """
 BLOCKS = ("prompt", "reply", "entropy")
 
@@ -23,16 +23,17 @@ BLOCKS = ("prompt", "reply", "entropy")
 class Probe:
     """A linear regression from the features of an episode to a reward.
 
-    The features are those of `HiddenStates` in three blocks, each divided by the root of its size.
-    So the three blocks count equally. From a feature its mean over the examples is subtracted, and
-    the difference is divided by its standard deviation. The features of a missing block are 0. The
-    weights minimise the sum of squared errors plus `ridge` times their squared norm; the constant
-    term is the mean target.
+    The features are those of `HiddenStates` in three blocks, each divided by the root of its size,
+    so that the blocks count equally. From each feature its mean over the examples is subtracted,
+    and the difference is divided by its standard deviation. The features of a missing block are 0.
+    The weights minimise the sum of squared errors plus `ridge` times their squared norm; the
+    constant term is the mean target.
     """
 
     def __init__(self, *, ridge: float, size: int) -> None:
-        """Create a probe without examples. The probe keeps the last `size` examples. `ridge` is the
-        penalty of squared weights.
+        """Create a regression without examples. It keeps the last `size` examples.
+
+        `ridge` is the penalty of squared weights.
         """
         self._ridge = ridge
         self._size = size
@@ -46,7 +47,7 @@ class Probe:
         return len(self._examples[1]) if self._examples else 0
 
     def add(self, states: HiddenStates, targets: Tensor) -> None:
-        """Add n examples: their features, and the targets `[n]` to predict from them."""
+        """Add n examples: features of episodes, and the targets `[n]` to be predicted from them."""
         import torch
 
         targets = targets.double()
@@ -61,9 +62,9 @@ class Probe:
         self._fit = None
 
     def predict(self, states: HiddenStates) -> Tensor:
-        """Return the expected target for n rows of features, `[n]` in float64.
+        """Return the predicted target for n rows of features, `[n]` in float64.
 
-        Raises ValueError without examples.
+        Raises ValueError if there are no examples.
         """
         if not self._examples:
             raise ValueError("the probe has no examples")
@@ -86,7 +87,7 @@ class Probe:
 
 
 class _Fit:
-    """The weights of the regression, fitted to some examples."""
+    """The weights of the regression after fitting to examples."""
 
     def __init__(self, states: HiddenStates, targets: Tensor, *, ridge: float) -> None:
         import torch
@@ -112,7 +113,10 @@ class _Fit:
 
 
 def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation `[F]` of some features `[n, F]`. NaN counts as missing."""
+    """Return mean and standard deviation, `[F]` each, of features `[n, F]`.
+
+    NaN counts as missing.
+    """
     mean = values.nanmean(0)
     spread = (values - mean).square().nanmean(0).sqrt()
     least = LEAST_SPREAD * values.square().nanmean().sqrt()
@@ -125,7 +129,7 @@ def select(states: HiddenStates, rows: Tensor) -> HiddenStates:
 
 
 def without_replies(states: HiddenStates) -> HiddenStates:
-    """Return the features with only those of the prompts. All others are NaN."""
+    """Return features in which only those of the prompts are left. All others are NaN."""
     import torch
 
     return HiddenStates(
@@ -137,18 +141,18 @@ def without_replies(states: HiddenStates) -> HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class ProbedBatch:
-    """The features of the finished episodes of a batch, and the probe's predictions from them."""
+    """The features of a batch's finished episodes, and the regression's predictions from them."""
 
     rows: Mapping[int, int]
-    """The row of each episode in `states`, by the number of the episode."""
+    """The row in `states` of each episode, by the episode's number."""
     states: HiddenStates
     predicted: Tensor | None
-    """The mean reward of the siblings (episodes of the same group) of each episode, as predicted
-    from its features, `[n]`. None before the first fit.
+    """The predicted mean reward of each episode's siblings, `[n]`. Siblings are the other episodes
+    of its group. None before the first fit.
     """
     alone: Tensor | None
-    """The same prediction from only the features of the prompt, `[n]`. None
-    before the first fit.
+    """The same prediction, made from the prompt's features only, `[n]`. None before the first
+    fit.
     """
 
     def rows_of(self, group: Group) -> Tensor:
@@ -159,9 +163,9 @@ class ProbedBatch:
     def baseline(self, group: Group, rewards: Tensor) -> Tensor:
         """Return the baseline of each finished episode of a group, `[n]`.
 
-        It is the mean of the predictions from the features of its siblings. Without predictions it
-        is the mean of the siblings' `rewards` `[n]`. An episode without siblings has the prediction
-        from its prompt.
+        It is the mean of the predictions for the other episodes of the group (siblings). Without
+        predictions it is the mean of the siblings' `rewards` `[n]`. An episode without siblings has
+        the prediction from its prompt.
         """
         if self.predicted is None or self.alone is None:
             return means_of_others(rewards)

@@ -48,11 +48,10 @@ class Proxy:
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the metrics of the episodes that have the score (`proxy.score`). NaN if none has
-        it.
+        """Return metrics of the episodes that have the corrected score (`proxy.score`).
 
-        Raises `ConfigError` if the environment ended episodes of a whole batch, and no episode of
-        the run so far has the score.
+        NaN if none has it. Raises `ConfigError` if the environment ended episodes of a whole batch,
+        and no episode of the run so far has the score.
         """
         ended = [
             each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT
@@ -77,7 +76,7 @@ class Proxy:
         }
 
     def _rows(self, group: Group, graded: Group) -> list[tuple[float, float]]:
-        """Return reward and score of the episodes of a group that have the score."""
+        """Return reward and corrected score of each episode of a group that has this score."""
         return [
             (trained.reward, score)
             for each, trained in zip(group.finished, graded.finished, strict=True)
@@ -94,9 +93,9 @@ class Proxy:
 
 
 def _orders(rows: Sequence[tuple[float, float]]) -> list[float]:
-    """Return for each pair the score of the episode with the higher reward minus the other's score.
+    """Return for each pair of episodes the score of the higher-rewarded one minus the other's.
 
-    Pairs with equal rewards are left out.
+    Pairs with equal rewards are left out. `rows` has reward and score of each episode.
     """
     return [
         (ours - theirs) * (1 if reward > other else -1)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 EPSILON = 1e-4
-"""Added to a standard deviation before dividing by it, as in the authors' code."""
+"""A constant added to a standard deviation before dividing by it, as in the authors' code."""
 COMBINED = "reward/"
-"""Prefix of the names of facts (reported numbers) that hold the rewards which a task set has
+"""Prefix of the facts (reported numbers) that have the separate rewards which a task set
 combined.
 """
 
@@ -72,7 +72,7 @@ class RewardChannelsConfig(Section):
 
 
 class RewardChannels:
-    """An estimator that compares each named reward within its group."""
+    """An estimator of advantages that compares each named reward within its group."""
 
     def __init__(self, options: RewardChannelsConfig) -> None:
         self._options = options
@@ -80,7 +80,7 @@ class RewardChannels:
         self._several = Seen()
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
-        """Return the trajectories with advantages.
+        """Return trajectories with advantages.
 
         Raises `ConfigError` if the episodes of a whole batch have only one named reward, and no
         earlier batch had several.
@@ -155,7 +155,7 @@ def named_rewards(item: Trajectory) -> Mapping[str, float]:
 
 
 def channel_advantages(rewards: Tensor, group: Tensor, weight: Tensor) -> Tensor:
-    """Return the weighted sum of the channels' advantages, `[n]`.
+    """Return the weighted sum of the advantages of all named rewards (channels), `[n]`.
 
     `rewards` is `[n, channels]`, `group` `[n]` has the number of each episode's group, and `weight`
     is `[channels]`.
@@ -169,9 +169,9 @@ def channel_advantages(rewards: Tensor, group: Tensor, weight: Tensor) -> Tensor
 
 
 def whiten_nonzero(advantage: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return advantages `[n]` normalised over the batch. Those that are 0 stay 0.
+    """Return advantages `[n]`, normalised over the batch. Those that are 0 stay 0.
 
-    `lengths` `[n]` are weights in the mean and the standard deviation.
+    `lengths` `[n]`, if given, are weights in the mean and the standard deviation.
     """
     import torch
 

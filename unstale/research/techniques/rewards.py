@@ -17,11 +17,11 @@ def add_reward(
     term: Callable[[Trajectory], float],
     context: CreditContext,
 ) -> Sequence[Group]:
-    """Return the groups with a further reward of each trajectory. Record its mean as a metric.
+    """Add a further named reward to each trajectory of the groups. Record its mean as a metric.
 
-    `name` is the name of the reward, and `term` returns its value. Further conversations (branches)
-    get the reward of their episode. A successful episode still counts as a success, whatever its
-    new reward is. Raises `ConfigError` if a trajectory has a reward of that name already.
+    `name` is the name of the reward, and `term` returns its value. Further conversations of an
+    agent get the reward of their episode. A successful episode still counts as a success, whatever
+    its new reward is. Raises `ConfigError` if a trajectory already has a reward of that name.
     """
     if any(name in item.rewards for group in groups for item in group.trajectories):
         raise ConfigError(

@@ -24,15 +24,16 @@ class RolloutFiguresConfig(Section):
 
 
 class RolloutFigures:
-    """A technique that adds metrics of the episodes of a batch and changes nothing."""
+    """A technique that adds metrics of a batch's episodes and changes nothing."""
 
     def __init__(self, options: RolloutFiguresConfig) -> None: ...
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return the metrics by name. A share of no episodes is NaN, and so is the cost without a
-        success.
+        """Return the metrics by name.
+
+        A share is NaN without episodes, and the cost without a success.
         """
         episodes = [each for group in groups for each in group.finished]
         failures = [each for group in groups for each in group.failures]

@@ -1,4 +1,4 @@
-"""Sums over the sequences and groups of a batch, for techniques that act on tokens."""
+"""Sums and means over the sequences of a batch, for techniques that act on tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def sum_of(values: Tensor, batch: Batch) -> Tensor:
-    """Return the sum of `values` `[T]` over the sampled tokens of each sequence, `[n]`, float64."""
+    """Return the sum of `values` `[T]` over each sequence's sampled tokens, `[n]` in float64."""
     total = values.new_zeros(batch.num_sequences).double()
     return total.index_add(0, batch.sequence[batch.sampled], values[batch.sampled].double())
 
 
 def mean_of(values: Tensor, batch: Batch) -> Tensor:
-    """Return the mean of `values` `[T]` over the sampled tokens of each sequence, `[n]`, float64.
+    """Return the mean of `values` `[T]` over each sequence's sampled tokens, `[n]` in float64.
 
     The mean is 0 for a sequence without sampled tokens.
     """

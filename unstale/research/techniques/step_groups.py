@@ -29,7 +29,7 @@ from unstale.records import Group, Sampled, ScoredTrajectory, Trajectory, walk
 from unstale.techniques.hooks import CreditContext
 
 EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it."""
+"""A constant added to a standard deviation before dividing by it."""
 _RETURNS = ("gigpo", "hgpo", "two_level")
 _READ_BY = {
     "history": ("hgpo",),
@@ -68,16 +68,16 @@ class StepGroupsConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A turn, with the values on which its advantage depends."""
+    """A turn, with the values that determine its advantage."""
 
     place: tuple[int, int]
     """Number of the episode, and number of the turn in it."""
     inherited: float
     value: float
-    """The discounted return."""
+    """The sum of discounted rewards from this turn on."""
     observations: tuple[int, ...]
-    """The numbers of all observations up to the turn. Equal texts within a
-    group have one number.
+    """The numbers of all observations up to the turn. Equal texts within a group have the same
+    number.
     """
     action: int
     following: int
@@ -88,9 +88,7 @@ class _Step:
 
 
 class StepGroups:
-    """A technique that gives each turn an advantage by comparison with turns of siblings (episodes
-    of the same group).
-    """
+    """A technique that gives each turn an advantage, by comparison with turns of the same group."""
 
     def __init__(self, options: StepGroupsConfig) -> None:
         self._options = options
@@ -128,7 +126,10 @@ class StepGroups:
         return steps
 
     def _key(self, step: _Step) -> Hashable:
-        """Return the key by which turns are compared. For `hgpo` it is that of one observation."""
+        """Return the key that turns must share to be compared.
+
+        For `hgpo` it has one observation only.
+        """
         match self._options.rule:
             case "salt":
                 return (step.observations[-1], step.action, step.following)
@@ -166,7 +167,9 @@ class StepGroups:
 
 
 def _texts(item: Trajectory) -> list[tuple[int, ...]]:
-    """Return the tokens of the first observation, the first action, ..., the last observation."""
+    """Return an episode's texts as tokens: first observation, first action, ..., last
+    observation.
+    """
     texts: list[list[int]] = [[]]
     for _, piece, _ in walk(item.pieces):
         if isinstance(piece, Sampled) == len(texts) % 2:
@@ -189,7 +192,8 @@ def _compare(
 ) -> dict[tuple[int, int], float]:
     """Return each turn's return minus the mean return of the turns with the same key.
 
-    With `std` the difference is divided by the standard deviation of these returns.
+    A key of the result is `_Step.place`. With `std` the difference is divided by the standard
+    deviation of these returns.
     """
     returns = defaultdict(list)
     for step in steps:
@@ -217,8 +221,9 @@ def _count_shared(steps: Sequence[_Step], key: Callable[[_Step], Hashable]) -> i
 
 
 def _replaced(scored: ScoredTrajectory, values: dict[tuple[int, int], float]) -> ScoredTrajectory:
-    """Return a trajectory with the advantages of its turns. A branch (further conversation) keeps
-    the advantage of its episode.
+    """Return a trajectory with the advantages of its turns.
+
+    Further conversations of its agent keep the advantage of the episode.
     """
     item = scored.trajectory
     turns = [values.get((item.episode, turn)) for turn in range(item.num_turns)]

@@ -64,7 +64,7 @@ class VisitOptions(RateOptions):
 
 @dataclass(slots=True)
 class BetaCounts:
-    """A Beta distribution of a task's success rate, after a number of batches."""
+    """The parameters of a Beta distribution of a task's success rate, after a number of batches."""
 
     a: float
     b: float
@@ -95,7 +95,7 @@ class SuccessTracker:
         discount_prior: bool = False,
         success_at: float | None = None,
     ) -> None:
-        """Create a tracker without observed groups.
+        """Create a tracker without groups.
 
         A reward is a success if it is at least `success_at`. Without `success_at`, the reward
         itself is the share of success. `name` is the technique, for messages.
@@ -110,9 +110,10 @@ class SuccessTracker:
         self._num_batches = 0
 
     def counts(self, task: str) -> BetaCounts:
-        """Return the Beta distribution of a task's success.
+        """Return the Beta distribution of a task's success rate.
 
-        A result counts less for each version of the weights that was observed after it.
+        An older result counts less: its weight falls with each version of the weights observed
+        after it.
         """
         found = self._counts.get(task)
         if found is None:
@@ -124,7 +125,7 @@ class SuccessTracker:
         return self.counts(task).mean
 
     def tasks(self) -> Sequence[str]:
-        """Return the tasks that were observed."""
+        """Return all tasks with an observed group."""
         return list(self._counts)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -153,7 +154,7 @@ class SuccessTracker:
         return BetaCounts(a, b, num_batches)
 
     def successes(self, rewards: Sequence[float]) -> list[float]:
-        """Return the success of each episode, 0 to 1. See the function `successes`."""
+        """Return the success of each episode, 0 to 1, as the function `successes` defines it."""
         return successes(self._name, rewards, self._success_at)
 
     def state(self) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class SuccessTracker:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Replace the distributions. Raises `ConfigError` for the state of another release."""
+        """Load a state. Raises `ConfigError` for the state of another release."""
         if "num_batches" not in state:
             raise ConfigError(
                 f"the checkpoint has success rates of the technique {self._name} in the format of "
@@ -178,8 +179,9 @@ class SuccessTracker:
         self._counts = {task: BetaCounts(a, b, int(when)) for task, a, b, when in rows}
 
     def map_means(self, change: Callable[[float], float]) -> None:
-        """Replace the mean m of every task's distribution by `change(m)`. The sum of its counts
-        stays.
+        """Replace the mean m of every task's distribution by `change(m)`.
+
+        The sum of its two counts stays.
         """
         for task, counts in self._counts.items():
             weight = counts.a + counts.b

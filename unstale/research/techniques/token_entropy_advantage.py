@@ -30,7 +30,7 @@ class TokenEntropyAdvantageConfig(Section):
 
 
 class TokenEntropyAdvantage:
-    """A technique that multiplies the advantages of tokens by a factor of their entropy."""
+    """A technique that multiplies the advantage of each token by a factor of its entropy."""
 
     def __init__(self, options: TokenEntropyAdvantageConfig) -> None:
         self._options = options

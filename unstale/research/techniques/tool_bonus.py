@@ -36,7 +36,7 @@ class ToolBonusConfig(Section):
 
 
 class ToolBonus:
-    """A technique that rewards tool calls in successful episodes."""
+    """A technique that raises the reward of successful episodes with tool calls."""
 
     def __init__(self, options: ToolBonusConfig) -> None:
         self._options = options

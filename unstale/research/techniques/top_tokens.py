@@ -47,7 +47,10 @@ class TopTokens:
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """Return True for the `count` largest values, `[n]`. Of equal ones, the first are chosen."""
+    """Return a mask `[n]`: True for the `count` largest values.
+
+    Of equal ones, the first are chosen.
+    """
     import torch
 
     order = score.sort(descending=True, stable=True).indices[:count]

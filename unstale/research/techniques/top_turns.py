@@ -32,7 +32,7 @@ class TopTurnsConfig(Section):
 
 
 class TopTurns:
-    """A technique that masks turns and changes no advantage."""
+    """A technique that masks the tokens of turns and changes no advantage."""
 
     def __init__(self, options: TopTurnsConfig) -> None:
         self._options = options
@@ -55,10 +55,10 @@ class TopTurns:
 
 
 def largest_of(values: Tensor, owner: Tensor, share: float) -> Tensor:
-    """Return True for the largest values of each owner, `[n]`: a `share` of them, rounded up.
+    """Return a mask `[n]`, True for the largest values of each owner: a `share`, rounded up.
 
-    `owner` `[n]` has the numbers of the owners in ascending order. Of equal values, the first are
-    chosen.
+    `owner` `[n]` has the number of each value's owner (such as an episode), in ascending order. Of
+    equal values, the first are chosen.
     """
     import torch
 

@@ -107,6 +107,21 @@ def trees(group: Group) -> list[Edge]:
     return [edge(each, 0) for each in known.values() if each.fork is None]
 
 
+def leaf_weights(group: Group) -> dict[int, float]:
+    """Return the weight of each finished episode by number: 1 for one without forks.
+
+    A fork divides the weight equally among its branches, so each tree has the weight 1.
+    """
+
+    def weigh(edge: Edge, weight: float) -> Iterator[tuple[int, float]]:
+        if not edge.below:
+            yield edge.trajectory.episode, weight
+        for each in edge.below:
+            yield from weigh(each, weight / len(edge.below))
+
+    return {episode: weight for root in trees(group) for episode, weight in weigh(root, 1.0)}
+
+
 def _place(trajectory: Trajectory) -> int:
     """Return the number of tokens that the episode shares with the one it was forked from."""
     return trajectory.fork.at if trajectory.fork else 0

@@ -43,13 +43,15 @@ class TruncatedConfig(Section):
 
 
 class Truncated:
-    """A technique that leaves out episodes that a limit cut off, or gives them another reward."""
+    """A technique that leaves out episodes that a limit cut off, or changes their reward."""
 
     def __init__(self, options: TruncatedConfig) -> None:
         self._options = options
 
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        """Leave the cut-off episodes out of the groups, or change their rewards, as `rule` says."""
+        """Leave cut-off episodes out of the groups, or change their rewards, by the option
+        `rule`.
+        """
         selected = []
         finished = num_cut = 0
         for group in groups:
@@ -75,13 +77,14 @@ class Truncated:
 
 
 def is_cut(item: Trajectory) -> bool:
-    """Return True if a limit ended an episode or its last reply, and the episode is no success."""
+    """Return True if a limit ended an unsuccessful episode, or cut its last reply."""
     return item.stop in CUT_OFF and not item.success
 
 
 def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Trajectory:
-    """Return a cut-off episode with the mean of each reward of the episodes
-    `ended`, as no success.
+    """Return a cut-off episode with new rewards: the means over the episodes `ended`.
+
+    It is no success. `penalty` is subtracted.
     """
     names = dict.fromkeys(name for each in ended for name in each.rewards)
     rewards = {name: fmean(each.rewards.get(name, 0.0) for each in ended) for name in names}

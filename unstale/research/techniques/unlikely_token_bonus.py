@@ -32,7 +32,7 @@ class UnlikelyTokenBonusConfig(Section):
 
 
 class UnlikelyTokenBonus:
-    """A technique that adds a bonus to the advantages of unlikely tokens."""
+    """A technique that adds a bonus to the advantages of improbable tokens."""
 
     def __init__(self, options: UnlikelyTokenBonusConfig) -> None:
         self._options = options

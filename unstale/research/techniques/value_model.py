@@ -1,6 +1,6 @@
-"""A small value model: it reads the results of past groups and forecasts the success of a task.
+"""A small value model: it forecasts the success of a task from the results of past groups.
 
-A task has a vector x of its words. For a new task, the model attends over the past groups:
+A task has a vector x of word features. For a new task, the model attends over the past groups:
 
     weight of group h   n_h exp(s sum_d m_d x_d x_hd)   n_h episodes, m_d and s are learned
     weight of the mean  exp(c)                          of all past groups; c is learned
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RANKING = 0.25
-"""Share of the ranking loss in the whole loss, as in V0."""
+"""Weight of the ranking loss in the whole loss, as in V0."""
 DECAY = (0.9, 0.99)
-"""The decays of Adam's averages. The second is small, because few steps are taken."""
+"""The decay rates of Adam's two averages. The second is small, because few steps are taken."""
 PENALTY = 1.0
 """Coefficient of (log m_d)^2 in the loss, which keeps every factor m_d near 1. It weighs as much as
 the cross entropy of one episode.
 """
 MARGIN = 1e-3
-"""Smallest distance of success rates from 0 and 1."""
+"""Smallest distance of a success rate from 0 and from 1. Rates nearer than that are moved."""
 TRUSTS = np.linspace(0.0, 1.0, 21)
-"""The values of g among which the trust is chosen."""
+"""The values among which the trust g is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Results:
     """The results of h groups of episodes."""
 
     vectors: Array
-    """The vectors of the words of the groups' tasks, `[h, d]`."""
+    """The word-feature vectors of the groups' tasks, `[h, d]`."""
     solved: Array
     """The number of successes of each group, `[h]`."""
     sizes: Array
@@ -59,7 +59,7 @@ class Results:
 
     @property
     def mean(self) -> float:
-        """The success rate of all episodes."""
+        """The success rate over all episodes."""
         return float(self.solved.sum() / self.sizes.sum())
 
 
@@ -67,7 +67,7 @@ class LearnedForecast:
     """Forecasts by a `ValueModel`, with a trust that depends on its earlier forecasts."""
 
     def __init__(self, *, width: float, lr: float, steps: int, history: int) -> None:
-        """Create a forecast that takes `steps` optimizer steps after each batch.
+        """Create a forecast. Its model takes `steps` optimizer steps after each batch.
 
         Its trust depends on the last `history` groups. `width` and `lr` are those of `ValueModel`.
         """
@@ -84,8 +84,9 @@ class LearnedForecast:
         return fit_trust(*np.array(self._before, dtype=np.float64).reshape(-1, 4).T)
 
     def forecast(self, vectors: Array, past: Results) -> Array:
-        """Return the forecast success rates `[n]` of tasks with word vectors `[n, d]`, from past
-        groups.
+        """Return the forecast success rates `[n]` of tasks with word vectors `[n, d]`.
+
+        They are computed from the results of past groups.
         """
         return trusted(self._model.logits(vectors, past), past.mean, self.trust)
 
@@ -113,7 +114,9 @@ class LearnedForecast:
 
 
 class ValueModel:
-    """Attention over past groups, with learned weights of words, and a learned calibration."""
+    """Attention over past groups, with learned weights of word features, and a learned
+    calibration.
+    """
 
     def __init__(self, dimensions: int, *, width: float, lr: float) -> None:
         """Create a model whose weights are those of `weighted_rates` with this width.
@@ -137,7 +140,9 @@ class ValueModel:
         self._steps = 0
 
     def logits(self, vectors: Array, past: Results) -> Array:
-        """Return the logits z `[n]` of tasks with word vectors `[n, d]`, from past groups."""
+        """Return the logits z `[n]` of tasks with word vectors `[n, d]`, computed from past
+        groups.
+        """
         import torch
 
         with torch.no_grad():
@@ -145,7 +150,10 @@ class ValueModel:
         return np.asarray(found.numpy())
 
     def train(self, past: Results, *, steps: int) -> None:
-        """Take some optimizer steps on at least two groups, each forecast from the others."""
+        """Take `steps` optimizer steps on at least two groups.
+
+        Each group is forecast from the others.
+        """
         import torch
 
         x, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
@@ -157,8 +165,10 @@ class ValueModel:
             self._step(torch.autograd.grad(loss, list(self._weights.values())))
 
     def _logits(self, vectors: Tensor, past: Results, *, own: bool) -> Tensor:
-        """Return the logits z `[n]` of tasks. With `own`, the tasks are those of the past groups,
-        and each group is forecast from the others.
+        """Return the logits z `[n]` of tasks, computed from past groups.
+
+        With `own`, the tasks are those of the past groups, and each group is forecast from the
+        others.
         """
         import torch
 
@@ -206,7 +216,7 @@ class ValueModel:
 
 
 def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
-    """Return the loss of V0 for h groups with forecast `logits`, as a scalar.
+    """Return the mean loss of V0 over h groups, for forecasts given as `logits`, as a scalar.
 
     `solved` and `sizes` are the numbers of successes and of episodes. All inputs are `[h]`.
     """
@@ -223,8 +233,9 @@ def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
 
 
 def trusted(logits: Array, mean: float, trust: float) -> Array:
-    """Return the forecasts: sigmoid(trust z + (1 - trust) z0), with z = `logits`, z0 =
-    logit(`mean`).
+    """Return forecasts that mix a model and a mean rate by the trust in the model.
+
+    They are sigmoid(trust z + (1 - trust) z0), with z = `logits` and z0 = logit(`mean`).
     """
     base = logit(np.array(mean))
     return sigmoid(base + trust * (logits - base))
@@ -233,8 +244,8 @@ def trusted(logits: Array, mean: float, trust: float) -> Array:
 def fit_trust(logits: Array, means: Array, solved: Array, sizes: Array) -> float:
     """Return the trust g under which the results of h groups are most likely.
 
-    `logits` `[h]` are z of each group before the model was trained on it, and `means` `[h]` the
-    mean success rates at that time. The trust is 0 without groups.
+    `logits` `[h]` are each group's z before the model was trained on it, and `means` `[h]` the mean
+    success rates at that time. The trust is 0 without groups.
     """
     if not len(logits):
         return 0.0

@@ -50,6 +50,8 @@ class AnswerFormat:
 
     def __init__(self, model: str, chat: Chat) -> None:
         self._chat = chat
+        self.num_prompt_tokens = 0
+        """Number of tokens of the prompt. It is set before the first event of a stream."""
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.model = model
@@ -98,9 +100,14 @@ class AnswerFormat:
         if request.usage:
             yield self._message([], streamed=True, usage=wire.usage(choices))
 
+    @staticmethod
+    def error(refused: Refused) -> Fields:
+        """Return the body of an answer that is an error."""
+        return refused.body()
+
     def fail(self, refused: Refused) -> Fields:
         """Return the event that ends a stream with an error."""
-        return refused.body()
+        return self.error(refused)
 
     def _part(self, index: int, content: Fields, end: Fields | None = None) -> Fields:
         return self._message([self.choice(index, content, end, streamed=True)], streamed=True)
@@ -181,10 +188,12 @@ class AnswerResponse(Response):
         texts: Texts = asyncio.Queue()
         try:
             answer = self._session.start(
-                self._request, lambda index, text: texts.put_nowait((index, text))
+                self._request,
+                lambda index, text: texts.put_nowait((index, text)),
+                lambda num_tokens: setattr(self._format, "num_prompt_tokens", num_tokens),
             )
         except Refused as refused:
-            return await json_response(refused.body(), refused.status)(scope, receive, send)
+            return await self._whole(refused)(scope, receive, send)
         answer.add_done_callback(lambda _: texts.put_nowait(None))
         disconnected = asyncio.ensure_future(_disconnected(receive))
         disconnected.add_done_callback(lambda _: answer.cancel())
@@ -206,7 +215,7 @@ class AnswerResponse(Response):
 
     def _whole(self, result: list[Choice] | Refused) -> Response:
         if isinstance(result, Refused):
-            return json_response(result.body(), result.status)
+            return json_response(self._format.error(result), result.status)
         return json_response(self._format.whole(result, self._request))
 
     async def _stream(

@@ -1,8 +1,9 @@
 """Limits on a server's connections: their number, and the time until a request is complete.
 
-A secret token admits a request: the endpoint's is in the `Authorization` header, the dashboard's in
-a cookie. Connections that have not sent it are limited in number and time. So they cannot use up
-the file descriptors that a run needs for its journal, engines and checkpoints, or lock out a user.
+A secret token admits a request: the endpoint's is in the header `Authorization` or `x-api-key`,
+the dashboard's in a cookie. Connections that have not sent it are limited in number and time. So
+they cannot use up the file descriptors that a run needs for its journal, engines and checkpoints,
+or lock out a user.
 """
 
 import asyncio
@@ -11,7 +12,9 @@ import json
 import logging
 import resource
 import socket
-from collections.abc import Callable, Mapping
+import ssl
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,6 +23,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from unstale.config import ConfigError
 from unstale.rollout.endpoint.schemas import Refused
 
 HEAD_TIMEOUT_S = 10.0
@@ -35,18 +39,31 @@ RESERVED_DESCRIPTORS = 256
 
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 8
-"""Number of connections accepted before the limit on connections is checked. asyncio would accept
-all that wait, even beyond the limit.
+"""Number of connections accepted before the limit on connections is checked, and before other work
+of the event loop. asyncio would accept all that wait, even beyond the limit.
 """
+ACCEPTED_WITH_TLS = 2
+"""`ACCEPTED_AT_ONCE` with TLS, whose handshake takes about a millisecond of the event loop."""
+SHUTDOWN_S = 1.0
+"""Seconds that a client has to end TLS after its last answer."""
+MIN_TOKEN_BITS = 128
 
 Admits = Callable[[Mapping[str, Any]], bool]
 """A function that returns True if the request with this ASGI scope has the secret token."""
 
 
 class LimitedServer(uvicorn.Server):
-    """A uvicorn server that limits connections without the secret token in number and time."""
+    """A uvicorn server that limits connections without the secret token in number and time.
 
-    def __init__(self, app: Any, admits: Admits, **options: Any) -> None:
+    With `context`, connections use TLS.
+    """
+
+    def __init__(
+        self, app: Any, admits: Admits, context: ssl.SSLContext | None = None, **options: Any
+    ) -> None:
+        make: Any = (
+            partial(TlsGate, admits, {}, context) if context else partial(Protocol, admits, {})
+        )
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -54,8 +71,8 @@ class LimitedServer(uvicorn.Server):
             access_log=False,
             timeout_graceful_shutdown=1,
             ws="none",
-            http=partial(Protocol, admits, {}),  # type: ignore[arg-type]
-            backlog=ACCEPTED_AT_ONCE,
+            http=make,
+            backlog=ACCEPTED_WITH_TLS if context else ACCEPTED_AT_ONCE,
             **{"log_level": logging.ERROR, **options},
         )
         super().__init__(config)
@@ -66,51 +83,73 @@ class LimitedServer(uvicorn.Server):
             each.listen(BACKLOG)
 
 
-def bears(authorization: str, token: str) -> bool:
-    """Return True if the value of an `Authorization` header is the secret token as bearer token."""
-    kind, _, given = authorization.partition(" ")
-    is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
-    return is_ours and kind.lower() == "bearer"
-
-
 def bearer(token: str) -> Admits:
-    """Return a function that admits requests whose `Authorization` header has the secret token."""
+    """Return a function that admits requests with the secret token.
 
-    def admits(scope: Mapping[str, Any]) -> bool:
-        given = (value for name, value in scope["headers"] if name == b"authorization")
-        return bears(next(given, b"").decode("latin-1"), token)
+    It is the bearer token of the `Authorization` header, or the value of `x-api-key`, which clients
+    of Anthropic's API send.
+    """
+    expected = token.encode()
 
-    return admits
+    def is_token(name: bytes, value: bytes) -> bool:
+        if name == b"authorization":
+            kind, _, value = value.partition(b" ")
+            return hmac.compare_digest(value.strip(), expected) and kind.lower() == b"bearer"
+        return name == b"x-api-key" and hmac.compare_digest(value.strip(), expected)
+
+    return lambda scope: any(is_token(name, value) for name, value in scope["headers"])
+
+
+def only_admitted(app: Any, admits: Admits) -> Any:
+    """Return an ASGI app that answers every request without the secret token with status 401.
+
+    Then it closes the connection. So each such request costs the client a new connection, and
+    these are limited.
+    """
+    refused = Refused("the token is missing or wrong", status=401, code="invalid_api_key").body()
+    body = json.dumps({"type": "error", **refused}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+
+    async def admitted(scope: Any, receive: Any, send: Any) -> None:
+        if admits(scope):
+            return await app(scope, receive, send)
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return admitted
+
+
+def require_strong(token: str) -> None:
+    """Raise `ConfigError` for a token of less than `MIN_TOKEN_BITS`, or of few different letters.
+
+    A random token has 4 bits in each hexadecimal digit, 6 in each letter or digit otherwise.
+    """
+    is_hexadecimal = not set(token.lower()) - set("0123456789abcdef")
+    if len(token) * (4 if is_hexadecimal else 6) < MIN_TOKEN_BITS or len(set(token)) < 8:
+        raise ConfigError(
+            f"the endpoint's token must have at least {MIN_TOKEN_BITS} bits (32 hexadecimal "
+            "digits or 22 other letters, at random), because endpoint.host can be reached from "
+            "outside: leave it out for a new one, or use `openssl rand -hex 16`"
+        )
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol, with limits on connections and request heads, and errors as JSON.
-
-    `strangers` are the connections that have not sent the secret token, oldest first.
-    """
+    """uvicorn's HTTP protocol, with limits on connections and request heads, and errors as JSON."""
 
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, admits: Admits, strangers: "dict[Protocol, None]", **options: Any) -> None:
+    def __init__(self, admits: Admits, strangers: "Strangers", **options: Any) -> None:
         super().__init__(**options)
         self._admits = admits
         self._strangers = strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._strangers[self] = None
-        limit = _descriptor_limit()
-        descriptor = transport.get_extra_info("socket").fileno()
-        # The lowest free descriptor is used. So a high number means that few are left.
-        is_full = descriptor >= limit - min(RESERVED_DESCRIPTORS, limit // 4)
-        is_full = is_full or len(self.connections) > MAX_CONNECTIONS
-        if is_full or len(self._strangers) > min(MAX_STRANGERS, limit // 4):
-            next(iter(self._strangers)).refuse(
-                503,
-                "too_many_connections",
-                "too many connections; the oldest one without a valid token is closed. "
-                "If they are all yours, raise the limit of open files (ulimit -n)",
-            )
+        _add_stranger(self, self._strangers, transport, len(self.connections))
         self._watch()
 
     def handle_events(self) -> None:
@@ -165,7 +204,97 @@ class Protocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
             self.cycle.disconnected = True
-        self.transport.close()
+        if self.scheme == "https":
+            self.transport.abort()  # a client that does not end TLS would hold its descriptor
+        else:
+            self.transport.close()
+
+
+class TlsGate(asyncio.Protocol):
+    """The TLS handshake of a connection, before its HTTP protocol begins.
+
+    A connection counts as one without the secret token from the start. asyncio's own TLS servers
+    count none before its handshake ends, so clients could hold any number of them.
+    """
+
+    def __init__(
+        self, admits: Admits, strangers: "Strangers", context: ssl.SSLContext, **options: Any
+    ) -> None:
+        self._inner = Protocol(admits, strangers, **options)
+        self._strangers = strangers
+        self._context = context
+        self._transport: asyncio.BaseTransport | None = None
+        self._received = b""
+        """Data that arrives between the end of the handshake and the start of the protocol."""
+        self._is_lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        _add_stranger(self, self._strangers, transport, len(self._inner.connections))
+        self._handshake = asyncio.ensure_future(self._secure(transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        """Close the connection. Without TLS there is nobody to whom the reason can be sent."""
+        self._strangers.pop(self, None)
+        self._transport.abort()  # type: ignore[union-attr]
+
+    async def _secure(self, transport: Any) -> None:
+        try:
+            secure = await asyncio.get_running_loop().start_tls(
+                transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=HEAD_TIMEOUT_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        except OSError:  # the handshake failed or took too long
+            return
+        finally:
+            self._strangers.pop(self, None)
+        if secure is None or self._is_lost:
+            return
+        secure.set_protocol(self._inner)
+        self._inner.connection_made(secure)
+        if self._received:
+            self._inner.data_received(self._received)
+
+
+Strangers = MutableMapping["Protocol | TlsGate", str]
+"""The connections that have not sent the secret token, oldest first, with the client's address."""
+
+
+def _add_stranger(
+    connection: Protocol | TlsGate,
+    strangers: Strangers,
+    transport: asyncio.BaseTransport,
+    num_connections: int,
+) -> None:
+    """Add a connection to those without the secret token.
+
+    If there are too many, close the oldest one of the address that has most of them. So a flood
+    from one address closes no connection of another.
+    """
+    strangers[connection] = (transport.get_extra_info("peername") or ("",))[0]
+    limit = _descriptor_limit()
+    descriptor = transport.get_extra_info("socket").fileno()
+    # The lowest free descriptor is used. So a high number means that few are left.
+    is_full = descriptor >= limit - min(RESERVED_DESCRIPTORS, limit // 4)
+    is_full = is_full or num_connections > MAX_CONNECTIONS
+    if is_full or len(strangers) > min(MAX_STRANGERS, limit // 4):
+        (crowded, _), *_ = Counter(strangers.values()).most_common(1)
+        next(each for each, address in strangers.items() if address == crowded).refuse(
+            503,
+            "too_many_connections",
+            "too many connections; the oldest one without a valid token is closed. "
+            "If they are all yours, raise the limit of open files (ulimit -n)",
+        )
 
 
 def _descriptor_limit() -> int:

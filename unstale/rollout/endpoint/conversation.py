@@ -17,7 +17,7 @@ from unstale.config.files import is_too_deep
 from unstale.envs import Message, ToolCall
 from unstale.envs.calls import hashed_id, is_call_id
 from unstale.envs.chat import Chat
-from unstale.records import ContextPiece, Piece, Provenance, Sampled
+from unstale.records import ContextPiece, Piece, Provenance
 
 
 class Unanswerable(ValueError):
@@ -315,7 +315,7 @@ def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
     A new branch (conversation) that begins with them then does not train on them again.
     """
     return tuple(
-        ContextPiece(piece.tokens, Provenance.FORCED) if isinstance(piece, Sampled) else piece
+        piece if isinstance(piece, ContextPiece) else ContextPiece(piece.tokens, Provenance.FORCED)
         for piece in pieces
     )
 

@@ -52,6 +52,8 @@ def read_response(
     body, overridden = wire.without_overridden(body, RESPONSE, temperature, config)
     require(body, RESPONSE, "")
     chat, fields = _as_chat(body)
+    if not chat["messages"]:
+        raise Refused("input has no message: there is nothing to answer", param="input")
     if isinstance(requested, dict) and is_json_format(requested):
         chat["response_format"] = {"type": requested["type"], "json_schema": requested}
     try:

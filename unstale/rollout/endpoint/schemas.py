@@ -291,6 +291,103 @@ RESPONSE = _object(
 )
 """The schema of the body of a request to `/v1/responses`."""
 
+_CACHED: Mapping[str, Schema] = {"cache_control": _ANY}
+
+
+def _block(kind: str, *required: str, **properties: Schema) -> Schema:
+    kinds = _only("only text is supported", kind)
+    return _object(("type", *required), others=_EMPTY, type=kinds, **_CACHED, **properties)
+
+
+_TEXT_BLOCK = _block("text", "text", text=_STRING)
+_TEXT_BLOCKS = _any_of(
+    "a string or a list of blocks of type text", _STRING, _list(_TEXT_BLOCK, "text blocks")
+)
+BLOCKS: Mapping[str, Mapping[str, Schema]] = {
+    "user": {
+        "tool_result": _block(
+            "tool_result",
+            "tool_use_id",
+            tool_use_id=_NOT_EMPTY,
+            content=_TEXT_BLOCKS,
+            is_error=_BOOLEAN,
+        ),
+        "text": _TEXT_BLOCK,
+    },
+    "assistant": {
+        "thinking": _block("thinking", "thinking", thinking=_STRING, signature=_STRING),
+        "text": _TEXT_BLOCK,
+        "tool_use": _block(
+            "tool_use", "id", "name", "input", id=_NOT_EMPTY, name=_STRING, input=_object(())
+        ),
+    },
+    "system": {"text": _TEXT_BLOCK},
+}
+"""The schema of a content block of `/v1/messages`, by the role of its message and its type. The
+blocks of a message are in this order, since chat templates write them in it.
+"""
+TURNS: Mapping[str, Schema] = {
+    role: _object(
+        ("role", "content"),
+        others=_EMPTY,
+        role=_only("there is no such role", role),
+        content=_any_of(
+            "a string or a list of blocks",
+            _STRING,
+            _list({"oneOf": [*blocks.values()]}, "blocks", minItems=int(role != "assistant")),
+        ),
+    )
+    for role, blocks in BLOCKS.items()
+}
+"""The schema of a message of `/v1/messages`, by its role."""
+
+MESSAGE = _object(
+    ("messages",),
+    others=False,
+    messages=_list({"oneOf": [*TURNS.values()]}, "a list of at least one message", minItems=1),
+    system=_TEXT_BLOCKS,
+    tools=_list(
+        _object(
+            ("name",),
+            type=_only("only the client's own tools can be called", "custom"),
+            name=_NOT_EMPTY,
+            input_schema=_object(()),
+        ),
+        "a list of tools",
+    ),
+    tool_choice=_object(
+        ("type",),
+        others=_EMPTY,
+        type=_only(_CONSTRAINED, "auto", "none"),
+        disable_parallel_tool_use=_only(
+            f"the number of calls in a reply cannot be limited; {_LENIENT}", False
+        ),
+    ),
+    max_tokens=_integer(1, 1 << 31),
+    stop_sequences=_list(_NOT_EMPTY, "strings", maxItems=MAX_STOPS),
+    thinking=_object(
+        ("type",), others=_EMPTY, type=_only(_EFFORT, "adaptive"), display=_ANY, budget_tokens=_ANY
+    ),
+    output_config=_object(
+        (),
+        others=_EMPTY,
+        effort=_only(_EFFORT, None),
+        format=_only(f"{_CONSTRAINED} by retries; or ask for the format in words", None),
+    ),
+    context_management=_only(f"a context is never cut; {_LENIENT}", {}),
+    container=_only("the endpoint has no containers", None),
+    mcp_servers=_only("only the client's own tools can be called", []),
+    inference_geo=_ANY,
+    speed=_ANY,
+    diagnostics=_ANY,
+    **{
+        name: _COMMON[name]
+        for name in ("model", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier")
+    },
+    **_CACHED,
+)
+"""The schema of the body of a request to `/v1/messages`."""
+
 OVERRIDABLE = (
     "top_p",
     "top_k",
@@ -311,6 +408,9 @@ OVERRIDABLE = (
     "reasoning",
     "verbosity",
     "text",
+    "thinking",
+    "output_config",
+    "context_management",
 )
 """Sampling options of a request that are ignored with `endpoint.lenient`. The run's options are
 used instead. `temperature` is treated the same way.

@@ -1,14 +1,15 @@
-"""The endpoint's HTTP server (starlette on uvicorn). It accepts local clients that have the secret
-token.
+"""The endpoint's HTTP server (starlette on uvicorn). It accepts clients that have the secret token.
 
-`/e/<episode>/v1/` has `chat/completions`, `responses`, `completions`, `models`, and `record`, which
-returns all tokens so far with version, log-probability and origin. `/v1/` has the same paths for
-the episode that the header X-Episode names. `/healthz` needs no token.
+`/e/<episode>/v1/` has `chat/completions`, `responses`, `messages`, `messages/count_tokens`,
+`completions`, `models`, and `record`, which returns all tokens so far with version, log-probability
+and origin. `/v1/` has the same paths for the episode that the header X-Episode names. On loopback,
+`/healthz` needs no token.
 """
 
 import asyncio
 import secrets
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from unstale.config import EndpointConfig
+from unstale.config import ConfigError, EndpointConfig
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import (
     AnswerFormat,
@@ -28,19 +29,27 @@ from unstale.rollout.endpoint.answers import (
     ChatFormat,
     json_response,
 )
-from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer, bearer, bears
+from unstale.rollout.endpoint.connections import (
+    BACKLOG,
+    LimitedServer,
+    bearer,
+    only_admitted,
+    require_strong,
+)
+from unstale.rollout.endpoint.messages import MessageFormat, error_body, read_messages
 from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
-from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, RESPONSE, Refused
+from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGE, RESPONSE, Refused
 from unstale.rollout.endpoint.session import AgentSession
 
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2 << 20
 REQUEST_TIMEOUT_S = 30.0
 """Seconds in which the body of a request must arrive."""
 PATHS = {
     "/chat/completions": CHAT,
     "/responses": RESPONSE,
+    "/messages": MESSAGE,
+    "/messages/count_tokens": MESSAGE,
     "/completions": COMPLETION,
     "/models": None,
     "/record": None,
@@ -58,7 +67,7 @@ none.
 
 
 class RecordingEndpoint:
-    """An OpenAI-compatible server that records every token. It runs inside `async with`.
+    """A server that answers agents and records every token. It runs inside `async with`.
 
     `opened` adds the session of an episode. For an episode that was not added, `find` is called
     with the episode's name and returns its session.
@@ -76,6 +85,10 @@ class RecordingEndpoint:
         if self.config.lenient:
             import jsonschema  # noqa: F401 - checks replies; its absence is reported before the run
         self.token = token or secrets.token_urlsafe(24)
+        if not self.config.is_local:
+            require_strong(self.token)
+        self._admits = bearer(self.token)
+        self._context = _load_certificate(self.config)
         self._port = port
         self._find = find or refuse_unknown
         self._sessions: dict[str, AgentSession] = {}
@@ -86,7 +99,9 @@ class RecordingEndpoint:
     def url(self) -> str:
         if self._server is None:
             raise RuntimeError("the endpoint is not open: use it inside `async with endpoint:`")
-        return f"http://{HOST}:{self._port}"
+        scheme = "https" if self._context else "http"
+        host = self.config.public_host or self.config.host
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     @property
     def num_connections(self) -> int:
@@ -97,12 +112,24 @@ class RecordingEndpoint:
         return len(self._sessions)
 
     async def __aenter__(self) -> Self:
-        """Start the server. Raises OSError if the port is in use."""
-        listening = socket.create_server((HOST, self._port), backlog=BACKLOG)
+        """Start the server. Raises `ConfigError` if it cannot listen on the address and port."""
+        host = self.config.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listening = socket.create_server(
+                (self.config.host, self._port), family=family, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the endpoint cannot listen on {host}, port {self._port}: {error}"
+            ) from error
         # Connections inherit this option. Without it an answer may wait 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
-        self._server = _Server(self._app(), bearer(self.token), timeout_keep_alive=75)
+        app: Any = self._app()
+        if not self.config.is_local:
+            app = only_admitted(app, self._admits)
+        self._server = _Server(app, self._admits, self._context, timeout_keep_alive=75)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         return self
 
@@ -126,6 +153,8 @@ class RecordingEndpoint:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/chat/completions": partial(self._answer, wire.read_chat, ChatFormat),
             "/responses": partial(self._answer, read_response, ResponseFormat),
+            "/messages": partial(self._answer, read_messages, MessageFormat),
+            "/messages/count_tokens": self._count_tokens,
             "/completions": partial(self._answer, wire.read_completion, AnswerFormat),
             "/models": self._models,
             "/record": self._record,
@@ -134,6 +163,12 @@ class RecordingEndpoint:
             Route(f"{prefix}/v1{path}", handler, methods=["GET" if PATHS[path] is None else "POST"])
             for path, handler in handlers.items()
             for prefix in ("", "/e/{episode}")
+        ]
+        # Anthropic's clients add /v1 to their base URL. So an agent's base URL suits them, too.
+        routes += [
+            Route(f"/e/{{episode}}/v1/v1{path}", handler, methods=["POST"])
+            for path, handler in handlers.items()
+            if path.startswith("/messages")
         ]
         routes += [Route("/healthz", _healthz)]
         errors = {Refused: _refused, HTTPException: _http_error}
@@ -163,20 +198,31 @@ class RecordingEndpoint:
         make_format: type[AnswerFormat],
         request: Request,
     ) -> Response:
+        session, body, completion = await self._read(read, request)
+        answer_format = make_format(str(body.get("model") or MODEL), session.chat)
+        return AnswerResponse(session, completion, answer_format)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        session, _, completion = await self._read(read_messages, request)
+        return json_response({"input_tokens": await session.count_tokens(completion)})
+
+    async def _read(
+        self, read: Callable[..., wire.CompletionRequest], request: Request
+    ) -> tuple[AgentSession, dict[str, Any], wire.CompletionRequest]:
         session, data = await self._receive(request)
 
         def parse() -> tuple[dict[str, Any], wire.CompletionRequest]:
             body = wire.load(data)
             return body, read(body, temperature=session.temperature, config=self.config)
 
-        body, completion = await off_loop(parse, "the request")
-        answer_format = make_format(str(body.get("model") or MODEL), session.chat)
-        return AnswerResponse(session, completion, answer_format)
+        return session, *await off_loop(parse, "the request")
 
     def _require_token(self, request: Request) -> None:
-        if not bears(request.headers.get("authorization", ""), self.token):
+        if not self._admits(request.scope):
             raise Refused(
-                "the bearer token is missing or wrong", status=401, code="invalid_api_key"
+                "the token is missing or wrong: send it as Authorization: Bearer, or as x-api-key",
+                status=401,
+                code="invalid_api_key",
             )
 
     async def _receive(self, request: Request) -> tuple[AgentSession, bytes]:
@@ -220,12 +266,36 @@ def refuse_unknown(key: str) -> AgentSession:
     )
 
 
+def _load_certificate(config: EndpointConfig) -> ssl.SSLContext | None:
+    """Return the context of TLS. None without a certificate.
+
+    Raises `ConfigError` if a file cannot be read, or the key does not belong to the certificate.
+    """
+    if not config.certificate:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    def ask_nobody() -> str:
+        raise ConfigError("the private key of endpoint.certificate has a password: remove it")
+
+    try:
+        context.load_cert_chain(config.certificate, config.certificate_key or None, ask_nobody)
+    except OSError as error:
+        files = " and ".join(filter(None, (config.certificate, config.certificate_key)))
+        raise ConfigError(
+            f"endpoint.certificate: cannot load a certificate and its private key from {files}: "
+            f"{error}"
+        ) from error
+    return context
+
+
 async def _healthz(request: Request) -> Response:
     return json_response({"alive": True})
 
 
 async def _refused(request: Request, error: Refused) -> Response:
-    return json_response(error.body(), error.status)
+    is_anthropic = request.scope["path"].endswith(("/messages", "/messages/count_tokens"))
+    return json_response(error_body(error) if is_anthropic else error.body(), error.status)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -235,4 +305,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         status=error.status_code,
         code=code,
     )
-    return json_response(refused.body(), refused.status, error.headers)
+    answer = await _refused(request, refused)
+    answer.headers.update(error.headers or {})
+    return answer

@@ -3,10 +3,11 @@
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from jinja2 import TemplateError
 
@@ -33,6 +34,7 @@ CHUNK_TOKENS = 16
 reply is examined after each such part.
 """
 
+_T = TypeVar("_T")
 OnText = Callable[[int, str], None]
 """A function called with the index of a choice and its text so far, each time the text grows."""
 
@@ -102,19 +104,20 @@ class AgentSession:
         return [self.transcript, *self.transcript.branches]
 
     def start(
-        self, request: CompletionRequest, on_text: OnText
+        self,
+        request: CompletionRequest,
+        on_text: OnText,
+        on_prompt: Callable[[int], None] = lambda num_tokens: None,
     ) -> "asyncio.Task[list[Choice] | Refused]":
-        """Start a task that answers a call, and return the task.
+        """Start a task that answers a call, and return the task. Call `on_prompt` with the number
+        of the prompt's tokens before the first text.
 
         Its result is the list of answers, or the refusal. The caller must cancel the task if the
         client disconnects. Raises `Refused` if the episode or the run has ended.
         """
-        if self.closed:
-            raise Refused("this episode is over", status=410, code="episode_over")
-        if self.broken:
-            raise self._cannot_continue()
+        self._require_open()
         self.facts.update(f"overridden_{name}" for name in request.overridden)
-        answer = self._answer(request, on_text)
+        answer = self._answer(request, on_text, on_prompt)
         try:
             task = self.calls.create_task(answer)
         except RuntimeError:  # an error of the engine is ending the run
@@ -123,6 +126,29 @@ class AgentSession:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
+
+    async def count_tokens(self, request: CompletionRequest) -> int:
+        """Return the number of tokens that the prompt of a call would have. Record nothing.
+
+        Raises `Refused` if no reply could follow the prompt.
+        """
+        self._require_open()
+
+        def count() -> int:
+            with self._refusing(request.field):
+                place = self._conversation.ask(request.call)
+                pieces = place.branch.pieces[: place.branch.exchanges[-1].start]
+                self._retract([place])
+                return sum(len(piece.tokens) for piece in (*pieces, *place.context))
+
+        async with self._asking:
+            return await self._in_thread(count, lambda num_tokens: None)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise Refused("this episode is over", status=410, code="episode_over")
+        if self.broken:
+            raise self._cannot_continue()
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -146,10 +172,13 @@ class AgentSession:
             for task in self._running:
                 task.cancel()
 
-    async def _answer(self, request: CompletionRequest, on_text: OnText) -> list[Choice] | Refused:
+    async def _answer(
+        self, request: CompletionRequest, on_text: OnText, on_prompt: Callable[[int], None]
+    ) -> list[Choice] | Refused:
         self._add_pending(+1)
         try:
             places = await self._place_all(request)
+            on_prompt(num_prompt_tokens(places[0].branch))
             refusals = self._num_refusals
             async with asyncio.TaskGroup() as choices:
                 tasks = [
@@ -214,17 +243,23 @@ class AgentSession:
         return places
 
     async def _ask_in_thread(self, request: CompletionRequest) -> list[Continuation]:
-        """Call `_ask_all` in a thread. If the caller is cancelled, wait for the thread and undo its
-        work.
+        def undo(places: list[Continuation]) -> None:
+            self._retract(places)
+            self.num_replies -= sum(not place.resumed for place in places)
+
+        return await self._in_thread(partial(self._ask_all, request), undo)
+
+    async def _in_thread(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
+        """Change the conversation in a thread. If the caller is cancelled, wait for the thread and
+        undo its work.
         """
-        asking = asyncio.create_task(off_loop(self._ask_all, "the chat template", request))
+        asking = asyncio.create_task(off_loop(work, "the chat template"))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
             await asyncio.wait([asking])
             if not asking.cancelled() and not asking.exception():
-                self._retract(asking.result())
-                self.num_replies -= sum(not place.resumed for place in asking.result())
+                undo(asking.result())
             raise
         except Refused as error:
             # The thread may still change the conversation.
@@ -237,26 +272,35 @@ class AgentSession:
         """Find or begin a branch (conversation) for each answer of a request, and encode its
         context.
         """
-        call = request.call
         places: list[Continuation] = []
         try:
-            self._check_size(request)
-            for _ in range(request.choices):
-                place = self._conversation.ask(call)
-                places.append(place)
-                if not place.resumed:
-                    pieces = (*place.branch.pieces, *place.context)
-                    self._require_budget(request, sum(len(piece.tokens) for piece in pieces))
-            self._count_replies(sum(not place.resumed for place in places))
-        except (Refused, TemplateError, ValueError, TypeError, RecursionError) as error:
+            with self._refusing(request.field):
+                self._check_size(request)
+                for _ in range(request.choices):
+                    place = self._conversation.ask(request.call)
+                    places.append(place)
+                    if not place.resumed:
+                        pieces = (*place.branch.pieces, *place.context)
+                        self._require_budget(request, sum(len(piece.tokens) for piece in pieces))
+                self._count_replies(sum(not place.resumed for place in places))
+        except Refused:
             self._retract(places)
-            if isinstance(error, Refused):
-                raise
+            raise
+        return places
+
+    @contextmanager
+    def _refusing(self, field: str) -> Iterator[None]:
+        """Raise `Refused` for a history that the model cannot reply to, or the template not write.
+
+        `field` is the request's field with the history.
+        """
+        try:
+            yield
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             reason = str(error)[:300]
             if not isinstance(error, Unanswerable):
                 reason = f"the chat template cannot write these messages: {reason}"
-            raise Refused(reason, param=request.field) from None
-        return places
+            raise Refused(reason, param=field) from None
 
     def _retract(self, places: Sequence[Continuation]) -> None:
         for place in reversed(places):
@@ -389,11 +433,12 @@ class AgentSession:
         call = request.call
         chat = call.chat(self.chat)
         text = chat.text(tokens)
-        cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
+        found = [(text.index(stop), stop) for stop in request.stops if stop in text]
+        cut, stop_text = min(found, default=(None, ""))
         start = branch.exchanges[-1].start
-        num_prompt_tokens = sum(len(piece.tokens) for piece in branch.pieces[:start])
+        num_prompt = num_prompt_tokens(branch)
         message = parse_reply(chat, text[:cut], tools=request.calls, plain=not call.is_chat)
-        message = with_call_ids(message, f"{branch.number}/{num_prompt_tokens}")
+        message = with_call_ids(message, f"{branch.number}/{num_prompt}")
         answer: History = (message,)
         if not call.is_chat:
             as_text = isinstance(call.history, str)
@@ -410,7 +455,7 @@ class AgentSession:
         self.facts.update([CUT_REPLIES] * (finish == "length"))
         if message.message.tool_calls:
             finish = "tool_calls"
-        return Choice(message, finish, tuple(logps), num_prompt_tokens)
+        return Choice(message, finish, tuple(logps), num_prompt, stop_text)
 
     def _break(self, error: NotReplayed) -> Refused:
         self.broken = str(error)
@@ -420,6 +465,11 @@ class AgentSession:
         return Refused(
             f"this episode cannot be resumed: {self.broken}", status=409, code="not_replayed"
         )
+
+
+def num_prompt_tokens(branch: Branch) -> int:
+    """Return the number of tokens before the last answer of a branch (conversation)."""
+    return sum(len(piece.tokens) for piece in branch.pieces[: branch.exchanges[-1].start])
 
 
 def generation_options(

@@ -13,7 +13,7 @@ from unstale.config.files import MAX_DEPTH, is_too_deep
 from unstale.envs import Message, ToolCall
 from unstale.envs.strict_json import loads
 from unstale.envs.tokens import text_offsets
-from unstale.records import Piece, Sampled
+from unstale.records import ContextPiece, Piece, Placed, Sampled
 from unstale.rewards import workers
 from unstale.rewards.schemas import satisfies
 from unstale.rollout.endpoint.conversation import Call, HistoryMessage
@@ -123,6 +123,31 @@ class Choice:
     finish: str
     tokens: tuple[AnswerToken, ...]
     num_prompt_tokens: int
+    stop_text: str = ""
+    """The stop text at which the answer ends. Empty if it ends otherwise."""
+
+
+class SentMessage(NamedTuple):
+    """A message of a request, its place in the request and, for a result, the id of its call."""
+
+    message: HistoryMessage
+    path: str
+    call_id: str | None = None
+
+
+class ResultTerms(NamedTuple):
+    """Words of errors about results of tool calls."""
+
+    id_field: str
+    """Name of the field of a result that has the id of its call."""
+    place: str
+    """A sentence that says where the results of a reply's calls must be."""
+
+
+CHAT_TERMS = ResultTerms(
+    "tool_call_id",
+    "A message of role tool with the tool_call_id of each must come directly after it",
+)
 
 
 def load(data: bytes) -> dict[str, Any]:
@@ -152,31 +177,21 @@ def read_chat(
     body, overridden = without_overridden(body, CHAT, temperature, config)
     reply_format = None
     if config.lenient and is_json_format(body.get("response_format")):
-        reply_format = _read_format(body["response_format"], config)
+        reply_format = read_format(body["response_format"], config)
         body = {name: value for name, value in body.items() if name != "response_format"}
     require(body, CHAT, "")
-    history = tuple(
+    sent = [
         _read_message(record, f"messages[{index}]") for index, record in enumerate(body["messages"])
-    )
-    history = _in_order_of_calls(body["messages"], history)
-    late = [index for index, each in enumerate(history) if index and each.message.role == "system"]
-    if late and not config.lenient:
-        raise Refused(
-            f"there is at most one system message, and it comes first; with {LENIENT}, "
-            "others are the user's",
-            param=f"messages[{late[0]}]",
-        )
-    if late:
-        overridden = (*overridden, "system_message")
-        history = (history[0], *map(_as_user, history[1:]))
+    ]
+    history, moved = in_order(sent, CHAT_TERMS, config)
     if reply_format:
         history = reply_format.instruct(history)
     tools = tuple(map(dict, body.get("tools") or ()))
     call = Call(history, tools, body.get("chat_template_kwargs") or {})
     calls = bool(call.tools) and body.get("tool_choice") != "none"
     logprobs = bool(body.get("logprobs"))
-    request = _request(body, call, temperature, logprobs=logprobs, calls=calls)
-    return replace(request, format=reply_format, overridden=overridden)
+    request = completion_request(body, call, temperature, logprobs=logprobs, calls=calls)
+    return replace(request, format=reply_format, overridden=(*overridden, *moved))
 
 
 def read_completion(
@@ -193,7 +208,7 @@ def read_completion(
         prompt = prompt[0]
     call = Call(prompt if isinstance(prompt, str) else tuple(map(int, prompt)))
     logprobs = body.get("logprobs") is not None
-    request = _request(body, call, temperature, logprobs=logprobs, calls=False)
+    request = completion_request(body, call, temperature, logprobs=logprobs, calls=False)
     return replace(request, overridden=overridden, field="prompt")
 
 
@@ -207,7 +222,7 @@ def _as_user(each: HistoryMessage) -> HistoryMessage:
     return replace(each, message=replace(each.message, role="user"))
 
 
-def _read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyFormat:
+def read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyFormat:
     kind = requested["type"]
     require(requested, JSON_FORMATS[kind], "response_format")
     schema = requested["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
@@ -233,7 +248,7 @@ def without_overridden(
     return rest, (*options, *names)
 
 
-def _request(
+def completion_request(
     body: Mapping[str, Any], call: Call, temperature: float, *, logprobs: bool, calls: bool
 ) -> CompletionRequest:
     requested = body.get("temperature")
@@ -258,7 +273,7 @@ def _request(
     )
 
 
-def _read_message(record: Any, path: str) -> HistoryMessage:
+def _read_message(record: Any, path: str) -> SentMessage:
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
     role = record.get("role")
@@ -275,69 +290,79 @@ def _read_message(record: Any, path: str) -> HistoryMessage:
     if thoughts is None:
         thoughts = record.get("reasoning")
     role_in_template: Any = "system" if role == "developer" else role
-    return HistoryMessage(Message(role_in_template, text, calls), thoughts)
+    message = HistoryMessage(Message(role_in_template, text, calls), thoughts)
+    return SentMessage(message, path, record.get("tool_call_id"))
 
 
-def _in_order_of_calls(
-    records: Sequence[Mapping[str, Any]], history: Sequence[HistoryMessage]
-) -> tuple[HistoryMessage, ...]:
+def in_order(
+    sent: Sequence[SentMessage], terms: ResultTerms, config: EndpointConfig
+) -> tuple[tuple[HistoryMessage, ...], tuple[str, ...]]:
     """Return the messages with the results after each reply in the order of its tool calls.
 
     Most chat templates write no ids, so the order tells the policy which result is which. Raises
-    `Refused` unless each call has one result. `records` are the messages as they were sent. A reply
-    without tool calls may be followed by results without ids, for agents that read calls out of
-    the text themselves.
+    `Refused` unless each call has one result. A reply without tool calls may be followed by results
+    without ids, for agents that read calls out of the text themselves.
+
+    A system message that is not the first is refused. With `endpoint.lenient` it becomes a user
+    message, and `("system_message",)` is returned besides.
     """
-    begins = [at for at, each in enumerate(history) if each.message.role != "tool"]
+    begins = [at for at, each in enumerate(sent) if each.message.message.role != "tool"]
     if begins[:1] != [0]:
+        path = sent[0].path
         raise Refused(
-            "messages[0] is the result of a tool call, but no call comes before it",
-            param="messages[0]",
+            f"{path} is the result of a tool call, but no call comes before it", param=path
         )
-    ordered: list[HistoryMessage] = []
-    for begin, end in pairwise((*begins, len(history))):
-        ids = [call.id for call in history[begin].message.tool_calls]
-        results = {at: records[at].get("tool_call_id") for at in range(begin + 1, end)}
-        is_last = begin + 1 == len(history)  # refused later: there is nothing to answer
-        places = [] if is_last else _places_in_order(ids, results, f"messages[{begin}]")
-        ordered += [history[begin], *(history[at] for at in places)]
-    return tuple(ordered)
+    ordered: list[SentMessage] = []
+    for begin, end in pairwise((*begins, len(sent))):
+        is_last = begin + 1 == len(sent)  # refused later: there is nothing to answer
+        results = [] if is_last else _in_order_of_calls(sent[begin], sent[begin + 1 : end], terms)
+        ordered += [sent[begin], *results]
+    late = [each.path for each in ordered[1:] if each.message.message.role == "system"]
+    if late and not config.lenient:
+        raise Refused(
+            f"there is at most one system message, and it comes first; with {LENIENT}, "
+            "others are the user's",
+            param=late[0],
+        )
+    history = [each.message for each in ordered]
+    if late:
+        history = [history[0], *map(_as_user, history[1:])]
+    return tuple(history), ("system_message",) * bool(late)
 
 
-def _places_in_order(
-    ids: Sequence[str], results: Mapping[int, str | None], reply: str
-) -> Sequence[int]:
-    """Return the places of the tool results after a reply, in the order of the reply's tool calls.
+def _in_order_of_calls(
+    reply: SentMessage, results: Sequence[SentMessage], terms: ResultTerms
+) -> Sequence[SentMessage]:
+    """Return the tool results after a reply, in the order of the reply's tool calls.
 
-    `ids` are the ids of these calls. `results` has the call id of each result, by its place. Raises
-    `Refused` if they do not match.
+    Raises `Refused` if the ids of the calls and of the results do not match.
     """
-    if not ids and not any(results.values()):
-        return [*results]
+    ids = [call.id for call in reply.message.message.tool_calls]
+    if not ids and not any(each.call_id for each in results):
+        return results
     if len(set(ids)) < len(ids):
         raise Refused(
-            f"{reply}.tool_calls has two calls with the same id: {', '.join(ids)}", param=reply
+            f"{reply.path} has two calls with the same id: {', '.join(ids)}", param=reply.path
         )
-    place_of: dict[str, int] = {}
-    for place, result in results.items():
-        param = f"messages[{place}].tool_call_id"
-        if result is None:
+    result_of: dict[str, SentMessage] = {}
+    for result in results:
+        param = f"{result.path}.{terms.id_field}"
+        if result.call_id is None:
             raise Refused(f"{param} is missing: it must be {' or '.join(ids)}", param=param)
-        if result not in ids:
+        if result.call_id not in ids:
             known = f"they have {', '.join(ids)}" if ids else "it has no calls"
-            message = f"{param} is {result!r}, but no tool call of {reply} has this id: {known}"
-            raise Refused(message, param=param)
-        if result in place_of:
-            message = f"{param} is {result!r}, but messages[{place_of[result]}] has the same id"
-            raise Refused(f"{message}: each tool call has one result", param=param)
-        place_of[result] = place
-    if missing := [each for each in ids if each not in place_of]:
+            no_call = f"no tool call of {reply.path} has this id: {known}"
+            raise Refused(f"{param} is {result.call_id!r}, but {no_call}", param=param)
+        if other := result_of.get(result.call_id):
+            same = f"{param} is {result.call_id!r}, but {other.path} has the same id"
+            raise Refused(f"{same}: each tool call has one result", param=param)
+        result_of[result.call_id] = result
+    if missing := [each for each in ids if each not in result_of]:
         raise Refused(
-            f"{reply} has tool calls without a result: {', '.join(missing)}. A message of role "
-            "tool with the tool_call_id of each must come directly after it",
-            param=reply,
+            f"{reply.path} has tool calls without a result: {', '.join(missing)}. {terms.place}",
+            param=reply.path,
         )
-    return [place_of[each] for each in ids]
+    return [result_of[each] for each in ids]
 
 
 def _read_call(call: Any, path: str) -> ToolCall:
@@ -374,11 +399,14 @@ def message(answer: HistoryMessage) -> dict[str, Any]:
     return record
 
 
+_KINDS = {ContextPiece: "context", Sampled: "sampled", Placed: "placed"}
+
+
 def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
     """Return pieces (runs of tokens) as JSON records, with versions and log-probabilities."""
     return [
         {
-            "kind": "sampled" if isinstance(piece, Sampled) else "context",
+            "kind": _KINDS[type(piece)],
             **asdict(piece),
             "provenance": piece.provenance.name,
         }

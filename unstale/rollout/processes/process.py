@@ -1,4 +1,6 @@
-"""The run's side of one rollout process: start it, exchange messages, and notice its end."""
+"""A rollout process as the run's process sees it: start it, exchange messages, and notice its
+end.
+"""
 
 import asyncio
 import os
@@ -16,20 +18,27 @@ from unstale.frames import lines_of_dump
 from unstale.rollout.processes.wire import DECODE_EVENTS, Command, Event, Setup, encode, read_frame
 
 SILENT_S = 60.0
-"""Seconds without a message after which a process is ended. It sends one every `TICK_S`."""
+"""Seconds without a message after which a rollout process is killed. It sends a message every
+`TICK_S` seconds.
+"""
 START_S = 300.0
-"""Seconds in which a new process must be ready. It imports torch, and opens the task set."""
+"""Seconds within which a new rollout process must be ready. It imports torch and opens the task
+set.
+"""
 _KILL_S = 2.0
 _POLL_S = 0.01
 _LAST_WORDS = 1 << 18
-"""Bytes at the end of a process's output in which the cause of its end is searched."""
+"""Number of bytes at the end of a process's output that are searched for the cause of its end."""
 
 
 class RolloutProcess:
-    """A process that runs episodes. `run` receives its events until it ends."""
+    """A child process that runs episodes. `run` receives its events until it ends."""
 
     def __init__(self, program: Sequence[str], setup: Setup) -> None:
-        """Start the process. `program` is its command, to which the socket's number is added."""
+        """Start the process.
+
+        `program` is its command line, to which the socket's number is appended.
+        """
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._socket, inner = socket.socketpair()
         with inner:
@@ -52,7 +61,7 @@ class RolloutProcess:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Send a command, together with the others of this round of the event loop."""
+        """Send a command. All commands of one iteration of the event loop are sent together."""
         if not self._unsent and self._writer is not None:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(command)
@@ -63,12 +72,12 @@ class RolloutProcess:
             self._writer.write(encode(commands))
 
     def end(self, reason: str) -> None:
-        """Kill the process, for this reason."""
+        """Kill the process. `reason` is reported as the cause of its end."""
         self._ended_because = self._ended_because or reason
         self._kill()
 
     async def run(self, handle: Callable[[Event], None]) -> str:
-        """Call `handle` with each event. When the process has ended, return the reason."""
+        """Call `handle` with each event from the process. When it has ended, return the reason."""
         try:
             reader, self._writer = await asyncio.open_connection(sock=self._socket)
             self._unsent.insert(0, self._setup)
@@ -90,7 +99,9 @@ class RolloutProcess:
             self._close()
 
     async def _why_it_ended(self) -> str:
-        """Return how the process ended, with the last line that it printed."""
+        """Return a text that describes how the process ended, with the last line that it
+        printed.
+        """
         for _ in range(round(_KILL_S / _POLL_S)):
             if self._process.poll() is not None:
                 break
@@ -127,9 +138,9 @@ class RolloutProcess:
 
 
 def program(module: str) -> list[str]:
-    """Return the command of a process that calls `main(socket, parent)` of a module.
+    """Return the command that starts a process which calls `main(socket, parent)` of a module.
 
-    It finds modules where this process does.
+    The new process has the same module search path as this one.
     """
     path = [each or os.getcwd() for each in sys.path]
     code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""The run's side of a rollout in several processes."""
+"""Rollout in several processes, as the run's process sees it."""
 
 import asyncio
 import itertools
@@ -49,18 +49,18 @@ from unstale.rollout.processes.wire import (
 from unstale.rollout.transcript import EpisodeWriter, OpenWriter
 
 MAX_DEATHS = 3
-"""Number of times that a process may die without finishing a group in between."""
+"""Number of times in a row that a rollout process may die without finishing a group."""
 CHECK_S = 1.0
-"""Seconds between two checks that an engine works or will."""
+"""Seconds between two checks that an engine works or is being restarted."""
 
 
 class RolloutFailed(RuntimeError):
-    """Error: a rollout process cannot run episodes, or died too often."""
+    """Error: a rollout process cannot run episodes, or rollout processes died too often."""
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt at an episode, as far as the run has received it."""
+    """An attempt at an episode in a rollout process: all that the process has sent of it so far."""
 
     index: int
     episode: int
@@ -72,7 +72,7 @@ class _Attempt:
     outcome: Trajectory | Failure | None = None
 
     def add(self, piece: Piece) -> int:
-        """Add a piece. Return the position of its first token."""
+        """Add recorded tokens. Return the position of the first one in the episode."""
         start = len(self.tokens)
         self.tokens += piece.tokens
         self.pieces.append(piece)
@@ -80,7 +80,7 @@ class _Attempt:
 
 
 class _Job:
-    """Episodes of a group that one process runs, and all that it has reported of them."""
+    """Episodes of one group that a rollout process runs, and all that it has sent of them."""
 
     def __init__(
         self,
@@ -96,12 +96,15 @@ class _Job:
         self.open_writer = open_writer
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.attempts: dict[int, _Attempt] = {}
-        """The last attempt at each episode, by its index."""
+        """The latest attempt at each episode, by the episode's index in its group."""
         self._records = dict(records)
         self._failures = {index: record.failures for index, record in records.items()}
 
     def began(self, event: Began) -> _Attempt:
-        """Return the attempt that begins, or continues from what was reported or recorded."""
+        """Return the attempt that an event announces: a new one, or a known one that continues.
+
+        A known attempt is one that a process sent earlier or that was recorded before a resume.
+        """
         known = self.attempts.get(event.index)
         writer = self.open_writer(
             self.request.number,
@@ -123,17 +126,22 @@ class _Job:
         return attempt
 
     def count_failure(self, index: int) -> int:
-        """Count a failed attempt at an episode. Return the number of its failed attempts."""
+        """Count a failed attempt at the episode with this index.
+
+        Return its number of failed attempts.
+        """
         self._failures[index] = self._failures.get(index, 0) + 1
         return self._failures[index]
 
     def restart(self, index: int) -> None:
-        """Forget the attempt at an episode that could not be replayed."""
+        """Delete the attempt at an episode, because it could not be replayed."""
         del self.attempts[index]
         self._records.pop(index, None)
 
     def command(self) -> RunEpisodes:
-        """Return the command that runs the episodes, from where they were reported to be."""
+        """Return the command that runs the episodes, from the state in which they were last
+        sent.
+        """
         records = self._records | {
             index: EpisodeRecord(
                 attempt.episode,
@@ -156,7 +164,7 @@ class _Job:
         )
 
     def outcomes(self) -> list[Trajectory | Failure]:
-        """Return the outcome of each episode."""
+        """Return the outcome of each episode of the job, in the order of their indices."""
         found = []
         for index in self.indices:
             attempt, record = self.attempts.get(index), self._records.get(index)
@@ -167,22 +175,22 @@ class _Job:
 
 
 class _Shard:
-    """The groups of one rollout process. If it dies, another process continues them."""
+    """One rollout process and its groups. If it dies, a new process continues the groups."""
 
     def __init__(self, rollout: "ProcessRollout", number: int) -> None:
         self.jobs: dict[int, _Job] = {}
         self.error: Exception | None = None
-        """The reason why no process runs the groups of this shard any more."""
+        """The reason why no process can run these groups any more. None while one can."""
         self.running: Mapping[str, int] = {}
-        """Number of episodes that wait now, by activity."""
+        """For each activity, such as waiting for tools, the number of episodes in it."""
         self._rollout = rollout
         self._number = number
         self._process: RolloutProcess | None = None
         self._is_ready = False
         self._attempts: dict[int, _Attempt] = {}
-        """Attempts that have not ended, by episode."""
+        """The attempts that have not ended, by the number of the episode."""
         self._jobs_of: dict[int, _Job] = {}
-        """The job of each of these attempts."""
+        """The job of each attempt that has not ended, by the number of the episode."""
         self._next_episode = -1
         self._deaths = 0
         self._key = -1
@@ -192,7 +200,7 @@ class _Shard:
         return self._process.pid if self._process else None
 
     def begin(self, job: _Job) -> None:
-        """Run the episodes of a job."""
+        """Run the episodes of a job. Raises the shard's error if no process can run them."""
         if self.error:
             raise self.error
         self.jobs[job.number] = job
@@ -200,7 +208,7 @@ class _Shard:
             self._process.send(job.command())
 
     def cancel(self, job: _Job) -> None:
-        """End the episodes of a job. What the process still sends of them is ignored."""
+        """Cancel the episodes of a job. Messages about them that arrive later are ignored."""
         self.jobs.pop(job.number, None)
         for episode in [each for each, its_job in self._jobs_of.items() if its_job is job]:
             self._forget(episode)
@@ -208,7 +216,10 @@ class _Shard:
             self._process.send(CancelEpisodes(job.number))
 
     async def run(self, first_episode: int) -> None:
-        """Run processes, one after the other, until one refuses to run episodes."""
+        """Run a rollout process, and a new one whenever it dies, until no process can run episodes.
+
+        `first_episode` is the number of the first episode.
+        """
         self._next_episode = first_episode
         try:
             while self.error is None:
@@ -235,7 +246,10 @@ class _Shard:
             self.running = {}
 
     def _died(self, reason: str) -> None:
-        """Note the end of a process. The shard fails if processes die without any progress."""
+        """Log the end of a process.
+
+        If several in a row died without finishing a group, fail the shard.
+        """
         if self.error:
             return
         self._deaths += 1
@@ -255,7 +269,7 @@ class _Shard:
             )
 
     def fail(self, error: Exception) -> None:
-        """End the run with an error."""
+        """Make this shard's groups raise an error, which ends the run."""
         self.error = self.error or error
         for job in self.jobs.values():
             if not job.ended.done():
@@ -326,7 +340,7 @@ class _Shard:
             self._rollout.on_piece(PendingPiece(episode, attempt.tokens, start, piece))
 
     def _outcome(self, attempt: _Attempt, outcome: Trajectory | Failure) -> None:
-        """Write the outcome of an attempt, and keep it for the end of its job."""
+        """Write the outcome of an attempt to the journal, and store it until its job ends."""
         attempt.outcome = outcome
         attempt.writer.write_outcome(outcome)
         job = self._forget(attempt.episode)
@@ -338,7 +352,7 @@ class _Shard:
             self._rollout.on_end(attempt.episode)
 
     def _forget(self, episode: int) -> _Job:
-        """Expect no more events of an attempt. Return its job."""
+        """Stop expecting events of an episode's attempt. Return its job."""
         del self._attempts[episode]
         return self._jobs_of.pop(episode)
 
@@ -355,9 +369,9 @@ class _Shard:
 class ProcessRollout(Rollout):
     """A `Rollout` whose episodes run in other processes.
 
-    A group stays in one process. Of a process that dies, another one continues the groups from all
-    that the run has received, like a resumed run. The limit on failures, the journal's records and
-    all callbacks are in this process.
+    All episodes of a group run in one process. If it dies, a new process continues them from what
+    the run's process has received, as after a resume. The limit on failures, the journal's records
+    and all callbacks are in the run's process.
     """
 
     def __init__(
@@ -370,8 +384,7 @@ class ProcessRollout(Rollout):
         on_blocked: Callable[[str, float], None] = lambda name, seconds: None,
         **options: Any,
     ) -> None:
-        """Create a rollout in `setup.stride` processes, which are started by the command
-        `program`.
+        """Create a rollout in `setup.stride` processes, each started by the command `program`.
 
         `on_event` is called with `rollout_process_lost` when a process ends. The other arguments
         are those of `Rollout`.
@@ -388,12 +401,12 @@ class ProcessRollout(Rollout):
 
     @property
     def pids(self) -> list[int | None]:
-        """The process ID of each rollout process. None for one that is being started."""
+        """The process id of each rollout process. None for one that is not running."""
         return [shard.pid for shard in self._shards]
 
     @asynccontextmanager
     async def _processes(self, resources: Any) -> AsyncIterator[None]:
-        """Return a context in which the processes run."""
+        """Return a context in which the rollout processes run."""
         async with resources:
             tasks = [
                 asyncio.ensure_future(shard.run(self._num_episodes + number))
@@ -408,7 +421,10 @@ class ProcessRollout(Rollout):
                 await asyncio.wait(tasks)
 
     async def _watch(self) -> None:
-        """Let all groups fail if no engine works and none will."""
+        """Make all groups raise an error once no engine works and none is being restarted.
+
+        Never returns.
+        """
         pool = self.generator.engine
         assert isinstance(pool, EnginePool)
         while True:
@@ -445,7 +461,7 @@ class ProcessRollout(Rollout):
         return outcomes
 
     def count_waits(self, seconds: Mapping[str, float]) -> None:
-        """Add the seconds that the episodes of a process waited."""
+        """Add the seconds for which the episodes of a rollout process waited, by activity."""
         for name, each in seconds.items():
             self.wait_times.add(name, each)
         self.wait_times.running.clear()

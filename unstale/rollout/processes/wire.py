@@ -1,4 +1,4 @@
-"""The messages between the process of a run and its rollout processes, in MessagePack.
+"""The messages between the run's process and its rollout processes, in MessagePack.
 
 The types are checked when a message is read. Tokens and log-probabilities are packed in native byte
 order: both processes are on one machine.
@@ -20,6 +20,7 @@ from unstale.records import (
     EpisodeRecord,
     Failure,
     Piece,
+    Placed,
     Provenance,
     Sampled,
     Stop,
@@ -34,7 +35,7 @@ _LENGTH = struct.Struct("=Q")
 
 
 class WireExperts(msgspec.Struct, array_like=True):
-    """`RoutedExperts` without earlier records."""
+    """The message form of `RoutedExperts`, without the experts of earlier tokens."""
 
     start: int
     shape: tuple[int, int, int]
@@ -43,7 +44,10 @@ class WireExperts(msgspec.Struct, array_like=True):
 
 
 class WirePiece(msgspec.Struct, array_like=True):
-    """A piece of an episode. `logps` is None for context, which has version -1."""
+    """The message form of a `Piece`: successive tokens of an episode with one origin.
+
+    `logps` is None for context, whose version is -1.
+    """
 
     tokens: bytes
     logps: bytes | None
@@ -54,7 +58,7 @@ class WirePiece(msgspec.Struct, array_like=True):
 
 
 class WireFailure(msgspec.Struct, tag=True):
-    """A `Failure`."""
+    """The message form of a `Failure`."""
 
     task: Task
     stage: str
@@ -73,7 +77,7 @@ class WireFailure(msgspec.Struct, tag=True):
 
 
 class WireTrajectory(msgspec.Struct, tag=True):
-    """A `Trajectory` without its pieces, which were sent before."""
+    """The message form of a `Trajectory`, without its tokens, which earlier messages have."""
 
     rewards: dict[str, float]
     stop: Stop
@@ -85,7 +89,7 @@ WireOutcome = WireTrajectory | WireFailure
 
 
 class WireRecord(msgspec.Struct):
-    """An `EpisodeRecord`: an episode as far as the run has received it."""
+    """The message form of an `EpisodeRecord`: an episode as far as the run has received it."""
 
     episode: int
     pieces: list[WirePiece]
@@ -95,34 +99,38 @@ class WireRecord(msgspec.Struct):
 
 
 class Setup(msgspec.Struct, tag=True):
-    """The first message to a rollout process."""
+    """The first message to a rollout process: the run's configuration and its numbering of
+    episodes.
+    """
 
     config: dict[str, Any]
     """The configuration of the run, as in `config.json`."""
     ends: tuple[int, ...]
-    """The tokens that end a reply, by the model's generation config."""
+    """The tokens that end a reply, according to the model's generation config."""
     engines: int
     max_running: int
-    """Number of replies that an engine samples at once for this process."""
+    """Number of replies of this process that an engine samples at the same time."""
     vocab_size: int
     routed: tuple[bool, ...]
     first_episode: int
     """The number of the process's first episode."""
     stride: int
-    """The difference of the numbers of two successive episodes of the process."""
+    """The difference between the numbers of two successive episodes of the process."""
 
 
 class RunEpisodes(msgspec.Struct, tag=True):
-    """Run episodes of a group. The answer is `EpisodesEnded`."""
+    """A command: run episodes of a group. The process answers with `EpisodesEnded`."""
 
     job: int
     number: int
     task: Task
     seed: int
     indices: tuple[int, int]
-    """The first index of the episodes in their group, and the index after the last."""
+    """The range of the episodes' indices in their group: the first index, and the one after the
+    last.
+    """
     records: dict[int, WireRecord]
-    """What is known of episodes that were begun before, by index."""
+    """The records of episodes that were begun before, by the episode's index in its group."""
     turn_limit: TurnLimit | None
     budget: EpisodeBudget
 
@@ -132,17 +140,17 @@ class CancelEpisodes(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The process can run episodes."""
+    """An event: the rollout process can run episodes."""
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The run must end: the process cannot run episodes, or user code hangs in it."""
+    """An event that ends the run: the process cannot run episodes, or the user's code hangs."""
 
     error: str
 
 
 class Began(msgspec.Struct, tag=True):
-    """An attempt at an episode begins, or continues after a restart (`again`)."""
+    """An event: an attempt at an episode begins, or with `again` continues after a restart."""
 
     job: int
     index: int
@@ -152,7 +160,7 @@ class Began(msgspec.Struct, tag=True):
 
 
 class Wrote(msgspec.Struct, tag=True):
-    """A piece for the journal."""
+    """An event: recorded tokens for the journal."""
 
     episode: int
     position: int
@@ -160,7 +168,7 @@ class Wrote(msgspec.Struct, tag=True):
 
 
 class Saved(msgspec.Struct, tag=True):
-    """A snapshot of an environment for the journal."""
+    """An event: a snapshot of an environment for the journal."""
 
     episode: int
     num_pieces: int
@@ -168,14 +176,14 @@ class Saved(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """The outcome of an attempt."""
+    """An event: the outcome of an attempt."""
 
     episode: int
     outcome: WireOutcome
 
 
 class Restarted(msgspec.Struct, tag=True):
-    """An attempt could not be replayed. The episode starts from its beginning."""
+    """An event: an attempt could not be replayed, so the episode starts from its beginning."""
 
     episode: int
     reason: str
@@ -183,7 +191,7 @@ class Restarted(msgspec.Struct, tag=True):
 
 
 class Blocked(msgspec.Struct, tag=True):
-    """User code blocked the event loop of the process."""
+    """An event: the user's code blocked the event loop of the rollout process."""
 
     name: str
     seconds: float
@@ -197,9 +205,9 @@ class Logged(msgspec.Struct, tag=True):
 
 
 class Waited(msgspec.Struct, tag=True):
-    """Seconds that episodes waited since the last such message, and how many wait now.
+    """An event: the seconds that episodes waited since the last one, and how many are waiting.
 
-    It is sent every `TICK_S`, so it also shows that the process works.
+    It is sent every `TICK_S` seconds, so it also shows that the process works.
     """
 
     seconds: dict[str, float]
@@ -207,7 +215,7 @@ class Waited(msgspec.Struct, tag=True):
 
 
 class EpisodesEnded(msgspec.Struct, tag=True):
-    """All episodes of a job have ended. `error` ends the run."""
+    """An event: all episodes of a command have ended. An `error` that is not empty ends the run."""
 
     job: int
     error: str = ""
@@ -232,10 +240,12 @@ Event = (
 
 
 def wire_piece(piece: Piece) -> WirePiece:
-    """Return the wire form of a piece, without the routed experts of earlier pieces."""
+    """Return the message form of recorded tokens, without the routed experts of earlier tokens."""
     tokens = array("I", piece.tokens).tobytes()
     if isinstance(piece, ContextPiece):
         return WirePiece(tokens, None, -1, True, int(piece.provenance))
+    if isinstance(piece, Placed):
+        raise ValueError("rollout processes do not send placed text")
     experts = None
     if (own := piece.routed_experts) is not None:
         rows = np.ascontiguousarray(own.experts)
@@ -245,7 +255,10 @@ def wire_piece(piece: Piece) -> WirePiece:
 
 
 def read_piece(piece: WirePiece) -> Piece:
-    """Return a piece from its wire form. Its experts are linked to no earlier ones."""
+    """Return recorded tokens from their message form.
+
+    Their routed experts are not linked to earlier ones.
+    """
     tokens = tuple(memoryview(piece.tokens).cast("I"))
     provenance = Provenance(piece.provenance)
     if piece.logps is None:
@@ -259,7 +272,7 @@ def read_piece(piece: WirePiece) -> Piece:
 
 
 def linked(piece: Piece, before: Sequence[Piece]) -> Piece:
-    """Return a piece that was read, with the routed experts of earlier pieces."""
+    """Return recorded tokens whose routed experts are linked to those of the tokens before."""
     return link_experts(piece, before) if isinstance(piece, Sampled) else piece
 
 
@@ -274,7 +287,7 @@ def wire_outcome(outcome: Trajectory | Failure) -> WireOutcome:
 def read_outcome(
     outcome: WireOutcome, *, pieces: Sequence[Piece], task: Task, seed: int, episode: int
 ) -> Trajectory | Failure:
-    """Return the outcome of an episode with these pieces."""
+    """Return the outcome of an episode from its message form. `pieces` are the episode's tokens."""
     if isinstance(outcome, WireFailure):
         return outcome.read()
     return Trajectory(
@@ -290,7 +303,7 @@ def read_outcome(
 
 
 def _numbers(values: Any) -> dict[str, Any]:
-    """Return numbers by name as Python's own types. They may be NumPy's."""
+    """Return named numbers as Python's own types instead of NumPy's."""
     return {
         str(name): value if type(value) in (int, float, bool) else float(value)
         for name, value in values.items()
@@ -316,13 +329,13 @@ def read_record(record: WireRecord, task: Task, seed: int) -> EpisodeRecord:
 
 
 def encode(messages: Sequence[Any]) -> bytes:
-    """Return messages as one frame."""
+    """Return messages as the bytes of one frame."""
     body = msgspec.msgpack.encode(messages)
     return _LENGTH.pack(len(body)) + body
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the next frame's messages, still encoded.
+    """Read the next frame from the stream. Return its messages, still encoded.
 
     Raises `asyncio.IncompleteReadError` or `ConnectionError` at the end of the stream.
     """

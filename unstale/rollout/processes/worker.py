@@ -1,4 +1,4 @@
-"""A rollout process's side: run the episodes that the run sends, and report all they record."""
+"""The code of a rollout process: it runs the run's episodes and returns their records."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -36,7 +36,10 @@ from unstale.rollout.timeouts import first_error
 
 
 class Outbox:
-    """Sends events to the run, all those of one round of the event loop in one frame."""
+    """A sender of events to the run's process.
+
+    All events of one iteration of the event loop form one frame.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -53,7 +56,7 @@ class Outbox:
 
 
 class EventWriter:
-    """An `EpisodeWriter` that sends the record of an attempt to the run."""
+    """An `EpisodeWriter` that sends the record of an attempt to the run's process."""
 
     __slots__ = ("_episode", "_send")
 
@@ -82,14 +85,14 @@ class EventWriter:
         self._send(Ended(self._episode, wire_outcome(outcome)))
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """Do nothing: `Restarted` follows, with the same numbers."""
+        """Do nothing: the event `Restarted`, which follows, has the same numbers."""
 
 
 class Shard(Rollout):
-    """A rollout whose episodes have the numbers of one process."""
+    """A rollout that uses every `stride`-th episode number, so that processes share none."""
 
     stride = 1
-    """The difference of the numbers of two successive episodes."""
+    """The difference between the numbers of two successive episodes of the process."""
 
     def next_episode(self) -> int:
         number = self._num_episodes
@@ -98,7 +101,7 @@ class Shard(Rollout):
 
 
 class ShardServer:
-    """Runs the episodes of one rollout process.
+    """The server of a rollout process: it receives commands and runs episodes.
 
     `make_rollout` makes the object that runs episodes, with the callbacks of `Rollout`.
     """
@@ -118,7 +121,7 @@ class ShardServer:
         self._rollout.stride = setup.stride
 
     async def serve(self, receive: Callable[[], Any]) -> None:
-        """Follow the run's commands until the run closes the connection."""
+        """Handle the commands from the run's process until that process closes the connection."""
         pool = self._rollout.generator.engine
         assert isinstance(pool, EnginePool)
         await pool.start()
@@ -147,7 +150,7 @@ class ShardServer:
                 self._engines[change.engine].change(change)
 
     async def _run(self, command: RunEpisodes) -> None:
-        """Run episodes of a group, and report their end."""
+        """Run episodes of a group. When all have ended, send `EpisodesEnded`."""
         task, seed = command.task, command.seed
         request = GroupRequest(
             command.number,
@@ -171,7 +174,7 @@ class ShardServer:
         self._outbox.send(EpisodesEnded(command.job, error))
 
     async def _beat(self) -> None:
-        """Send the waiting times and the counters of the engines every `TICK_S`."""
+        """Every `TICK_S` seconds, send the episodes' waiting times and the engines' counters."""
         waits = self._rollout.wait_times
         while True:
             seconds = {

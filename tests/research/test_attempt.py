@@ -1,0 +1,264 @@
+"""Test `unstale attempt`: votes over several attempts, judged votes, and further attempts.
+
+The figures are those of a tournament of 8 attempts that succeed with probability 0.3.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from io import StringIO
+from math import comb
+from random import Random
+
+import pytest
+
+from unstale.builders import build_sampler
+from unstale.cli.evaluate import HeldOut
+from unstale.cli.main import main
+from unstale.config import ConfigError
+from unstale.config.options import override
+from unstale.durability.console import Console
+from unstale.engines import SamplingParams
+from unstale.engines.scripted import ScriptedEngine
+from unstale.envs.calculator import calculate
+from unstale.envs.registry import held_out_tasks
+from unstale.recipes import RECIPES
+from unstale.research.attempt import (
+    COMPARE,
+    CONCLUSIONS,
+    PLAN,
+    SUMMARISE,
+    AttemptOptions,
+    attempt_all,
+)
+from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.votes import by_majority, by_tournament, judge_record
+
+
+def quiet() -> Console:
+    return Console(file=StringIO())
+
+
+P, N = 0.3, 8
+RUNS = 250
+"""Number of tournaments for each number of right attempts."""
+
+
+def chosen_success(*, judge: float, votes: int) -> tuple[float, float, float]:
+    """Return the success of the chosen attempt, of a vote and of a comparison of right and wrong.
+
+    `judge` is the probability with which a vote on a right and a wrong attempt names the right one.
+    """
+    random = Random(57)
+    success, of_votes, of_winners = 0.0, [], []
+
+    for num_right in range(N + 1):
+        wins = 0
+        for _ in range(RUNS):
+            right = [number < num_right for number in random.sample(range(N), N)]
+
+            async def ask(attempts: Sequence[int], vote: int, right: list[bool] = right) -> int:
+                one, other = attempts
+                is_right = right[one] == right[other] or random.random() < judge
+                return one if right[one] == is_right else other
+
+            choice = asyncio.run(
+                by_tournament(range(N), ask, votes=votes, group=2, random=Random(random.random()))
+            )
+            assert sorted(choice.ranking) == list(range(N))
+            assert len(choice.comparisons) == N - 1
+            assert {len(each.votes) for each in choice.comparisons} == {votes}
+            wins += right[choice.ranking[0]]
+            if record := judge_record(choice.comparisons, right):
+                of_votes.append(record.votes)
+                of_winners.append(record.winners)
+        success += comb(N, num_right) * P**num_right * (1 - P) ** (N - num_right) * wins / RUNS
+    return success, sum(of_votes) / len(of_votes), sum(of_winners) / len(of_winners)
+
+
+@pytest.mark.parametrize(
+    ("judge", "votes", "expected"),
+    [(0.8, 1, 0.720), (0.8, 8, 0.914), (0.5, 1, 0.300), (0.5, 8, 0.300), (1.0, 1, 0.942)],
+)
+def test_a_tournament_gains_what_its_judge_is_worth(
+    judge: float, votes: int, expected: float
+) -> None:
+    success, of_votes, of_winners = chosen_success(judge=judge, votes=votes)
+    assert success == pytest.approx(expected, abs=0.02)
+    assert of_votes == pytest.approx(judge, abs=0.02)
+    assert of_winners > judge + 0.1 if votes == 8 and judge == 0.8 else of_winners > judge - 0.03
+    if judge == 1:
+        assert success == pytest.approx(1 - (1 - P) ** N), "the perfect judge reaches pass@8"
+
+
+def test_larger_groups_and_a_number_that_is_no_power_leave_one_attempt() -> None:
+    async def largest(attempts: Sequence[int], vote: int) -> int:
+        return max(attempts)
+
+    for number, group in ((7, 3), (5, 2), (6, 6), (1, 2)):
+        choice = asyncio.run(
+            by_tournament(range(number), largest, votes=1, group=group, random=Random(0))
+        )
+        assert choice.ranking[0] == number - 1
+        assert sorted(choice.ranking) == list(range(number))
+
+
+def test_a_vote_that_names_none_is_no_vote_and_counts_against_the_judge() -> None:
+    async def ask(attempts: Sequence[int], vote: int) -> int | None:
+        return 1 if vote == 0 else None
+
+    choice = asyncio.run(by_tournament([0, 1], ask, votes=4, group=2, random=Random(0)))
+    assert choice.ranking == (1, 0)
+    record = judge_record(choice.comparisons, [False, True])
+    assert record is not None
+    assert (record.votes, record.winners, record.chance) == (0.25, 1.0, 0.5)
+    assert judge_record(choice.comparisons, [False, False]) is None
+    failed = judge_record(choice.comparisons, [None, True])
+    assert failed == record, "a failed episode is no success"
+
+
+def test_the_majority_is_the_answer_given_most_often() -> None:
+    answers = ["7", "", "8", "8", "7", "8", ""]
+    choice = by_majority(answers, Random(0))
+    assert [answers[number] for number in choice.ranking] == ["8", "8", "8", "7", "7", "", ""]
+    firsts = {by_majority(["1", "2"], Random(seed)).ranking[0] for seed in range(20)}
+    assert firsts == {0, 1}, "ties are broken at random"
+
+
+Write = Callable[[str, Random], str]
+"""A function that returns the reply to a prompt, given as text."""
+
+
+def attempt_calculator(write: Write, options: AttemptOptions, num_tasks: int = 6) -> AttemptResult:
+    """Run the procedure on held-out tasks of the calculator, with a scripted policy."""
+    config = override(
+        RECIPES["calculator"](), {"eval.tasks": num_tasks, "engine.max_context": 2048}
+    )
+
+    def script(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        chat = generator.chat
+        text = write(chat.text(tokens, whole=True), Random(params.seed))
+        return [*chat.encode(text), chat.stop_tokens[0]]
+
+    policy, taskset, generator = build_sampler(config, ScriptedEngine(script))
+    tasks = held_out_tasks(taskset, num_tasks)
+    repeated = [task for task in tasks for _ in range(options.attempts)]
+    held_out = HeldOut(config, policy, taskset, generator, repeated)
+    return attempt_all(held_out, options, console=quiet())
+
+
+def right_answer(text: str) -> str:
+    return str(calculate(re.findall(r"What is ([-+*\d ]+)\?", text)[-1]))
+
+
+def guess(text: str, random: Random) -> str:
+    """Return the right answer with probability 0.4, and otherwise one of many wrong ones."""
+    return right_answer(text) if random.random() < 0.4 else str(random.randrange(10**6, 10**7))
+
+
+def test_wrong_answers_that_differ_lose_against_right_ones() -> None:
+    result = attempt_calculator(guess, AttemptOptions(attempts=6))
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["one attempt"] < 0.7
+    pairs = sum(count >= 2 for count in result.attempts.successes) / 6
+    assert rows["majority of 6 answers"] >= pairs, "two equal answers are the most frequent"
+    assert rows["pass@6"] >= rows["majority of 6 answers"]
+    assert not result.judge and set(result.tokens) == {"attempts"}
+
+
+def test_a_judge_that_knows_reaches_the_ceiling_and_one_that_does_not_is_named() -> None:
+    def judged(text: str, random: Random) -> str:
+        if COMPARE[:30] not in text:
+            return guess(text, random)
+        shown = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        answer = str(calculate(shown.pop("task")))
+        return f"best: {next((name for name in shown if shown[name] == answer), 'A')}"
+
+    options = AttemptOptions(attempts=4, votes=2)
+    result = attempt_calculator(judged, options)
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["best by 2 votes on each pair"] == rows["pass@4"] > rows["one attempt"]
+    assert result.judge_rows()["one vote of the judge"].value == 1
+    assert "better than chance" in result.judge_text() and result.tokens["votes"] > 0
+    gain = result.gain("best by 2 votes on each pair")
+    assert gain is not None and gain.mean > 0
+
+    def silent(text: str, random: Random) -> str:
+        return "I cannot say" if COMPARE[:30] in text else guess(text, random)
+
+    result = attempt_calculator(silent, options)
+    assert result.unread == 1 and "not told apart from chance" in result.judge_text()
+
+
+def test_a_further_attempt_reads_the_conclusions_of_the_best() -> None:
+    def reads(text: str, random: Random) -> str:
+        if CONCLUSIONS not in text:
+            return guess(text, random)
+        notes = re.findall(r"^\d\. (\S+)$", text, re.MULTILINE)
+        assert len(notes) == 3
+        return max(notes, key=notes.count)
+
+    result = attempt_calculator(reads, AttemptOptions(attempts=6, distil=3))
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["answer from 3 attempts"] == rows["majority of 6 answers"] > rows["one attempt"]
+    assert result.tokens["distilled"] > 0
+
+
+@pytest.mark.parametrize("plan", ["", "Use the answer."])
+def test_an_empty_plan_changes_nothing_and_one_that_helps_is_a_paired_gain(plan: str) -> None:
+    def plans(text: str, random: Random) -> str:
+        if PLAN[:30] in text:
+            return plan
+        return right_answer(text) if "Use the answer." in text else guess(text, random)
+
+    result = attempt_calculator(plans, AttemptOptions(attempts=2, plan=True))
+    if not plan:
+        assert tuple(result.chosen[PLANNED]) == result.first and result.gain(PLANNED) is None
+    else:
+        assert all(result.chosen[PLANNED]) and not all(result.first)
+        gain = result.gain(PLANNED)
+        assert gain is not None and gain.mean == result.first.count(False) / len(result.first)
+
+
+def test_a_judge_may_read_summaries_that_the_policy_writes() -> None:
+    def summarises(text: str, random: Random) -> str:
+        if SUMMARISE[:30] in text:
+            shown = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            return "sound" if str(calculate(shown["task"])) in shown["attempt"] else "unsound"
+        if COMPARE[:30] in text:
+            shown = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            return next((f"best: {name}" for name in shown if shown[name] == "sound"), "best: A")
+        return guess(text, random)
+
+    result = attempt_calculator(summarises, AttemptOptions(attempts=4, votes=1, summaries=True))
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["best by 1 vote on each pair"] == rows["pass@4"] > rows["one attempt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": 9}, "--group must be at most --attempts .8."),
+        ({"distil": 9}, "--distil must be at most --attempts .8., got 9"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attempt_calculator(guess, AttemptOptions(**options), num_tasks=1)
+
+
+def test_tasks_without_answers_need_a_judge() -> None:
+    config = override(RECIPES["retail"](), {"eval.tasks": 1})
+    with pytest.raises(ConfigError, match=r"retail have no answers .* set --votes"):
+        attempt_all(HeldOut.of("base", config, 2), AttemptOptions(attempts=2), console=quiet())
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["attempt", "base", "retail", "--attempts", "2", "--votes", "1", "--eval.tasks", "2"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--json"])
+    assert not end.value.code
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["success"]) == {"one attempt", "best by 1 vote on each pair", "pass@2"}
+    assert result["tokens"]["votes"] > 0

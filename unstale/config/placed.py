@@ -1,0 +1,86 @@
+"""Refuse what placed text would make wrong (`objective.placed`)."""
+
+from typing import TYPE_CHECKING
+
+from unstale.config.checks import ConfigError
+from unstale.config.techniques import chosen
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
+
+REFUSED = {
+    "distiller": "whose teacher scores sampled tokens only",
+    "objective": "whose loss is that of sampled tokens",
+    "ratio": "which needs the behavior_logp of every token",
+    "source": "which stores no source of placed text",
+}
+"""Slots whose techniques cannot be used if placed text has a loss, and the reason."""
+HAVE_PLACED_TEXT = ("opmd",)
+"""Techniques of these slots that give placed text a loss, too."""
+
+
+def check_placed(config: "RunConfig") -> None:
+    """Raise `ConfigError` for options that cannot be used with a loss of placed text."""
+    mode = config.objective.placed
+    if mode == "mask":
+        return
+    needed = _needs(config)
+    if mode == "guided":
+        needed |= _guided_needs(config)
+    for need, (is_met, reason) in needed.items():
+        if not is_met:
+            raise ConfigError(f"objective.placed = {mode} needs {need}: {reason}")
+    for entry in chosen(config.techniques):
+        if entry.slot in REFUSED and entry.name not in HAVE_PLACED_TEXT:
+            raise ConfigError(
+                f"objective.placed = {mode} cannot be used with {entry.name}, "
+                f"{REFUSED[entry.slot]}: remove it from --techniques, or set "
+                "--objective.placed mask"
+            )
+
+
+def _needs(config: "RunConfig") -> dict[str, tuple[bool, str]]:
+    objective = config.objective
+    whole = "a ratio over several tokens would have some that were sampled elsewhere"
+    return {
+        "objective.unit = token": (objective.unit == "token", whole),
+        "another objective.loss_type, such as ppo_clip": (
+            objective.ratio is None and "sequence" not in objective.inputs,
+            f"{objective.loss_type} is computed over whole sequences, and {whole}",
+        ),
+        "another advantage.estimator than gae": (
+            config.advantage.estimator != "gae",
+            "a critic forecasts before sampled tokens only",
+        ),
+        "a route that computes old_logp once per batch": (
+            not config.old_logps.needs.inline,
+            f"{config.old_logps.route} computes it in every training pass",
+        ),
+        "trainer.routing_replay = false": (
+            not config.trainer.routing_replay,
+            "no experts were recorded for placed text",
+        ),
+    }
+
+
+def _guided_needs(config: "RunConfig") -> dict[str, tuple[bool, str]]:
+    needs, route = config.old_logps.needs, config.old_logps.route
+    return {
+        "old_logps.route = snapshot_old": (
+            config.old_logps.exact and needs.snapshots and not needs.idle,
+            f"the version that sampled the text must score it in two contexts, and {route} "
+            "scores sampled tokens only where they stand",
+        ),
+        "correction.unit = token": (
+            config.correction.unit == "token",
+            "the D of placed text is that of each token",
+        ),
+        "correction.normalize = false": (
+            not config.correction.normalize,
+            "the mean weight is that of sampled tokens",
+        ),
+        "sampling from the whole vocabulary": (
+            not config.engine.truncated_by,
+            f"with {config.engine.truncated_by}, no kept sets are known for the recorded context",
+        ),
+    }

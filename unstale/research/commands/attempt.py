@@ -1,0 +1,90 @@
+"""The command `attempt`: attempt tasks several times, and choose one of the attempts."""
+
+import argparse
+
+from unstale.cli.preflight import quick_imports
+from unstale.cli.recipe_options import print_json
+from unstale.cli.verbs import (
+    CONFIG,
+    COUNT,
+    JSON,
+    OWN_RECIPE,
+    TRAINED,
+    argument,
+    command,
+    console_of,
+)
+from unstale.config.checks import bounded
+from unstale.durability.console import Console
+
+
+def _attempt(chosen: argparse.Namespace) -> int:
+    from unstale.cli.trained import configure_trained
+
+    config = configure_trained(chosen)
+    with quick_imports():
+        from unstale.research.attempt import AttemptOptions, attempt
+
+    options = AttemptOptions(
+        attempts=chosen.attempts,
+        votes=chosen.votes,
+        group=chosen.group,
+        distil=chosen.distil,
+        plan=chosen.plan,
+        summaries=chosen.summaries,
+    )
+    result = attempt(chosen.trained, config, options, console=console_of(chosen))
+    if chosen.json:
+        print_json({"task": config.task.env, **result.as_json()})
+        return 0
+    Console().print(result.table())
+    console = Console(soft_wrap=True)
+    tokens = ", ".join(f"{count:,} for {name}" for name, count in result.tokens.items())
+    for line in filter(None, (result.judge_text(), f"tokens: {tokens}")):
+        console.print(line, highlight=False)
+    return 0
+
+
+add = command(
+    "attempt",
+    "attempt held-out tasks several times, and choose one of the attempts",
+    TRAINED,
+    OWN_RECIPE,
+    CONFIG,
+    argument(
+        "--attempts", type=COUNT, default=8, metavar="N", help="attempts per task; default: 8"
+    ),
+    argument(
+        "--votes",
+        type=bounded(int, 0, 1000),
+        default=0,
+        metavar="K",
+        help="let the policy compare attempts, with K votes on each comparison; "
+        "default: 0, the answer that most attempts give",
+    ),
+    argument(
+        "--group",
+        type=bounded(int, 2, 26),
+        default=2,
+        metavar="G",
+        help="attempts in a comparison; default: 2",
+    ),
+    argument(
+        "--distil",
+        type=bounded(int, 0, 1000),
+        default=0,
+        metavar="K",
+        help="make a further attempt that reads how the K best ones ended",
+    ),
+    argument(
+        "--plan",
+        action="store_true",
+        help="make a second attempt with a plan that the policy writes from the first",
+    ),
+    argument(
+        "--summaries",
+        action="store_true",
+        help="compare summaries that the policy writes, instead of last replies",
+    ),
+    JSON,
+)(_attempt)

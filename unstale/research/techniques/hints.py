@@ -1,0 +1,226 @@
+"""`hints`: the longer a hint, the harder the task, at the start of some replies of a group.
+
+A group begins with episodes without hints. Their mean reward is 1 - D, where D is the difficulty of
+the task. Then `number` episodes follow whose first reply begins with the share w of a solution:
+
+w = `shortest` + (`longest` - `shortest`) D, times a random number from 1 - `noise` to 1.
+
+A hint is FORCED text. It is trained on where its episode has an advantage above 0, and has no loss
+elsewhere. The baseline of an episode is the mean reward of the group (`joint`), or of the episodes
+with hints, and of those without (`apart`). From ADHint, whose weights by the entropy of hint tokens
+and by the difference of difficulty are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+from unstale.config.checks import ConfigError, Count, Section, Share
+from unstale.config.techniques import Entry, chosen, require_value
+from unstale.records import (
+    Failure,
+    Fork,
+    Group,
+    Placed,
+    Provenance,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+    is_reply,
+    walk,
+)
+from unstale.techniques.hooks import CreditContext
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
+
+REFUSED = {
+    "allocator": "which chooses the number of episodes of a group, too",
+    "estimator": "which computes the advantages, too",
+    "recredit": "which compares turns, and hints begin some of them",
+}
+"""Slots whose techniques cannot be used with hints, and the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintsConfig(Section):
+    """Hints at the start of replies, longer ones for harder tasks (ADHint)."""
+
+    number: Count = 0
+    """Number of episodes of a group with a hint; 0 is half of `schedule.group_size`."""
+    solution: str = ""
+    """Field of the task's data with a solution, whose beginning is the hint. Empty takes the first
+    reply of the task set's demonstration.
+    """
+    shortest: Share = 0.0
+    """Share of the solution in a hint for a task that is always solved."""
+    longest: Share = 0.9
+    """Share of the solution in a hint for a task that is never solved."""
+    noise: Share = 0.0
+    """Share of a hint that may be missing at random. With 1, hints have every length up to w."""
+    baseline: Literal["joint", "apart"] = "joint"
+    """The episodes whose mean reward is subtracted: all, or those with and those without a hint."""
+
+    def check_combination(self) -> None:
+        if self.shortest > self.longest:
+            raise ConfigError(
+                f"hints.shortest must be <= hints.longest ({self.longest:g}), got {self.shortest:g}"
+            )
+
+
+class Hints:
+    """A technique that begins some replies of a group with a part of a solution."""
+
+    def __init__(self, options: HintsConfig) -> None:
+        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        self._options = options
+        self.solution_field = options.solution
+        self._solution: Callable[[Task], Sequence[int]] | None = None
+
+    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
+        self._solution = find
+
+    def roots(self, group_size: int) -> int:
+        return group_size - self._options.number
+
+    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+        assert self._solution, "read_solutions is called before the first group"
+        finished = [each for each in results if isinstance(each, Trajectory)]
+        trunk = next(iter(finished), None)
+        if trunk is None:
+            return ()
+        solution = tuple(self._solution(trunk.task))
+        start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
+        random = Random(trunk.episode)
+        forks: list[Fork | None] = []
+        for _ in range(self._options.number):
+            length = int(self._share(finished, random) * len(solution))
+            hint = Placed(solution[:length], Provenance.FORCED)
+            forks.append(Fork(trunk.episode, start, (hint,)) if length else None)
+        return forks
+
+    def _share(self, plain: Sequence[Trajectory], random: Random) -> float:
+        """Return the share of the solution in a hint, from the episodes without one."""
+        options = self._options
+        solved = fmean(min(1.0, max(0.0, each.reward)) for each in plain)
+        share = options.shortest + (options.longest - options.shortest) * (1 - solved)
+        return share * (1 - options.noise * random.random())
+
+    def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
+        scored: list[ScoredTrajectory] = []
+        shares: list[float] = []
+        for group in groups:
+            for each in group.trajectories:
+                others = self._compared(each, group.finished)
+                advantage = each.reward - fmean(other.reward for other in others)
+                scored.append(ScoredTrajectory(each, _of_tokens(each, advantage)))
+                scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
+                shares.append(_hinted_share(each))
+        hinted = [each for each in shares if each]
+        context.metrics["hints/episode_share"] = len(hinted) / max(1, len(shares))
+        context.metrics["hints/token_share_mean"] = fmean(hinted) if hinted else 0.0
+        return scored
+
+    def _compared(
+        self, episode: Trajectory, siblings: Sequence[Trajectory]
+    ) -> Sequence[Trajectory]:
+        """Return the episodes with whose mean reward an episode is compared."""
+        if self._options.baseline == "joint":
+            return siblings
+        hinted = bool(_hinted_share(episode))
+        return [each for each in siblings if bool(_hinted_share(each)) == hinted]
+
+
+def _of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
+    """Return the advantage of each token: that of the episode, for a hint only if it is above 0."""
+    values = [advantage] * len(episode)
+    for start, piece, _ in walk(episode.pieces):
+        if isinstance(piece, Placed) and advantage < 0:
+            values[start : start + len(piece.tokens)] = [0.0] * len(piece.tokens)
+    return tuple(values)
+
+
+def _hinted_share(episode: Trajectory) -> float:
+    """Return the share of an episode's reply tokens that are a hint."""
+    counts = {True: 0, False: 0}
+    for piece in filter(is_reply, episode.pieces):
+        counts[isinstance(piece, Placed)] += len(piece.tokens)
+    return counts[True] / max(1, sum(counts.values()))
+
+
+def _complete(options: HintsConfig, config: RunConfig) -> HintsConfig:
+    return replace(options, number=options.number or config.schedule.group_size // 2)
+
+
+def _check(options: HintsConfig, config: RunConfig) -> None:
+    size = config.schedule.group_size
+    if options.number >= size:
+        raise ConfigError(
+            f"hints.number must be below schedule.group_size ({size}), got {options.number}: "
+            "episodes without hints show how difficult a task is"
+        )
+    reason = "otherwise hints have no loss: only the tokens after them are learned, never the hints"
+    require_value("hints", "objective.placed", config.objective.placed, ["anchor"], reason)
+    if config.advantage != type(config.advantage)():
+        raise ConfigError(
+            f"the technique hints replaces advantage.estimator, got {config.advantage.estimator}: "
+            "leave all options of `advantage` at their defaults"
+        )
+    for entry in chosen(config.techniques):
+        if reason := REFUSED.get(entry.slot, ""):
+            raise ConfigError(
+                f"the technique hints cannot be used with {entry.name}, {reason}: remove one of "
+                "them from --techniques"
+            )
+
+
+def _describe(options: HintsConfig) -> str:
+    return (
+        f"{options.number} episodes of a group begin with a part of a solution, from "
+        f"{options.shortest:.0%} to {options.longest:.0%} of it by the failures of the others; "
+        "hints are trained on where they helped, which is imitation"
+    )
+
+
+_MEASURED = """
+A combination lock: 8 positions with 4 words each, reward 1 only if all are right. 150 steps of 8
+episodes, 4 of them with hints, 12 seeds (`tests/techniques/test_hints.py`). The probability of
+opening the lock at the end:
+
+| | hints trained on | not trained on |
+|---|---|---|
+| without hints | 0.00 | |
+| `noise` 0 | 0.97 | 0.01 |
+| `noise` 1 | 0.94 | 0.08 |
+| `noise` 0, `baseline` apart | 0.96 | |
+| `noise` 1, `baseline` apart | 0.91 | |
+
+An untrained hint teaches only the last token: the episodes without a hint keep failing, so the hint
+stays as long as it is. This is why `objective.placed` must be anchor. It has not been measured on
+the desks.
+"""
+
+ENTRY = Entry(
+    name="hints",
+    slot="strategy",
+    rows=(37,),
+    makes=Hints,
+    options=HintsConfig,
+    changes=frozenset({"count", "advantage", "objective"}),
+    describe=_describe,
+    requires=frozenset({"siblings"}),
+    check=_check,
+    complete=_complete,
+    use="Most tasks always fail, and solutions are known. Tasks need a field with a solution, or a "
+    "task set with demonstrations.",
+    measured=_MEASURED,
+    exactness="Sampled tokens after a hint are in their own context, so their D and S are exact. "
+    "The loss of hints is weighted imitation, not the gradient of the reward (docs/placed.md). "
+    "That tokens with a hint count in the objective changes it, too: it is the success with hints. "
+    "`noise` as a factor, `joint` and the defaults are our own reading.",
+    evidence="notes",
+)

@@ -1,0 +1,51 @@
+"""Remove text from an episode after it was sampled, such as a hint."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unstale.records import Edit, Piece, Placed, Provenance, Sampled
+
+
+def remove_text(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
+    """Return the pieces of an episode without its tokens `start` to `stop`.
+
+    What was sampled after them becomes REWRITTEN, because it was sampled in another context.
+    Raises ValueError if the episode has no such tokens, if text after them is REWRITTEN already, or
+    if it was drawn from kept sets.
+    """
+    tokens = [token for piece in pieces for token in piece.tokens]
+    if not 0 <= start < stop <= len(tokens):
+        raise ValueError(f"an episode of {len(tokens)} tokens has no tokens {start} to {stop}")
+    edit = Edit(start, start, tuple(tokens[start:stop]))
+    left: list[Piece] = []
+    at = 0
+    for piece in pieces:
+        end = at + len(piece.tokens)
+        if at < start:
+            left.append(_first(piece, start - at))
+        if end > stop:
+            left.append(_rest(piece, max(0, stop - at), edit))
+        at = end
+    return tuple(left)
+
+
+def _first(piece: Piece, count: int) -> Piece:
+    if isinstance(piece, Sampled):
+        return piece.first(count)
+    cut = replace(piece, tokens=piece.tokens[:count])
+    if isinstance(cut, Placed) and cut.source_logp is not None:
+        return replace(cut, source_logp=cut.source_logp[:count])
+    return cut
+
+
+def _rest(piece: Piece, skip: int, edit: Edit) -> Piece:
+    """Return a piece without its first `skip` tokens, as it is after the edit of its context."""
+    tokens = piece.tokens[skip:]
+    if isinstance(piece, Sampled):
+        if piece.kept_sets is not None:
+            raise ValueError("text that was drawn from kept sets cannot be rewritten: use top_p 1")
+        logps = piece.behavior_logp[skip:]
+        return Placed(tokens, Provenance.REWRITTEN, piece.version, logps, edit)
+    if isinstance(piece, Placed) and piece.edit:
+        raise ValueError("the context of REWRITTEN text cannot be edited again")
+    return replace(piece, tokens=tokens)

@@ -1,0 +1,300 @@
+"""Requests and answers of Anthropic's Messages API.
+
+A request is read into the same history as a chat request with the same content. So it is answered
+and recorded like one.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unstale.config import EndpointConfig
+from unstale.envs import Message, ToolCall
+from unstale.envs.chat import Chat
+from unstale.rollout.endpoint import wire
+from unstale.rollout.endpoint.answers import ChatFormat, Fields
+from unstale.rollout.endpoint.conversation import Call, HistoryMessage
+from unstale.rollout.endpoint.schemas import (
+    BLOCKS,
+    MESSAGE,
+    TURNS,
+    Refused,
+    is_json_format,
+    mismatched,
+    require,
+)
+from unstale.rollout.endpoint.wire import STRICT, Choice, CompletionRequest, SentMessage
+
+_TERMS = wire.ResultTerms(
+    "tool_use_id", "The next message must begin with a tool_result block for each"
+)
+_BILLING = "x-anthropic-billing-header:"
+"""Beginning of a system block that Claude Code writes for Anthropic's billing. It differs in each
+call.
+"""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+}
+
+
+def read_messages(
+    body: Mapping[str, Any], *, temperature: float, config: EndpointConfig = STRICT
+) -> CompletionRequest:
+    """Check and read a request of the Messages API.
+
+    Raises `Refused` for an invalid request. Without `endpoint.lenient`, sampling options that
+    differ from the run's are refused, too.
+    """
+    body, overridden, reply_format = _without_overridden(body, temperature, config)
+    require(body, MESSAGE, "")
+    sent: list[SentMessage] = []
+    if body.get("system"):
+        system = Message("system", _text(body["system"]))
+        sent.append(SentMessage(HistoryMessage(system), "system"))
+    for index, record in enumerate(body["messages"]):
+        sent += _read_message(record, f"messages[{index}]")
+    history, moved = wire.in_order(sent, _TERMS, config)
+    if reply_format:
+        history = reply_format.instruct(history)
+    call = Call(history, tuple(map(_as_function, body.get("tools") or ())))
+    calls = bool(call.tools) and (body.get("tool_choice") or {}).get("type") != "none"
+    options = {**body, "stop": body.get("stop_sequences")}
+    request = wire.completion_request(options, call, temperature, logprobs=False, calls=calls)
+    return replace(request, format=reply_format, overridden=(*overridden, *moved))
+
+
+def _without_overridden(
+    body: Mapping[str, Any], temperature: float, config: EndpointConfig
+) -> tuple[Mapping[str, Any], tuple[str, ...], wire.ReplyFormat | None]:
+    """Return a request without what `endpoint.lenient` ignores, the names of that, and the format
+    that the reply must have.
+    """
+    if not config.lenient:
+        return body, (), None
+    output = body.get("output_config")
+    requested = output.get("format") if isinstance(output, dict) else None
+    reply_format = None
+    if isinstance(output, dict) and isinstance(requested, dict) and is_json_format(requested):
+        wanted = {"type": requested["type"], "json_schema": requested}
+        reply_format = wire.read_format(wanted, config)
+        body = {**body, "output_config": {**output, "format": None}}
+    overridden = [*mismatched(body, MESSAGE)]
+    if isinstance(body.get("temperature"), int | float) and body["temperature"] != temperature:
+        overridden.append("temperature")
+    body = {name: value for name, value in body.items() if name not in overridden}
+    blocks = body.get("system")
+    first = blocks[0] if isinstance(blocks, list) and blocks else blocks
+    text = first.get("text") if isinstance(first, dict) else None
+    if isinstance(blocks, list) and isinstance(text, str) and text.startswith(_BILLING):
+        body["system"] = blocks[1:]
+        overridden.append("billing_header")
+    return body, tuple(overridden), reply_format
+
+
+def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    blocks = content or ""
+    return blocks if isinstance(blocks, str) else "".join(block["text"] for block in blocks)
+
+
+def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as a chat request has it. Fields that only Anthropic's API has are left out."""
+    function = {"name": tool["name"]}
+    for name, own in (
+        ("description", "description"),
+        ("parameters", "input_schema"),
+        ("strict", "strict"),
+    ):
+        if tool.get(own) is not None:
+            function[name] = tool[own]
+    return {"type": "function", "function": function}
+
+
+def _read_message(record: Any, path: str) -> list[SentMessage]:
+    """Return a message as chat messages: results of tool calls are messages of their own."""
+    if not isinstance(record, dict):
+        raise Refused(f"{path} is not an object", param=path)
+    role = record.get("role")
+    if not isinstance(role, str) or role not in TURNS:
+        raise Refused(f"{path}.role must be {', '.join(TURNS)}", param=f"{path}.role")
+    require(record, TURNS[role], path)
+    content = record["content"]
+    blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    _require_blocks(blocks, BLOCKS[role], f"{path}.content")
+    text = _text([block for block in blocks if block["type"] == "text"])
+    if role == "assistant":
+        calls = tuple(
+            ToolCall(block["name"], block["input"], id=block["id"])
+            for block in blocks
+            if block["type"] == "tool_use"
+        )
+        thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+        reply = Message("assistant", text, calls)
+        return [SentMessage(HistoryMessage(reply, "".join(thoughts) if thoughts else None), path)]
+    sent = [
+        SentMessage(
+            HistoryMessage(Message("tool", _text(block.get("content")))),
+            f"{path}.content[{index}]",
+            block["tool_use_id"],
+        )
+        for index, block in enumerate(blocks)
+        if block["type"] == "tool_result"
+    ]
+    if len(sent) < len(blocks):
+        of_user = Message("system" if role == "system" else "user", text)
+        sent.append(SentMessage(HistoryMessage(of_user), path))
+    return sent
+
+
+def _require_blocks(
+    blocks: Sequence[Any], schemas: Mapping[str, Mapping[str, Any]], path: str
+) -> None:
+    """Raise `Refused` for an invalid block, or one in a place where no chat template writes it."""
+    kinds = [*schemas]
+    last = 0
+    for index, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind not in schemas:
+            raise Refused(
+                f"{path}[{index}] is not a block of type {' or '.join(kinds)}: only text is "
+                "supported",
+                param=f"{path}[{index}]",
+            )
+        require(block, schemas[kind], f"{path}[{index}]")
+        if kinds.index(kind) < last:
+            raise Refused(
+                f"{path}[{index}] is a block of type {kind} after one of type {kinds[last]}: the "
+                f"order must be {', '.join(kinds)}",
+                param=f"{path}[{index}]",
+            )
+        last = kinds.index(kind)
+
+
+class MessageFormat(ChatFormat):
+    """The JSON format of answers to `/messages`."""
+
+    id_prefix = "msg"
+    last = ""
+
+    def __init__(self, model: str, chat: Chat) -> None:
+        super().__init__(model, chat)
+        self._open: list[Fields] = []
+        """The content blocks that were streamed so far. The last one may be incomplete."""
+
+    def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
+        (choice,) = choices
+        counts = {
+            "input_tokens": choice.num_prompt_tokens,
+            "output_tokens": len(choice.tokens),
+        }
+        return self._answer(self._blocks(choice), self._end(choice), counts)
+
+    def _blocks(self, choice: Choice) -> list[Fields]:
+        reply = choice.message
+        calls = reply.message.tool_calls
+        blocks = [self._thinking(reply.thoughts)] if reply.thoughts else []
+        if reply.message.content or not calls:
+            blocks.append({"type": "text", "text": reply.message.content})
+        for call in calls:
+            given = dict(call.arguments)
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        return blocks
+
+    def _thinking(self, thoughts: str) -> Fields:
+        """Return a block of thoughts. Some clients drop a block without a signature."""
+        return {"type": "thinking", "thinking": thoughts, "signature": self.id}
+
+    def _answer(self, blocks: list[Fields], end: Fields, counts: Mapping[str, int]) -> Fields:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": blocks,
+            **end,
+            "usage": {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, **counts},
+        }
+
+    def _end(self, choice: Choice) -> Fields:
+        reason = _STOP_REASONS[choice.finish]
+        is_stopped = choice.finish == "stop" and bool(choice.stop_text)
+        return {
+            "stop_reason": "stop_sequence" if is_stopped else reason,
+            "stop_sequence": choice.stop_text if is_stopped else None,
+        }
+
+    def begin(self, request: CompletionRequest) -> Iterator[Fields]:
+        no_end = {"stop_reason": None, "stop_sequence": None}
+        counts = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        yield {"type": "message_start", "message": self._answer([], no_end, counts)}
+
+    def grow(self, index: int, text: str, request: CompletionRequest) -> Iterator[Fields]:
+        known = self.final_text(text, request)
+        if known["reasoning_content"]:
+            yield from self._add_thoughts(known["reasoning_content"])
+        if known["content"]:
+            yield from self._add_text(known["content"])
+
+    def end(self, choices: list[Choice], request: CompletionRequest) -> Iterator[Fields]:
+        (choice,) = choices
+        for block in self._blocks(choice):
+            match block["type"]:
+                case "thinking":
+                    yield from self._add_thoughts(block["thinking"])
+                case "text":
+                    yield from self._add_text(block["text"])
+                    yield self._close()
+                case "tool_use":
+                    yield self._start({**block, "input": {}})
+                    yield self._delta("input_json_delta", partial_json=json.dumps(block["input"]))
+                    yield self._close()
+        answer = self.whole(choices, request)
+        yield {"type": "message_delta", "delta": self._end(choice), "usage": answer["usage"]}
+        yield {"type": "message_stop"}
+
+    @staticmethod
+    def error(refused: Refused) -> Fields:
+        return error_body(refused)
+
+    def _start(self, block: Fields) -> Fields:
+        self._open.append(block)
+        index = len(self._open) - 1
+        return {"type": "content_block_start", "index": index, "content_block": block}
+
+    def _delta(self, kind: str, **fields: Any) -> Fields:
+        delta = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": len(self._open) - 1, "delta": delta}
+
+    def _close(self) -> Fields:
+        return {"type": "content_block_stop", "index": len(self._open) - 1}
+
+    def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
+        """Yield the events that stream the reasoning text at once, as soon as it is complete."""
+        if self._open:
+            return
+        block = self._thinking(thoughts)
+        yield self._start({**block, "thinking": "", "signature": ""})
+        yield self._delta("thinking_delta", thinking=thoughts)
+        yield self._delta("signature_delta", signature=block["signature"])
+        yield self._close()
+
+    def _add_text(self, text: str) -> Iterator[Fields]:
+        """Yield the events that stream the part of the text that has not been sent yet."""
+        if not self._open or self._open[-1]["type"] != "text":
+            yield self._start({"type": "text", "text": ""})
+        sent = self._sent[0].get("content", "")
+        if len(text) > len(sent):
+            yield self._delta("text_delta", text=text[len(sent) :])
+            self._sent[0]["content"] = text
+
+
+def error_body(refused: Refused) -> Fields:
+    """Return a refusal in the form of Anthropic's errors, with the field and the code added."""
+    error = refused.body()["error"]
+    kind = "invalid_request_error" if refused.status < 500 else "api_error"
+    error["type"] = _ERRORS.get(refused.status, kind)
+    return {"type": "error", "error": error}

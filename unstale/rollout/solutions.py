@@ -1,0 +1,52 @@
+"""Solutions of tasks as replies of the policy, for techniques that give hints."""
+
+from collections.abc import Sequence
+
+from unstale.config import ConfigError, RunConfig
+from unstale.envs import HasDemonstrations, Message, Taskset, implements
+from unstale.envs.chat import Chat
+from unstale.records import Task
+from unstale.rollout.lessons import data_of
+from unstale.techniques.hooks import SolutionReader, Techniques
+
+
+class Solutions:
+    """Returns the tokens of a reply that solves a task, without its end token."""
+
+    def __init__(self, taskset: Taskset, chat: Chat, field: str) -> None:
+        self._taskset = taskset
+        self._chat = chat
+        self._field = field
+
+    def __call__(self, task: Task) -> Sequence[int]:
+        """Return the solution of a task. Raises `ConfigError` if it has none."""
+        try:
+            tokens = self._chat.encode_reply(self._reply(task))
+        except ValueError as error:
+            raise ConfigError(f"the solution of task {task.key} is no reply: {error}") from error
+        return tokens[:-1] if tokens[-1] in self._chat.stop_tokens else tokens
+
+    def _reply(self, task: Task) -> Message:
+        data = data_of(self._taskset, task)
+        if self._field in data:
+            return Message("assistant", str(data[self._field]).strip())
+        if self._field or not implements(self._taskset, HasDemonstrations):
+            wanted = f"no field {self._field!r}" if self._field else "no demonstration"
+            raise ConfigError(
+                f"hints need solutions, and task {task.key} has {wanted}: set hints.solution to "
+                f"the field of its data with the solution. It has {', '.join(data)}"
+            )
+        messages = self._taskset.demonstration(task)
+        return next(message for message in messages if message.role == "assistant")
+
+
+def give_solutions(techniques: Techniques, config: RunConfig, taskset: Taskset, chat: Chat) -> None:
+    """Give the strategy of a run the solutions of tasks, if it uses them.
+
+    Raises `ConfigError` if the first training task has none.
+    """
+    strategy = techniques.strategy
+    if isinstance(strategy, SolutionReader):
+        solutions = Solutions(taskset, chat, strategy.solution_field)
+        solutions(next(iter(taskset.train(config.seed))))
+        strategy.read_solutions(solutions)

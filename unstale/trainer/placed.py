@@ -1,0 +1,116 @@
+"""Old log-probabilities and weights of placed text (`objective.placed`).
+
+    pi(y|c) / mu(y|c')  =  D * Gamma * S,    Gamma = pi_v(y|c) / pi_v(y|c')
+
+c is the recorded context, c' the one in which version v sampled the text, and mu its engine there.
+D and S are those of each token, as for sampled text. Gamma is the product over all REWRITTEN text
+of a sequence, because the text's tokens differ far more than numerics or staleness: with a Gamma of
+each token, the gradient would be another one. It weights the sequence's sampled tokens, too, whose
+advantage depends on the text.
+
+`guided` gives the text the old log-probability log pi_v(y|c) and the weight D min(Gamma, cap).
+`anchor` gives it the weight 1, and log pi(y|c) under the weights before the first optimizer step on
+the batch.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unstale.old_logps import OldLogps
+from unstale.records import Batch, PlacedTokens, Provenance, token_positions
+from unstale.trainer.rules import LossSpec
+
+
+class PlacedScores(NamedTuple):
+    """Values of a batch with placed text."""
+
+    old_logp: Tensor
+    """Old log-probability of the text, `[T]`."""
+    factor: Tensor
+    """Weight of the text from the correction of its D, `[T]`. 0 where it was dropped."""
+    log_gamma: Tensor
+    """Log Gamma of each sequence, `[N]`. 0 without REWRITTEN text."""
+
+
+def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec) -> PlacedScores:
+    """Score placed text in its recorded context and in the one in which it was sampled.
+
+    The route scores both, each with the version that sampled the text. D is corrected as that of
+    sampled tokens.
+    """
+    empty = torch.empty(0)
+    as_sampled = _as_sampled(batch, placed)
+    here, index = as_sampled.select(as_sampled.sequences_with(as_sampled.sampled))
+    logp = route.logps(here, empty)[0]
+    old_logp = torch.zeros(len(batch.tokens), dtype=logp.dtype).index_put((index,), logp)
+    source, places, origin = _in_source(as_sampled, placed)
+    source_logp = route.logps(source, empty)[0]
+    correction = rules.correct(source_logp, source)
+    factor = torch.zeros_like(old_logp)
+    factor[origin] = correction.factor[places].to(factor.dtype)
+    log_ratio = (old_logp[origin] - source_logp[places]).double()
+    log_gamma = torch.zeros(batch.num_sequences, dtype=torch.float64)
+    log_gamma.index_add_(0, batch.sequence[origin], log_ratio)
+    return PlacedScores(old_logp, factor, log_gamma)
+
+
+def _as_sampled(batch: Batch, placed: PlacedTokens) -> Batch:
+    """Return the batch with its placed text as the sampled tokens.
+
+    Its episodes have numbers below 0, which no route has scored before.
+    """
+    origin = torch.full_like(batch.provenance, int(Provenance.SAMPLED))
+    return replace(
+        batch,
+        sampled=placed.trained,
+        behavior_logp=placed.source_logp,
+        version=placed.version,
+        provenance=origin.where(placed.trained, batch.provenance),
+        clean=torch.ones_like(batch.clean),
+        episodes=tuple(-1 - i for i in range(batch.num_sequences)),
+        stored=None,
+        kept_sets=None,
+    )
+
+
+def _in_source(batch: Batch, placed: PlacedTokens) -> tuple[Batch, Tensor, Tensor]:
+    """Return the placed text of a batch in the contexts in which it was sampled.
+
+    There is one sequence for each edit of a sequence of the batch. The second result `[n]` has the
+    places of the text in these sequences, the third `[n]` its places in `batch`.
+    """
+    tokens: list[int] = []
+    offsets, spans, origins = [0], [], []
+    for (begin, end), places in zip(batch.spans(), placed.edits, strict=True):
+        recorded = batch.tokens[begin:end].tolist()
+        for edit in dict.fromkeys(edit for _, _, edit in places):
+            own = [(start, stop) for start, stop, each in places if each == edit]
+            move = len(tokens) + edit.shift
+            tokens += edit.undo(recorded[: own[-1][1]])
+            spans += [(move + start, move + stop) for start, stop in own]
+            origins += [(begin + start, begin + stop) for start, stop in own]
+            offsets.append(len(tokens))
+    at, origin = token_positions(spans), token_positions(origins)
+
+    def column(values: Tensor, other: float) -> Tensor:
+        return torch.full((len(tokens),), other, dtype=values.dtype).index_put(
+            (at,), values[origin]
+        )
+
+    count = len(offsets) - 1
+    source = Batch(
+        tokens=torch.tensor(tokens),
+        offsets=tuple(offsets),
+        sampled=column(batch.sampled, False),
+        behavior_logp=column(batch.behavior_logp, 0),
+        version=column(batch.version, -1),
+        turn=column(torch.zeros_like(batch.turn), -1),
+        provenance=column(batch.provenance, int(Provenance.ENVIRONMENT)),
+        clean=column(batch.clean, True),
+        advantage=column(batch.advantage, 0),
+        episodes=tuple(-1 - batch.num_sequences - i for i in range(count)),
+    )
+    return source, at, origin
