@@ -29,12 +29,13 @@ The parser holds the interpreter lock: 5 ms for a reply of 16,384 tokens with lo
 if a type names the fields, 15 ms if all fields are read.
 """
 Body = bytes | mmap
-"""The body of a response: an `mmap` without a file if its given length is above `LARGE_BODY_BYTES`.
+"""The body of a response. It is an `mmap` of memory if the `Content-Length` exceeds
+`LARGE_BODY_BYTES`.
 """
 
 ROUNDS_TO_CALLER = 4
-"""Iterations of the event loop until a parsed reply reaches its episode: one for each task on the
-way.
+"""Iterations of the event loop until the coroutine that waits for a parsed reply runs: one for each
+task between them.
 """
 
 
@@ -311,7 +312,7 @@ async def _read_body(
 async def _read_large(reader: asyncio.StreamReader, size: int) -> mmap:
     """Read `size` bytes in parts, so that the event loop can run other tasks between them.
 
-    Python would copy megabytes into one `bytes` object at once, and no other thread could run.
+    A `bytes` object of megabytes would be copied at once, and no other thread could run meanwhile.
     """
     content = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
     while (at := content.tell()) < size:
