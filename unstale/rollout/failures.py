@@ -18,7 +18,7 @@ class TooManyFailures(RuntimeError):
 
 
 class FailureLimit:
-    """The share of failed episodes in the last groups, and its limit.
+    """The share of failed episodes in the last groups, and the limit of this share.
 
     Episodes that fail often end earlier than others, so the groups that end first have more
     failures. To avoid this bias, the share is taken over groups in the order of their start: when n

@@ -128,7 +128,7 @@ class _Job:
     def count_failure(self, index: int) -> int:
         """Count a failed attempt at the episode with this index.
 
-        Return its number of failed attempts.
+        Return how many of its attempts failed.
         """
         self._failures[index] = self._failures.get(index, 0) + 1
         return self._failures[index]
@@ -421,9 +421,9 @@ class ProcessRollout(Rollout):
                 await asyncio.wait(tasks)
 
     async def _watch(self) -> None:
-        """Make all groups raise an error once no engine works and none is being restarted.
+        """Make all groups raise an error whenever no engine works and none is being restarted.
 
-        Never returns.
+        The coroutine never ends by itself.
         """
         pool = self.generator.engine
         assert isinstance(pool, EnginePool)
