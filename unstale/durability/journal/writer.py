@@ -628,6 +628,9 @@ def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
-    """Return the number that a query yields, or -1 if it yields NULL, as for an empty table."""
+    """Return the number that a query yields.
+
+    -1 if it yields NULL, as it does for an empty table.
+    """
     ((value,),) = connection.execute(question).fetchall()
     return -1 if value is None else int(value)
