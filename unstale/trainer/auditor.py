@@ -63,7 +63,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A batch with its true old log-probabilities.
+    """A batch with its true old log-probabilities: those under the weights that sampled each token.
 
     `version` and `logp` are the policy's version and log-probabilities before the first optimizer
     step on the batch.
@@ -300,7 +300,7 @@ class Auditor:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """Return the mean error in this step, and the other metrics over recent steps."""
+        """Return the audit's metrics: the mean error in this step, the others over recent steps."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW

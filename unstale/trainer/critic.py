@@ -169,8 +169,8 @@ class Critic:
     def step(self, *, scale: float, is_skipped: bool) -> None:
         """Take a step of the critic's optimizers. All ranks must call this.
 
-        The head's gradient is divided by `scale`. With `is_skipped` no weight changes. Raises
-        FloatingPointError if a gradient is not finite.
+        The gradient of the critic's head is divided by `scale`. With `is_skipped` no weight
+        changes. Raises FloatingPointError if a gradient is not finite.
         """
         for weight in self._head:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -214,7 +214,9 @@ class Critic:
         return nn.functional.normalize(hidden, dim=-1) @ weight + bias
 
     def _describe(self, value: Tensor, target: Tensor) -> None:
-        """Set the metrics of a batch from its forecasts and their targets, `[n]` each."""
+        """Compute the critic's metrics of a batch from its forecasts and their targets, `[n]`
+        each.
+        """
         error = (target - value).square().mean()
         spread = target.var(correction=0)
         unexplained = (target - value).var(correction=0) / spread

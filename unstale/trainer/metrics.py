@@ -54,7 +54,7 @@ class StepMetrics:
         self.epochs = 1
         """Number of passes over the batch. Each pass counts its clipped tokens."""
         self.extra: dict[str, float] = {}
-        """Further metrics, added to the result under their names."""
+        """Further metrics by name, which are added to the metrics of the batch."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
