@@ -55,9 +55,9 @@ def score_pieces(
 
 
 def answer(scorer: Scorer, pieces: Pieces) -> Reply:
-    """Score sampled tokens with the scorer's current weights.
+    """Compute log-probabilities of sampled tokens with the scorer's current weights.
 
-    Return the message with the log-probabilities that a second model sends to the trainer.
+    Return the message with them that a second model sends to the trainer.
     """
     logps = score_pieces(scorer, pieces)
     rows = [[key, logp.tolist()] for key, logp in logps.items()]

@@ -261,7 +261,7 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, beginning with the end that is nearer to the loaded version.
+        """Sort versions up or down, so that the one nearer to the loaded version comes first.
 
         The store moves from version to version by deltas, so this order needs the fewest.
         """

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a token run: its version, episode, and first token's position in the episode."""
+    """The key of a run of sampled tokens: version, episode, and place of the first in the
+    episode.
+    """
 
     version: int
     episode: int

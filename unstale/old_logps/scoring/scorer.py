@@ -108,7 +108,7 @@ class WeightAverage(Protocol):
 
 
 class Scorer(Protocol):
-    """An interface to log-probabilities under current weights, past versions, or averages.
+    """An object that computes log-probabilities under current weights, past versions, or averages.
 
     The weights may be in this process, on several devices or in another process. Only one route
     uses a scorer, because it has one set of kept versions. Not thread-safe.

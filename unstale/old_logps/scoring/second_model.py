@@ -53,7 +53,7 @@ class SecondModel:
     def __init__(
         self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
     ) -> None:
-        """`link` connects to the second model, to which nothing was sent yet.
+        """Create the record of a second model to which nothing was sent yet. `link` connects to it.
 
         `add_scores` is called with the rows of log-probabilities in a reply, and the number of
         tokens in the forward passes that computed them.
