@@ -47,12 +47,12 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """The facts that an engine needs to add adapters to its base weights."""
+    """The facts that an engine needs to add LoRA adapters to its base weights."""
 
     base: int
     """Checksum of the base weights on which the adapters are trained (`base_checksum`)."""
     dtype: str
-    """Precision of the base weights in the trainer."""
+    """Precision of the base weights in the trainer, such as "bfloat16"."""
     scale: float
     """The factor alpha / rank by which B @ A is multiplied."""
     rank: int

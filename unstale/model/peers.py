@@ -95,9 +95,8 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the results of its passes.
-
-        One rank of each context group does.
+        """True if this rank reports the results of its passes: one rank of each context group
+        does.
         """
         return self.context is None or self.context.rank == 0
 
