@@ -134,9 +134,9 @@ def _is_virtual() -> bool:
 
 
 async def _free_slot() -> asyncio.Semaphore | None:
-    """Wait until no other hook runs.
+    """Wait until no other hook runs, but at most `SLOW_S` seconds.
 
-    Return the semaphore to release, or None after `SLOW_S` seconds.
+    Return the semaphore to release, or None if the time is over.
     """
     slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
     if not slot.locked():

@@ -222,7 +222,7 @@ def _of_line(
 ) -> Quantity | Literal[False] | None:
     """Return the last expression of a line, computed.
 
-    None if it is not understood, False if there is none.
+    None means that it is not understood, and False that there is none.
     """
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]
@@ -444,7 +444,11 @@ def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
-    """Return an expression without dashes at its ends. Empty if it continues another expression."""
+    """Return the expression `run` without dashes at its ends.
+
+    The result is empty if the expression only continues another one. `before` is the token before
+    it.
+    """
     first, last = run[0], run[-1]
     if first.kind == "operator":
         after_word = before.text[-1:].isalnum()

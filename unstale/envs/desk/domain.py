@@ -32,13 +32,13 @@ class Fact:
     question: str
     """The question with which the scripted expert asks for it."""
     heard: tuple[str, ...]
-    """Words by which the customer recognises a question about it, also as a plural. Questions for
-    the number of the case need no words here.
+    """Words by which the customer recognises a question about this fact, also as a plural.
+    Questions for the number of the case need no words here.
     """
     terse: tuple[str, ...]
-    """Answers at level 1."""
+    """The customer's answers at level 1, of which one is drawn."""
     free: tuple[str, ...]
-    """Answers at the levels 2 and 3."""
+    """The customer's answers at the levels 2 and 3, in freer words, of which one is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Domain:
     database.
     """
     decide: Callable[[Scenario, Request, Ignores], list[Step]]
-    """A function that returns the expert's steps after it has read the case. The last one is the
+    """A function that returns the expert's steps after it has read the case. The last step is the
     call that the rules require. The number of the case may be left out of arguments.
     """
     faults: Sequence[str]
