@@ -78,9 +78,9 @@ class HostReport:
 
     machine: str
     held: int
-    """The version of the weights in shared memory. -1 if there are none."""
+    """The version of the weights that the host has in shared memory. -1 if there are none."""
     counters: Mapping[str, float]
-    """The values of `Engine.metrics`. Empty except after an interrupt."""
+    """The counters that `Engine.metrics` returns. Empty except after an interrupt."""
     events: Sequence[Event]
 
 

@@ -51,7 +51,7 @@ class RankedTrainer:
         self._steps_left = 0
         self._posted: PostedStep | None = None
         """The weights that the ranks posted last, as parts in Ray's store, kept for ranks that only
-        score. None before.
+        compute log-probabilities. None before the first post.
         """
 
     def call(self, name: str, *arguments: Any) -> Any:

@@ -282,10 +282,11 @@ class Ranks:
         self._later.append((name, arguments))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, after the calls of `later`. Return the first rank's answer.
+        """Call a method on every rank. Calls that `later` has queued are made first.
 
-        Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended. An
-        error of Ray in a rank, for instance because an object is lost, raises `RanksDied`.
+        Return the first rank's answer. Raises the error that a rank raised, or `RanksDied`, after
+        which the ranks are ended. An error of Ray in a rank, for instance because an object is
+        lost, raises `RanksDied`.
         """
         return self._call(lambda actor, calls: actor.run.remote(calls), name, arguments)[0]
 
@@ -306,7 +307,7 @@ class Ranks:
     def _call(
         self, begin: Callable[[Any, Any], Any], name: str, arguments: Sequence[Any]
     ) -> list[Any]:
-        """Begin a call on every rank, after the calls of `later`.
+        """Begin a call on every rank, after the calls that `later` has queued.
 
         Return the answers of all ranks.
         """
@@ -323,7 +324,7 @@ class Ranks:
             return answers
 
     def _require_actors(self, name: str) -> Sequence[Any]:
-        """Return the actors.
+        """Return the Ray actors of the ranks.
 
         Raises `RanksDied` if they have been ended, perhaps by another thread.
         """
@@ -366,7 +367,7 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
-        """Return all answers.
+        """Wait for the answers of all ranks, and return them.
 
         If a rank raises an error, raise it at once: other ranks may wait for this rank. Raises
         `RanksDied` instead if a rank ended, because the other ranks then fail, too.
