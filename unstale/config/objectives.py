@@ -54,7 +54,7 @@ class Bounds:
     """
 
     on: str = "s"
-    """The ratio that is bounded: `d`, `s` or `ds`."""
+    """The ratio that is bounded: `d` (D), `s` (S) or `ds` (D S)."""
     kind: str = "clip"
     """The rule: `veto`, `mask`, `weight`, `clip` or `cap`."""
     low: float = 0.0
@@ -69,7 +69,7 @@ class Bounds:
     above: str = ""
     name: str
     about: str
-    """The names of the options that set the bounds."""
+    """The names of the options that set the bounds, as text."""
     unit: str = "token"
 
     def ends(self) -> Iterator[tuple[float, str]]:

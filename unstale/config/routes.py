@@ -163,7 +163,7 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def exact(self) -> bool:
-        """True if each old log-probability is computed under the weights that sampled the token.
+        """True if each old log-probability is computed under the weights that sampled its token.
 
         Tokens that were sampled with a KV cache of older weights are excepted.
         """
@@ -254,7 +254,8 @@ class OldLogpsConfig(VariantSection):
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
         """Create the part of the route that runs on each trainer rank.
 
-        It is the whole route, unless the route has `scoring_ranks`.
+        It is the whole route, unless separate ranks compute old log-probabilities
+        (`scoring_ranks`).
         """
         return self.make(scorer, lockstep=lockstep)
 
