@@ -151,6 +151,7 @@ class Recorder:
         """Show a failure on the terminal, unless the same text was shown before.
 
         Often all episodes of a group fail with the same text, and each is tried several times.
+        `final` is True if the episode is not tried again.
         """
         key = (text, final)
         if key in self._shown:
