@@ -29,7 +29,7 @@ def check_engine(
 
 
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Run all tests on one engine, because real engines take seconds to start.
+    """Run all tests on the same engine, because real engines take seconds to start.
 
     `_check_waiting` comes first, because it needs an engine without weights.
     """
