@@ -99,7 +99,11 @@ class Balance:
 
 
 def _of_group(episodes: Sequence[Trajectory]) -> tuple[float, float, float]:
-    """Return the sampled arms' (replies') probability, its change, and the rest's largest loss."""
+    """Return three numbers of a group, whose arms are its different first replies.
+
+    They are the probability of all arms, the change of the probability of right arms by a step, and
+    the largest loss of all other replies.
+    """
     mean = fmean(each.reward for each in episodes)
     p: dict[tuple[int, ...], float] = {}
     c: defaultdict[tuple[int, ...], float] = defaultdict(float)
