@@ -171,7 +171,10 @@ class EngineHost:
         return self._report()
 
     async def load(self, version: int) -> HostReport:
-        """Load the version that was staged last."""
+        """Load the weights that `stage` prepared last into all engines of the host.
+
+        Raises `EngineDied` if they are not those of `version`.
+        """
         if self._weights.version != version:
             raise EngineDied(f"version {version} was not staged, but {self._weights.version}")
         await self._started().load(self._weights.shared, version)

@@ -182,7 +182,7 @@ class RankedOldLogps(OldLogps):
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Keys of the token runs that were sent to the ranks."""
+        """Keys of the runs of sampled tokens that were sent to the ranks."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:

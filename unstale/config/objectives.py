@@ -174,10 +174,10 @@ class ObjectiveConfig(VariantSection):
     `sampled`.
     """
     stops: ClassVar[bool] = True
-    """True if a token outside of the bounds has no gradient."""
+    """True if a token whose ratio is outside the bounds has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """Limits that exceed numerical noise, by option of this objective. The linter suggests them if
-    a run's limits are narrower.
+    """For options of this objective: limits wide enough to exceed numerical noise. The linter
+    suggests them if a run's limits are narrower.
     """
 
     no_limit: ClassVar[tuple[str, ...]] = ()

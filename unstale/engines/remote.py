@@ -456,7 +456,8 @@ class RemoteEngine(ABC):
     async def leave(self) -> None:
         """Send no requests until the next `follow`. Wait until all pending replies have returned.
 
-        The other process pauses the server meanwhile. Raises `EngineDied` like `interrupt`.
+        Another process controls the server, and pauses it meanwhile. Raises `EngineDied` like
+        `interrupt`.
         """
         session = self._live_session()
         session.open.clear()

@@ -162,7 +162,7 @@ class Occupancy:
     def require_few_interruptions(self) -> None:
         """Raise `RunBlocked` if the user's code was interrupted too often.
 
-        It blocks all episodes each time.
+        Until an interruption, all episodes wait.
         """
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted

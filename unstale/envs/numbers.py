@@ -122,7 +122,7 @@ _SIGN_OF_CURRENCY = re.compile(r"([-+])\\?[$\N{EURO SIGN}\N{POUND SIGN}\N{YEN SI
 
 
 class Quantity(NamedTuple):
-    """The answer of a text."""
+    """The answer in a text: a number, a list of numbers, or something that is not computed."""
 
     value: Value
     """A number: exact, or a float if it has a root that is not rational. A list is a tuple. A text

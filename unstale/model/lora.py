@@ -42,7 +42,7 @@ class Lora:
     separated by spaces.
     """
     seed: int = 0
-    """Seed of the random initial values of A."""
+    """Seed of the random initial values of the LoRA matrices A."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Merging:
     dtype: str
     """Precision of the base weights in the trainer, such as "bfloat16"."""
     scale: float
-    """The factor alpha / rank by which B @ A is multiplied."""
+    """The factor alpha / rank by which the product B @ A of an adapter is multiplied."""
     rank: int
 
 
@@ -77,7 +77,7 @@ class Base:
 
     @property
     def scale(self) -> float:
-        """The factor alpha / rank by which B @ A is multiplied."""
+        """The factor alpha / rank by which the product B @ A of an adapter is multiplied."""
         return self._merging.scale
 
     def merged(
@@ -283,7 +283,7 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, layer) for each layer that has an adapter."""
+    """Return (name, layer) for each layer that has a LoRA adapter."""
     return [
         (name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")
     ]

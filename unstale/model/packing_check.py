@@ -47,7 +47,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Packability:
-    """Properties of a model that passed the check."""
+    """Properties of a model that passed the check of packing (`check_packing`)."""
 
     plain_head: bool
     """True if the logits are the output head applied to the last hidden state, nothing more."""

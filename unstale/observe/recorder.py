@@ -60,9 +60,9 @@ class Recorder:
         journal: EventLog | None = None,
         decode: Callable[[list[int]], str] = str,
     ) -> None:
-        """Create the log. The checks of training health begin with the metrics in the run folder.
+        """Create the log. `decode` turns tokens into text.
 
-        `decode` turns tokens into text.
+        The checks of training health first read the metrics that are in the run folder.
         """
         self._log = outputs.log
         self._watcher = outputs.watcher

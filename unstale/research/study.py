@@ -60,7 +60,9 @@ class PlannedDifferences:
     settings: Sequence[str] = ()
     """Names of settings, or of parts of the study, as in `--settings`. Empty means all."""
     arms: Sequence[str] = ()
-    """Names of configurations. Empty means all."""
+    """Names of the configurations whose differences from the reference are planned. Empty means
+    all.
+    """
     at: Sequence[str] = ("steps",)
     """The amounts of training at which configurations are compared: steps, tokens, minutes."""
 

@@ -35,7 +35,7 @@ class FailureLimit:
         more.
         """
         self._first = 0
-        """The number of the first group in the share."""
+        """The number of the first group over which the share of failed episodes is taken."""
         self._shares: dict[int, float] = {}
         """The share of failed episodes of each ended group, by the group's number. Groups before
         `_first` are removed.

@@ -67,7 +67,7 @@ class Lessons:
         return Lesson(self._teacher(task, data), tokens=self._encoded(task, data))
 
     def _teacher(self, task: Task, data: Mapping[str, Any]) -> int:
-        """Return the index of the teacher of a task."""
+        """Return the index, in `distil.teacher`, of the teacher of a task."""
         if len(self._names) == 1:
             return 0
         name = str(_field(data, self._options.domain, task, "distil.domain"))

@@ -185,7 +185,7 @@ class DirectPublisher:
         self._prepared = update, version
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update completely, in the caller's thread."""
+        """Prepare the update of the engine's weights completely, in the caller's thread."""
         self.begin(source, live)
         self.finish()
 

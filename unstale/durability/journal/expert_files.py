@@ -40,7 +40,7 @@ class ExpertKey(NamedTuple):
     position: int
     version: int
     tokens: int
-    """Checksum of these tokens."""
+    """Checksum of the sampled tokens to which the experts belong."""
 
 
 class ExpertFiles:

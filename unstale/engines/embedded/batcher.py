@@ -99,7 +99,7 @@ class Batcher:
     ) -> None:
         self.runner = runner
         self.version = -1
-        """The version of the weights that was loaded last."""
+        """The version of the weights that was loaded last. -1 before the first load."""
         self._sampler = sampler or Sampler()
         self._keep_cache = keep_cache
         self._num_experts = num_experts

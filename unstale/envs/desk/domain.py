@@ -30,7 +30,7 @@ class Fact:
     """A kind of fact that the customer knows. In an answer, `{}` stands for the fact."""
 
     question: str
-    """The question with which the scripted expert asks for it."""
+    """The question with which the scripted expert asks for the fact."""
     heard: tuple[str, ...]
     """Words by which the customer recognises a question about this fact, also as a plural.
     Questions for the number of the case need no words here.

@@ -84,12 +84,12 @@ class ScoreQueue:
         return taken
 
     def take_all(self) -> Pieces:
-        """Remove and return all token runs."""
+        """Remove and return all runs of sampled tokens."""
         taken, self._episodes = self._episodes, {}
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove the token runs of these episodes."""
+        """Remove the runs of sampled tokens of these episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 

@@ -71,7 +71,7 @@ class SecondModel:
         """Keys of token runs that were sent and not scored yet, in the order of sending."""
 
     def load(self, version: int, weights: Any) -> None:
-        """Send the weights of a version."""
+        """Send the weights of a version to the second model."""
         self._link.load(version, weights)
         self.sent = version
 

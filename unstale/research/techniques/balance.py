@@ -31,9 +31,9 @@ class MassBalance:
     """The change of the probability of right arms (replies) by a gradient step, in two parts."""
 
     sampled: float
-    """The change for the right arms that were sampled."""
+    """The change of the probability of the right arms (replies) that were sampled."""
     unsampled: float
-    """The change for the right arms that were not sampled."""
+    """The change of the probability of the right arms (replies) that were not sampled."""
 
     @property
     def total(self) -> float:
