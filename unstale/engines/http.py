@@ -156,7 +156,10 @@ async def _addresses_of(host: str, port: int) -> list[str]:
 
 
 def _split_url(url: str) -> SplitResult:
-    """Return the parts of a server's URL. Raises ValueError if it is not an allowed URL."""
+    """Return the parts of a server's URL.
+
+    Raises ValueError for a URL of another form (see `Http`).
+    """
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "unix"):

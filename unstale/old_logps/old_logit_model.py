@@ -258,7 +258,7 @@ class _ChildLink:
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
-    """Return a message with token runs to score.
+    """Return a message that asks for the log-probabilities of runs of tokens.
 
     Its body has their routed experts and kept sets, concatenated.
     """

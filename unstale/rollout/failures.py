@@ -31,8 +31,8 @@ class FailureLimit:
         self._num_begun = 0
         self._running: set[int] = set()
         self._window = WINDOW
-        """Number of groups in the share: `WINDOW`, or as many as ran at the same time if that is
-        more.
+        """Number of groups over which the share is taken: `WINDOW`, or as many as ran at the same
+        time if that is more.
         """
         self._first = 0
         """The number of the first group over which the share of failed episodes is taken."""

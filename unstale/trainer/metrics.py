@@ -98,7 +98,7 @@ class StepMetrics:
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the current optimizer step."""
         self._taken = 0
-        """Number of tensors in `_values["log_s"]` that `take_kl` has already read."""
+        """Number of tensors of values of `log_s` that `take_kl` has already read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
         self.tokens_run = 0

@@ -106,7 +106,7 @@ class LogpCache:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """Log-probabilities by the key of their token run, in the order in which they were
+        """Log-probabilities of runs of sampled tokens, by key, in the order in which they were
         added.
         """
 
@@ -128,7 +128,7 @@ class LogpCache:
             self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those token runs in `pieces` that have no log-probability in the cache."""
+        """Return those runs of tokens in `pieces` whose log-probabilities are not in the cache."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
@@ -168,7 +168,7 @@ class LogpCache:
         return torch.where(known, values, 0.0), known
 
     def _add(self, key: PieceKey, logp: Tensor) -> None:
-        """Add the log-probabilities of a token run. Tokens that already have one keep it."""
+        """Add the log-probabilities of a run of tokens. Tokens that already have one keep it."""
         had = self._logps.get(key, logp[:0])
         if len(logp) > len(had):
             self._logps[key] = torch.cat([had, logp[len(had) :]])

@@ -28,21 +28,22 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 
 
 class PieceText(NamedTuple):
-    """The tokens of an episode up to the end of a token run that is to be scored."""
+    """The tokens of an episode up to the end of a run of sampled tokens.
+
+    The log-probabilities of this run are to be computed.
+    """
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that an MoE model chose for `tokens`, under the weights of the token run's
-    version.
-    """
+    """The experts that an MoE model chose for `tokens`, under the weights that sampled the run."""
     kept_sets: "KeptSets | None" = None
-    """The sets from which truncated sampling drew the token run's own tokens, the last ones of
+    """The sets from which truncated sampling drew the tokens of the run, the last ones of
     `tokens`.
     """
 
 
 Pieces = dict[PieceKey, PieceText]
-"""The token runs to be scored, by key, each with the text that it needs."""
+"""The runs of tokens whose log-probabilities are to be computed, by key, each with its text."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
@@ -130,7 +131,7 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return the next token runs to be scored with the loaded weights.
+        """Remove and return the next tokens whose log-probabilities the loaded weights give.
 
         Empty if there are none.
         """

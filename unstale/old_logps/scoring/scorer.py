@@ -76,7 +76,10 @@ devices calls it once for each shard.
 
 
 class WeightAverage(Protocol):
-    """A moving average of the trainer's weights, which can score tokens (arXiv 2110.00641)."""
+    """A moving average of the trainer's weights, which gives log-probabilities of tokens.
+
+    See arXiv 2110.00641.
+    """
 
     @property
     def weight(self) -> float:

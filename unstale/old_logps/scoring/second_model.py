@@ -30,7 +30,10 @@ class Link(Protocol):
         ...
 
     def score(self, pieces: Pieces) -> None:
-        """Send sampled tokens to be scored. Must not block, because the event loop calls it."""
+        """Send sampled tokens whose log-probabilities the model must compute.
+
+        Must not block, because the event loop calls it.
+        """
         ...
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
@@ -68,7 +71,9 @@ class SecondModel:
         self._held: Pieces = {}
         """Tokens that have arrived but are sent later, because of `lockstep`."""
         self._unscored: dict[PieceKey, None] = {}
-        """Keys of token runs that were sent and not scored yet, in the order of sending."""
+        """Keys of the runs of tokens that were sent and whose log-probabilities have not come back
+        yet, in the order of sending.
+        """
 
     def load(self, version: int, weights: Any) -> None:
         """Send the weights of a version to the second model."""
@@ -76,18 +81,24 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send sampled tokens to be scored, or hold them back with `lockstep`. Does not block."""
+        """Send sampled tokens to the second model, or hold them back with `lockstep`.
+
+        Does not block.
+        """
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
         else:
             self._send({key_of(piece): text_of(piece)})
 
     def finish_version(self) -> float:
-        """With `lockstep`, wait until all tokens are scored. Return the seconds of the wait."""
+        """With `lockstep`, wait for the log-probabilities of all tokens.
+
+        Return the seconds of the wait.
+        """
         return self.score_all() if self._lockstep else 0.0
 
     def score_all(self) -> float:
-        """Send the tokens held back by `lockstep`, and wait until all tokens are scored.
+        """Send the tokens held back by `lockstep`. Wait for the log-probabilities of all tokens.
 
         Return the seconds of the wait.
         """
@@ -97,7 +108,7 @@ class SecondModel:
         return self._receive_until(lambda: not self._is_due(lambda key: True))
 
     def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
-        """Wait until the tokens whose key satisfies `wanted` are scored.
+        """Wait for the log-probabilities of the tokens whose key satisfies `wanted`.
 
         Return the seconds of the wait.
         """

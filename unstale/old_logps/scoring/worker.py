@@ -80,7 +80,9 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Score about one forward pass of sampled tokens with the weights that are loaded now."""
+        """Compute log-probabilities of sampled tokens in one forward pass, with the loaded
+        weights.
+        """
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
@@ -92,9 +94,9 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the token runs in a message.
+    """Yield the runs of sampled tokens in a message, with the text before them.
 
-    Its body has their routed experts and kept sets, concatenated.
+    The body of the message has their routed experts and kept sets, concatenated.
     """
     start = 0
     for fields, tokens, about, size in header["pieces"]:
