@@ -163,7 +163,9 @@ class Ranks:
         self.patience_s = patience_s
         self._name = name
         self.scorers: Ranks | None = None
-        """The ranks of the model that only scores. They end with these ranks."""
+        """The ranks of the second model, which only compute log-probabilities. They end with these
+        ranks.
+        """
         available = self._resources()["GPU"]
         if not address:
             gpus = list(map(str, range(available)))
@@ -353,7 +355,10 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks, including those that only score. `make` starts new ones."""
+        """End all ranks, including those of the second model (`scorers`).
+
+        `make` starts new ones.
+        """
         if self.scorers:
             self.scorers.close()
         actors, self._actors = self._actors, []

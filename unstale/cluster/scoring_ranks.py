@@ -93,7 +93,10 @@ class RanksLink:
     """
 
     def __init__(self, ranks: Ranks, *, max_tokens: int) -> None:
-        """`max_tokens` is the largest number of tokens in a forward pass of one rank."""
+        """Connect to a second model on `ranks`.
+
+        `max_tokens` is the largest number of tokens in a forward pass of one rank.
+        """
         self._ranks = ranks
         self._order = ScoringOrder(max_tokens * ranks.count)
         """The order of the ranks' work. Only the thread uses it."""
@@ -136,7 +139,7 @@ class RanksLink:
             self._calls.append(self._thread.submit(self._work))
 
     def _work(self) -> Reply | None:
-        """Score one forward pass or load one version.
+        """Make the ranks compute log-probabilities in one forward pass, or load one version.
 
         If work is left, submit a further call for it.
         """

@@ -262,7 +262,10 @@ class Checkpoints:
         return causes
 
     def remove_after(self, version: int) -> None:
-        """Remove the files of all later versions. A deterministic run will publish them again."""
+        """Remove the files of all versions after `version`.
+
+        A deterministic run will publish them again.
+        """
         for number, path in self._list_versions():
             if number > version:
                 _remove(path)

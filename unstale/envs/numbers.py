@@ -19,7 +19,9 @@ _DIGITS = (
     r"|(?:\d{1,3}(?P<by>[,'_\N{RIGHT SINGLE QUOTATION MARK} ])\d{3}(?:(?P=by)\d{3})*(?!\d)"
     r"|\d{1,2}(?:,\d\d){1,6},\d{3}(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+(?!\w))?"
 )
-"""`1.234,5`, thousands by one of five separators, `12,00,000`, or digits with a point."""
+"""Pattern of a number in digits: `1.234,5`, `12,00,000`, thousands by one of five separators, or
+digits with a point.
+"""
 _RAISED = r"\s?\^\s?(?:\{[^{}]*\}|[-+]?\d+)"
 _LOWERED = r"_(?:\{[^{}]*\}|[^\W_]+)"
 _TOKEN = re.compile(

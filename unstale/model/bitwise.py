@@ -133,7 +133,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @cache
 def _bitwise_class(base: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """Return a subclass of a layer: `forward` in a packed pass, `base.forward` otherwise."""
+    """Return a subclass of the layer class `base` that runs `forward` in a packed pass."""
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if running.get() is None:

@@ -159,9 +159,9 @@ class RankGroup:
         return values or []
 
     def from_first(self, value: T) -> T:
-        """Return the first rank's value on all ranks.
+        """Return the first rank's value on all ranks, copied by pickle.
 
-        Other ranks' values are ignored. It is copied by pickle.
+        Other ranks' values are ignored.
         """
         if self.count == 1:
             return value

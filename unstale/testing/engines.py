@@ -103,7 +103,7 @@ async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _truncates(engine: Engine, prompt: list[int], params: SamplingParams) -> None:
-    """Require that the engine returns the kept sets, or refuses truncation with a ValueError."""
+    """Require that the engine returns the kept tokens of truncated sampling, or refuses it."""
     try:
         piece = (await engine.sample(prompt, params)).piece
     except ValueError:

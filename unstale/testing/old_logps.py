@@ -243,7 +243,9 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """Return the token runs that `version` sampled in these episodes, as a route receives them."""
+    """Return the runs of tokens that `version` sampled in these episodes, as a route receives
+    them.
+    """
     pieces = []
     for number, plan in enumerate(plans):
         trajectory = _episode(number, plan).trajectory

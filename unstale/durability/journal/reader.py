@@ -98,7 +98,7 @@ class GroupRow:
 class StoredEpisode:
     """A finished episode, the number of its group, and the step that trained on it.
 
-    None if no step did.
+    `step` is None if no step trained on it.
     """
 
     trajectory: Trajectory

@@ -493,7 +493,10 @@ class _EpisodeWriter:
         self.journal.transaction(piece_rows(self.episode, position, piece, checkpoint))
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state after `num_pieces` recorded pieces of the episode."""
+        """Record the environment's state after `num_pieces` recorded parts of the episode.
+
+        A part (`Piece`) has context tokens only, or tokens that one version sampled.
+        """
         row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
         self._replace_snapshots(insert("snapshots", *row))
 

@@ -115,8 +115,8 @@ class Domain:
     customer who has that account. The case of such a request must be handed over.
     """
     handed_over: tuple[str, ...]
-    """Other kinds of requests whose case a human must take over. Such a request is the customer's
-    last.
+    """Further kinds of requests whose case a human must take over, besides those of special
+    accounts. Such a request is the customer's last.
     """
     wishes: Mapping[str, Wish]
     facts: Mapping[str, Fact]

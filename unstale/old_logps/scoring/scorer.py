@@ -159,7 +159,9 @@ class Scorer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: batches between its `version` and the current version."""
+        """Return the lag of each token: the batches trained between its `version` and the current
+        one.
+        """
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:

@@ -80,9 +80,7 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Compute log-probabilities of sampled tokens in one forward pass, with the loaded
-        weights.
-        """
+        """Compute log-probabilities of sampled tokens with the loaded weights, and send them."""
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
