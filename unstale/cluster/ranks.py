@@ -154,8 +154,9 @@ class Ranks:
         """Connect to Ray. `make` starts the ranks, each with one GPU if the cluster has GPUs.
 
         With `address`, the ranks wait for further nodes for at most `patience_s` seconds. `scorers`
-        is the number of further ranks for a model that only scores. `name` is for messages. Raises
-        `ConfigError` if Ray has only this machine, with too few GPUs.
+        is the number of further ranks for a second model, which only computes log-probabilities.
+        `name` is for messages. Raises `ConfigError` if Ray has only this machine, with too few
+        GPUs.
         """
         self.count = count
         self._ray: ModuleType = session.connect(address)

@@ -37,9 +37,9 @@ class Needs:
     `logps` is then called in every pass, on the sequences of that pass, and not once per batch.
     """
     snapshots: bool = False
-    """True if the route keeps past versions of the weights, as differences between versions.
-    Unless `trained_weights` is set, a batch may be scored before the newest version is published,
-    if that version sampled none of its tokens.
+    """True if the route keeps past versions of the weights, as differences between versions. Unless
+    `trained_weights` is set, `old_logp` of a batch may be computed before the newest version is
+    published, if that version sampled none of the batch's tokens.
     """
     resident_models: int = 0
     """Number of additional models in memory that the route needs."""

@@ -144,8 +144,9 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
     """Return the numerical noise of log-probabilities, in nats.
 
     This is the root mean square of their change when sequences are packed differently. `logp` `[T]`
-    are the scorer's values for this batch and version. Some sequences are scored again, each in its
-    own pass and only up to its middle. The result is at least the rounding error of the dtype.
+    are the scorer's values for this batch and version. Those of some sequences are computed again,
+    each sequence in its own pass and only up to its middle. The result is at least the rounding
+    error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, shift=0.0):

@@ -26,7 +26,7 @@ def score_pieces(
     """Return the log-probabilities of sampled tokens, by the key of their piece.
 
     They are computed with the weights of `version`, or with the trainer's current weights if it is
-    None. All pieces are of one version. All pieces of an episode are scored in one sequence: the
+    None. All pieces are of one version. All pieces of an episode are computed in one sequence: the
     longest text among them, since it contains the shorter ones. The order of `pieces` does not
     affect the values.
     """

@@ -96,7 +96,7 @@ class ScoreQueue:
 
 
 class ScoringOrder:
-    """A second model's work in order: score all tokens of a version, then load the next one.
+    """A second model's work in order: log-probabilities of a version's tokens, then the next one.
 
     `max_tokens` is the largest number of tokens in a forward pass.
     """
@@ -116,7 +116,7 @@ class ScoringOrder:
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
-        """Add sampled tokens to be scored.
+        """Add sampled tokens whose log-probabilities are to be computed.
 
         Raises `RuntimeError` if the model has already loaded a newer version than theirs.
         """

@@ -1,7 +1,7 @@
-"""The exchange with a second model, which scores tokens of each version outside the trainer.
+"""The exchange with a second model, which computes log-probabilities outside of the trainer.
 
-The model is in another process or on separate ranks. It scores all sampled tokens of a version, and
-then loads the next version.
+The model is in another process or on separate ranks. It computes those of all sampled tokens of a
+version, and then loads the next version.
 """
 
 import time
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Reply = dict[str, Any]
 """A message from the second model: `{"op": "loaded", "version": v}`, or `{"op": "answers",
-"answers": rows, "forward_tokens": n}` with one row `[key, log-probabilities]` for each scored token
-run.
+"answers": rows, "forward_tokens": n}` with one row `[key, log-probabilities]` for each run of
+tokens.
 """
 
 
@@ -119,8 +119,8 @@ class SecondModel:
     def wait_until_loaded(self) -> float:
         """Wait until the model has loaded the version sent last. Return the seconds of the wait.
 
-        The model has then scored all tokens of earlier versions, because it does so before it loads
-        new weights.
+        By then it has computed the log-probabilities of all tokens of earlier versions, because it
+        does so before it loads new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)
 
@@ -129,7 +129,7 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a token run that was sent is not scored yet.
+        """Return True if the log-probabilities of a sent run of tokens have not come back yet.
 
         Only keys that satisfy `wanted` count, and only those of versions that were sent.
         """
