@@ -151,7 +151,9 @@ class OldLogpsConfig(VariantSection):
     suggests them where S would always be 1.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """The linter's answer to "is the route exact?", if its options make it inexact."""
+    """What the linter says on the question whether the route is exact, for options of the route
+    with which it is not.
+    """
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
         return object.__new__(cls.chosen_class(route, options))

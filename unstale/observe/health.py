@@ -48,8 +48,8 @@ class Check:
     least: int = 1
     """Smallest number of steps with the needed metrics after which the check can pass."""
     from_start: bool = False
-    """True if the check also fails when only the first step shows the sign. A later step without
-    the sign withdraws this.
+    """True if the check fails even when only the first step shows the sign. A later step without
+    the sign ends this failure.
     """
 
 

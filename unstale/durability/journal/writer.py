@@ -371,7 +371,7 @@ class Journal:
     def _flush_barriers(self) -> int:
         """Commit all queued records. Return the number of `barrier` calls that this commit served.
 
-        Calls made after this method's thread has started are included.
+        They are those made before this method begins.
         """
         covered = self._barriers
         self.flush()
