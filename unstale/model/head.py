@@ -22,7 +22,7 @@ from unstale.model.linear import FAST, WHOLE, Linear, Products
 from unstale.model.rowwise import ROWWISE
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
-"""Number of vocabulary entries in one tile, by device."""
+"""Number of vocabulary entries whose logits are computed at once, by device."""
 
 MAX_LOGITS = {"cpu": 2**20, "cuda": 2**26}
 """Largest number of float32 logits in memory at once (4 and 256 MiB), by device."""

@@ -533,7 +533,10 @@ class LocalTrainer:
 
 
 def _describe_sets(batch: Batch) -> dict[str, float]:
-    """Return metrics of the kept sets. Empty unless sampling was truncated."""
+    """Return metrics of the sets of tokens from which truncated sampling drew.
+
+    Empty if sampling was not truncated.
+    """
     if batch.kept_sets is None:
         return {}
     sizes = torch.from_numpy(batch.kept_sets.sizes)[batch.sampled].double()

@@ -128,7 +128,7 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return the amount that a batch's sequences contribute to the loss's divisor.
+        """Return what a batch adds to the divisor of the loss, such as a number of tokens.
 
         `norm` times this number does not depend on other sequences.
         """

@@ -57,7 +57,7 @@ class Scoring:
     """The computation of a loss's inputs: old log-probabilities, corrections and advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
-        """`old` is the route that computes `old_logp`.
+        """Prepare the computation with the route `old`, which computes `old_logp`.
 
         A copy of `policy` is kept if the loss or a technique compares with the policy before
         training.
@@ -83,8 +83,8 @@ class Scoring:
         run.
         """
         self.failed_batch: FailedBatch | None = None
-        """The data of the current step, to be saved if a number is not finite. None before a step.
-        None before the first step.
+        """The data of the current step, to be saved if a number is not finite. None before the
+        first step.
         """
 
     def old_logps(self, batch: Batch, lag: Tensor, metrics: StepMetrics) -> OldScores:
@@ -254,7 +254,8 @@ class Scoring:
     def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
         """Return the old log-probabilities of a batch and a mask of exact ones, `[T]` each.
 
-        The route computes those of fresh tokens. Those of replayed tokens are stored in the batch.
+        The route (the source of `old_logp`) computes the values, except for replayed tokens, on
+        which an earlier step was trained. Their values are stored in the batch.
         """
         if batch.stored is None:
             return self._old.logps(batch, logp)

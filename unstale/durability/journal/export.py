@@ -23,9 +23,9 @@ has the values of trained tokens.
 """
 
 Content = Literal["tokens", "text", "samples"]
-"""Kind of rows in an export. `tokens`: a row is one trajectory, with lists over its tokens. `text`:
-a row is one conversation. `samples`: a row is one token of the sample that was logged for a step,
-see `JournalReader.token_samples`.
+"""The kind of an export's rows. `tokens`: a row is one trajectory, with lists over its tokens.
+`text`: a row is one conversation. `samples`: a row is one token of the sample that was logged for a
+step (`JournalReader.token_samples`).
 """
 
 
@@ -83,7 +83,10 @@ def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row
 
 
 def token_row(episode: StoredEpisode) -> Row:
-    """Return a trajectory as a row. Its last five columns are lists with one entry per token."""
+    """Return a trajectory as a row.
+
+    The last five columns are lists with one element for each token.
+    """
     trajectory = episode.trajectory
     behavior_logp: list[float | None] = []
     version: list[int] = []
