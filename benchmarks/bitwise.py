@@ -159,7 +159,7 @@ def sampling(folder: Path, dtype: str, policy: Policy, *, bitwise: bool) -> Call
         runner = build_runner(
             folder, dtype=dtype, max_slots=64, max_context=256, is_bitwise=bitwise
         )
-        sampler = build_sampler(is_bitwise=bitwise)
+        sampler = build_sampler((), is_bitwise=bitwise)
         engine = Batcher(runner, max_slots=64, max_context=256, sampler=sampler)
 
     def run() -> float:
