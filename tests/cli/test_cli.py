@@ -499,7 +499,7 @@ def test_a_shell_completes_verbs_recipes_options_and_their_values(
             f"{script}\nCOMP_WORDS=({words}); COMP_CWORD=$(({len(words.split())} - 1))\n"
             '_shtab_unstale unstale; echo "${COMPREPLY[@]}"'
         )
-        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+        done = subprocess.run(["bash"], input=asked, capture_output=True, text=True, check=True)
         assert expected <= set(done.stdout.split()), (words, done.stdout, done.stderr)
 
 

@@ -152,7 +152,7 @@ async def running_generator(
 
 
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result.
+    """Run a coroutine in a new event loop and return its result.
 
     A `ConfigError` of the coroutine is raised unchanged. Any other error is raised as `RunFailed`.
     """

@@ -46,7 +46,7 @@ class RunFailed(RuntimeError):
 
 
 def literal(text: object) -> str:
-    """Return a text that rich prints without markup. Control characters become visible."""
+    """Return a text in which rich finds no markup. Control characters become visible."""
     return escape(show_controls(str(text)))
 
 

@@ -48,10 +48,10 @@ class EvalResult:
     def of(
         cls, graded: Sequence[bool | None], attempts: int, envs: Sequence[str] = ()
     ) -> "EvalResult":
-        """Return the result of episodes: True for success, False, or None for a failed episode.
+        """Return the result of an evaluation, given the success of each episode.
 
-        `attempts` adjacent values of `graded` belong to one task. `envs` has the name of the
-        environment for each value.
+        In `graded`, None stands for a failed episode, and `attempts` adjacent values belong to one
+        task. `envs` has the name of the environment for each value.
         """
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)

@@ -400,7 +400,7 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
 
 
 def _try(problem: str, action: Callable[[], None], console: Console) -> None:
-    """Call a function at the end of a run. If it fails, print `problem` with the error."""
+    """Call `action` at the end of a run. If it fails, print `problem` with the error."""
     try:
         action()
     except FAILURES as error:
@@ -503,7 +503,7 @@ class RunSession:
             self.machine.save_policy(self.log.path / POLICY)
 
     def _end_life(self, error: RanksDied | ExceptionGroup) -> None:
-        """After the death of a trainer rank, end engine and ranks, so that they can be restarted.
+        """End the engine and all trainer ranks after the death of a rank, so that they can restart.
 
         Other errors are raised again, and so is this one after `cluster.restarts` restarts.
         """
@@ -581,8 +581,8 @@ class RunSession:
     def _begin(self) -> None:
         """Write the options into the run folder, after the engine has started with them.
 
-        Options of a resume that fails earlier are not written, so that the next resume is not
-        refused because of them.
+        If a resume fails before that, its options are not written, so that they cannot make the
+        next resume fail.
         """
         if not self._has_begun:
             self.log.begin_again(self.config)

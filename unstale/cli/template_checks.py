@@ -175,8 +175,8 @@ def _is_valid(messages: Messages) -> bool:
 def generate(chat: Chat, draw: random.Random) -> Messages:
     """Return a random conversation that ends before a reply.
 
-    `draw` is the source of random numbers. It has tool calls and reasoning texts if the template
-    supports them.
+    `draw` is the source of random numbers. The conversation has tool calls and reasoning texts if
+    the template supports them.
     """
     controls = []
     for control in chat.control_texts:
@@ -235,7 +235,7 @@ def _prompts(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _begins_reply(chat: Chat, messages: Messages, prompt: str) -> bool:
-    """Return True if the template writes a reply right after `prompt`, without opening a turn."""
+    """Return True if the template writes a reply right after `prompt`, with no text between."""
     reply = Message("assistant", STAND_IN)
     whole = chat.render([*messages, reply], add_generation_prompt=False)
     return whole.startswith(prompt) and whole[len(prompt) :].lstrip().startswith(STAND_IN)

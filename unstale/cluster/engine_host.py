@@ -78,9 +78,9 @@ class HostReport:
 
     machine: str
     held: int
-    """The version of the weights in shared memory. -1 if there are none."""
+    """The version of the weights that the host has in shared memory. -1 if there are none."""
     counters: Mapping[str, float]
-    """The values of `Engine.metrics`. Empty except after an interrupt."""
+    """The counters that `Engine.metrics` returns. Empty except after an interrupt."""
     events: Sequence[Event]
 
 
@@ -171,7 +171,10 @@ class EngineHost:
         return self._report()
 
     async def load(self, version: int) -> HostReport:
-        """Load the version that was staged last."""
+        """Load the weights that `stage` prepared last into all engines of the host.
+
+        Raises `EngineDied` if they are not those of `version`.
+        """
         if self._weights.version != version:
             raise EngineDied(f"version {version} was not staged, but {self._weights.version}")
         await self._started().load(self._weights.shared, version)

@@ -172,7 +172,7 @@ class RemoteWorker:
             self.end(f"no worker process can be started on another machine: {first_line(error)}")
 
     async def _place(self) -> None:
-        """Request an actor until one answers. Ray may choose a machine that has just died."""
+        """Request an actor until one answers: Ray may choose a machine that has just died."""
         ray = import_ray()
         actor = ray.remote(EnvHost)
         placed = actor.options(

@@ -59,7 +59,7 @@ def place(options: HostOptions) -> Handle:
 
 
 class HostedEngine:
-    """All engines of one host, as a single `Engine`.
+    """All engines of one engine host (a machine with engines), as a single `Engine`.
 
     `start` waits until Ray has a machine for the host. After a failure, `start` uses the same
     process again if it answers. The process then needs only the weights that it lacks. Otherwise
@@ -79,9 +79,9 @@ class HostedEngine:
         self._epoch = next(self._epochs)
         self._request_ids = map(str, itertools.count())
         self._held = -1
-        """The version that the host has in shared memory. -1 if unknown."""
+        """The version of the weights that the host has in shared memory. -1 if unknown."""
         self._version = -1
-        """The version that the host's engines have loaded. -1 if they have none."""
+        """The version of the weights that the host's engines have loaded. -1 if they have none."""
         self._staged: tuple[Update, int] | None = None
         self._counters: Counter[str] = Counter()
         self._machine = ""
@@ -211,9 +211,10 @@ class HostedEngine:
         self._placed = False
 
     async def _wait_until_placed(self, session: EngineSession) -> None:
-        """Wait for a machine without a time limit, because no request waits for this engine.
+        """Wait until Ray has placed the host on a machine.
 
-        For some seconds Ray may choose a machine that is already dead, so the request is repeated.
+        There is no time limit, because no request waits for this engine. For some seconds Ray may
+        choose a machine that is already dead, so the request is repeated.
         """
         exceptions = import_ray().exceptions
         for last in (False,) * (_PLACEMENTS - 1) + (True,):

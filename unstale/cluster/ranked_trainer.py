@@ -51,7 +51,7 @@ class RankedTrainer:
         self._steps_left = 0
         self._posted: PostedStep | None = None
         """The weights that the ranks posted last, as parts in Ray's store, kept for ranks that only
-        score. None before.
+        compute log-probabilities. None before the first post.
         """
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -182,7 +182,7 @@ class RankedOldLogps(OldLogps):
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Keys of the token runs that were sent to the ranks."""
+        """Keys of the runs of sampled tokens that were sent to the ranks."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
@@ -203,7 +203,7 @@ class RankedOldLogps(OldLogps):
         self._send("on_wait", past)
 
     def _send(self, name: str, pieces: Sequence[PendingPiece]) -> None:
-        """Call a method on the ranks with those token runs that they have not received yet."""
+        """Call a method on the ranks with those runs of tokens that they have not received yet."""
         new = tuple(piece for piece in pieces if key_of(piece) not in self._sent)
         if new:
             self._trainer.ranks.later(name, new)

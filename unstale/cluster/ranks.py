@@ -154,8 +154,9 @@ class Ranks:
         """Connect to Ray. `make` starts the ranks, each with one GPU if the cluster has GPUs.
 
         With `address`, the ranks wait for further nodes for at most `patience_s` seconds. `scorers`
-        is the number of further ranks for a model that only scores. `name` is for messages. Raises
-        `ConfigError` if Ray has only this machine, with too few GPUs.
+        is the number of further ranks for a second model, which only computes log-probabilities.
+        `name` is for messages. Raises `ConfigError` if Ray has only this machine, with too few
+        GPUs.
         """
         self.count = count
         self._ray: ModuleType = session.connect(address)
@@ -163,7 +164,9 @@ class Ranks:
         self.patience_s = patience_s
         self._name = name
         self.scorers: Ranks | None = None
-        """The ranks of the model that only scores. They end with these ranks."""
+        """The ranks of the second model, which only compute log-probabilities. They end with these
+        ranks.
+        """
         available = self._resources()["GPU"]
         if not address:
             gpus = list(map(str, range(available)))
@@ -282,10 +285,11 @@ class Ranks:
         self._later.append((name, arguments))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, after the calls of `later`. Return the first rank's answer.
+        """Call a method on every rank. Calls that `later` has queued are made first.
 
-        Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended. An
-        error of Ray in a rank, for instance because an object is lost, raises `RanksDied`.
+        Return the first rank's answer. Raises the error that a rank raised, or `RanksDied`, after
+        which the ranks are ended. An error of Ray in a rank, for instance because an object is
+        lost, raises `RanksDied`.
         """
         return self._call(lambda actor, calls: actor.run.remote(calls), name, arguments)[0]
 
@@ -306,7 +310,7 @@ class Ranks:
     def _call(
         self, begin: Callable[[Any, Any], Any], name: str, arguments: Sequence[Any]
     ) -> list[Any]:
-        """Begin a call on every rank, after the calls of `later`.
+        """Begin a call on every rank, after the calls that `later` has queued.
 
         Return the answers of all ranks.
         """
@@ -323,7 +327,7 @@ class Ranks:
             return answers
 
     def _require_actors(self, name: str) -> Sequence[Any]:
-        """Return the actors.
+        """Return the Ray actors of the ranks.
 
         Raises `RanksDied` if they have been ended, perhaps by another thread.
         """
@@ -352,7 +356,10 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks, including those that only score. `make` starts new ones."""
+        """End all ranks, including those of the second model (`scorers`).
+
+        `make` starts new ones.
+        """
         if self.scorers:
             self.scorers.close()
         actors, self._actors = self._actors, []
@@ -366,7 +373,7 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
-        """Return all answers.
+        """Wait for the answers of all ranks, and return them.
 
         If a rank raises an error, raise it at once: other ranks may wait for this rank. Raises
         `RanksDied` instead if a rank ended, because the other ranks then fail, too.

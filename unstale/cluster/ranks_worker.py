@@ -203,8 +203,8 @@ class Rank:
     def write(self) -> str:
         """Write the checkpoint of the last `snapshot`.
 
-        Another thread may train and score meanwhile. `snapshot` and `publish` must not run
-        meanwhile: they use the same tensors and process group.
+        Another thread may train and compute log-probabilities meanwhile. `snapshot` and `publish`
+        must not run meanwhile: they use the same tensors and process group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)

@@ -1,8 +1,8 @@
 """The second model of the route `old_logit_model`, divided among separate ranks.
 
-ScoringRank          one rank of the second model RanksLink            the connection of the run's
-main process to these ranks RankedOldLogitModel  the route in the main process: it passes scores on
-to the trainer ranks
+ScoringRank          one rank of the second model
+RanksLink            the connection of the run's main process to these ranks
+RankedOldLogitModel  the route in the main process: it passes scores on to the trainer ranks
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScoringRank:
         self._policy = policy
         self._scorer = scorer
         self._version = -1
-        """The version of the weights. -1 before the first."""
+        """The version of the weights that this rank has loaded. -1 before the first."""
 
     def load_version(self, step: PostedStep) -> None:
         """Load the weights of a version from Ray's object store."""
@@ -93,16 +93,19 @@ class RanksLink:
     """
 
     def __init__(self, ranks: Ranks, *, max_tokens: int) -> None:
-        """`max_tokens` is the largest number of tokens in a forward pass of one rank."""
+        """Connect to a second model on `ranks`.
+
+        `max_tokens` is the largest number of tokens in a forward pass of one rank.
+        """
         self._ranks = ranks
         self._order = ScoringOrder(max_tokens * ranks.count)
         """The order of the ranks' work. Only the thread uses it."""
         self._messages: deque[Callable[[], None]] = deque()
-        """Functions that add sent token runs and versions to `_order`, for the thread."""
+        """Functions that put sent tokens and versions into `_order`. The thread calls them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
         self._calls: deque[Future[Reply | None]] = deque()
         self._submitting = Lock()
-        """A lock with which `_calls` stays in the order in which the thread runs the calls."""
+        """A lock that keeps the calls in `_calls` in the order in which the thread makes them."""
 
     def load(self, version: int, step: PostedStep) -> None:
         """Send the deltas that lead from the version sent before to `version`."""
@@ -136,7 +139,7 @@ class RanksLink:
             self._calls.append(self._thread.submit(self._work))
 
     def _work(self) -> Reply | None:
-        """Score one forward pass or load one version.
+        """Make the ranks compute log-probabilities in one forward pass, or load one version.
 
         If work is left, submit a further call for it.
         """

@@ -253,7 +253,7 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def decides(cls, option: str) -> str:
-        """Return the name of the option that decides whether `option` is used."""
+        """Return the name of the option whose value decides whether `option` is used."""
         return cls.read_with[option][0] if option in cls.read_with else cls.selector
 
     @classmethod

@@ -2,8 +2,9 @@
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
 `@control` in corrections.py. The name of the function is the value of the option. Its keyword-only
-parameters are names of options of the same section, whose values they receive. `add_choice` adds
-functions of other files. Estimators of other distributions are called without options.
+parameters are names of options of the same section, whose values the function receives.
+`add_choice` adds functions of other files. Estimators of other distributions are called without
+options.
 """
 
 import ast
@@ -19,9 +20,10 @@ ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @cache
 def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
-    """Return the decorated functions of a file of `algorithms`: name -> keyword-only parameters.
+    """Return the decorated functions of a file of `algorithms`, with their keyword parameters.
 
-    `module` is the file's name without `.py`, and `decorator` the decorator's name without `@`.
+    `module` is the name of the file without `.py`, and `decorator` that of the decorator without
+    `@`.
 
     >>> sorted(choices("advantages", "estimator")["turn_level"])
     ['discount', 'std']

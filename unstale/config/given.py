@@ -17,9 +17,10 @@ OR_SINK = (
 
 
 class Given(str):
-    """The name of a Python object that was passed as an option. `value` is the object.
+    """The name of a Python object that was passed as an option.
 
-    A copy that is sent to another process is a plain `str` without the object.
+    The object is its attribute `value`. A copy that is sent to another process is a plain `str`
+    without the object.
     """
 
     value: Any

@@ -54,7 +54,7 @@ class Bounds:
     """
 
     on: str = "s"
-    """The ratio that is bounded: `d`, `s` or `ds`."""
+    """The ratio that is bounded: `d` (D), `s` (S) or `ds` (D S)."""
     kind: str = "clip"
     """The rule: `veto`, `mask`, `weight`, `clip` or `cap`."""
     low: float = 0.0
@@ -69,7 +69,7 @@ class Bounds:
     above: str = ""
     name: str
     about: str
-    """The names of the options that set the bounds."""
+    """The names of the options that set the bounds, as text."""
     unit: str = "token"
 
     def ends(self) -> Iterator[tuple[float, str]]:
@@ -186,10 +186,10 @@ class ObjectiveConfig(VariantSection):
     `sampled`.
     """
     stops: ClassVar[bool] = True
-    """True if a token outside of the bounds has no gradient."""
+    """True if a token whose ratio is outside the bounds has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """Limits that exceed numerical noise, by option of this objective. The linter suggests them if
-    a run's limits are narrower.
+    """For options of this objective: limits wide enough to exceed numerical noise. The linter
+    suggests them if a run's limits are narrower.
     """
 
     no_limit: ClassVar[tuple[str, ...]] = ()

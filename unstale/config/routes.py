@@ -37,9 +37,9 @@ class Needs:
     `logps` is then called in every pass, on the sequences of that pass, and not once per batch.
     """
     snapshots: bool = False
-    """True if the route keeps past versions of the weights, as differences between versions.
-    Unless `trained_weights` is set, a batch may be scored before the newest version is published,
-    if that version sampled none of its tokens.
+    """True if the route keeps past versions of the weights, as differences between versions. Unless
+    `trained_weights` is set, `old_logp` of a batch may be computed before the newest version is
+    published, if that version sampled none of the batch's tokens.
     """
     resident_models: int = 0
     """Number of additional models in memory that the route needs."""
@@ -151,7 +151,9 @@ class OldLogpsConfig(VariantSection):
     suggests them where S would always be 1.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """The linter's answer to "is the route exact?", if its options make it inexact."""
+    """What the linter says on the question whether the route is exact, for options of the route
+    with which it is not.
+    """
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
         return object.__new__(cls.chosen_class(route, options))
@@ -163,7 +165,7 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def exact(self) -> bool:
-        """True if each old log-probability is computed under the weights that sampled the token.
+        """True if each old log-probability is computed under the weights that sampled its token.
 
         Tokens that were sampled with a KV cache of older weights are excepted.
         """
@@ -254,7 +256,8 @@ class OldLogpsConfig(VariantSection):
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
         """Create the part of the route that runs on each trainer rank.
 
-        It is the whole route, unless the route has `scoring_ranks`.
+        It is the whole route, unless separate ranks compute old log-probabilities
+        (`scoring_ranks`).
         """
         return self.make(scorer, lockstep=lockstep)
 

@@ -303,7 +303,7 @@ class RunConfig(Section):
         _require("engine.adapters = unmerged", needed)
 
     def _check_pinned(self) -> None:
-        """Raise `ConfigError` for options that do not allow an episode to keep its version."""
+        """Raise `ConfigError` for options with which an episode cannot keep its first version."""
         if not self.schedule.pin_versions:
             return
         needs, route = self.old_logps.needs, self.old_logps.route

@@ -1,12 +1,13 @@
 """The options of tasks, and the environments that the option `task.env` can name.
 
 - `NAME`: an `EnvSpec` that a module in `unstale/envs` or `unstale/research/envs` assigns to `ENV`,
-or that an entry point of another distribution names. - `LIBRARY:NAME`:
-`unstale/research/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The extra that
-installs the library has the library's name. Modules with an underscore are parts of these. -
-`NAME:SOURCE`: an environment like `NAME` whose spec takes a source, such as `dataset:FILE`. An
-adapter with options has such a module (`tau2`). - `MODULE:FACTORY`: a function or class of the
-user's code, called without arguments.
+or that an entry point of another distribution names.
+- `LIBRARY:NAME`: `unstale/research/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`.
+The extra that installs the library has the library's name. Modules with an underscore are parts of
+these.
+- `NAME:SOURCE`: an environment like `NAME` whose spec takes a source, such as `dataset:FILE`. An
+adapter with options has such a module (`tau2`).
+- `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 
 Importing this module imports neither torch nor an environment.
 """

@@ -93,7 +93,7 @@ class Entry:
     """
     slot: Slot
     rows: tuple[int, ...] = ()
-    """The numbers of the rows of `unstale techniques --all` to which the technique belongs."""
+    """The numbers of the technique's rows in the table that `unstale techniques --all` prints."""
     makes: Callable[[Any], Any]
     """A function that returns the technique's object. Its argument is an instance of `options`."""
     options: type[Section]

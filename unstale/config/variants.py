@@ -51,7 +51,7 @@ class VariantSection(Section):
 
     @classmethod
     def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
-        """Return the class of every variant by name, in the order in which they were registered.
+        """Return the class of each variant by its name, in the order of registration.
 
         Without `added`, the entry points of other distributions are not read.
         """

@@ -262,7 +262,10 @@ class Checkpoints:
         return causes
 
     def remove_after(self, version: int) -> None:
-        """Remove the files of all later versions. A deterministic run will publish them again."""
+        """Remove the files of all versions after `version`.
+
+        A deterministic run will publish them again.
+        """
         for number, path in self._list_versions():
             if number > version:
                 _remove(path)
@@ -380,10 +383,10 @@ class Checkpoints:
 def _advance(
     weights: dict[str, Tensor], deltas: Sequence[Delta], current: int
 ) -> dict[str, Tensor]:
-    """Add the difference of one version to the weights of version `current`.
+    """Return the weights of the version after `current`, given those of `current`.
 
-    Return the new weights. `deltas` has one delta, or one for each rank's part of the weights. A
-    delta with base -1 has all weights, as the difference from zeros.
+    `deltas` has the difference of the two versions: one delta, or one for each rank's part of the
+    weights. A delta with base -1 has all weights, as the difference from zeros.
     """
     if len({(delta.base, delta.version) for delta in deltas}) != 1:
         raise ValueError(f"its {len(deltas)} parts are not of one version")

@@ -81,7 +81,7 @@ class Progress:
 
     step: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of the last step."""
+    """Metrics of the last step, which are not yet logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor, as bitwise difference from the weight `name` of the same shape and dtype."""
+    """A tensor, stored as bitwise difference from the weight `name`, which has its shape and
+    dtype.
+    """
 
     name: str
     encoded: Encoded
@@ -365,9 +367,10 @@ def _is_unrelated(error: Exception, path: Path) -> bool:
 def _load_trainer(
     folder: Path, shapes: Mapping[str, Any], wanted: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Load the trainer's tensors from a checkpoint folder, or only those named in `wanted`.
+    """Load the tensors of the trainer from a checkpoint folder.
 
-    The files give the sizes of the tensors, so a damaged manifest cannot exhaust the memory.
+    `wanted` names them; None loads all. The files give the sizes of the tensors, so a damaged
+    manifest cannot exhaust the memory.
     """
     found: dict[str, list[Any]] = {}
     tensors: dict[str, Tensor] = {}

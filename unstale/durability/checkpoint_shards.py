@@ -295,5 +295,7 @@ def _own_part(name: str, whole: Tensor, layout: Layout) -> Tensor:
 
 
 def _of(tree: Mapping[str, Any], name: str) -> Any:
-    """Return the state of one component from the JSON with the states of all components."""
+    """Return the state of the component `name` from `tree`, which has the states of all
+    components.
+    """
     return next(value for key, value in tree["mapping"] if key == name)

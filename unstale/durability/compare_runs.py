@@ -93,7 +93,7 @@ def _rows(journal: JournalReader, table: str, shared: Sequence[str]) -> list[dic
 def _compare(one: Any, other: Any, name: str = "") -> Iterator[str]:
     """Yield a text for each difference between two trees of mappings, lists and other values.
 
-    `name` is the place of the trees in the whole.
+    `name` is the path of the two trees within the compared files.
     """
     match one, other:
         case Tensor(), Tensor():

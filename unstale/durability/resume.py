@@ -127,9 +127,9 @@ def restore(
     """Restore every component from a stored run. Return the state from which the run continues.
 
     `parts` are the component that computes old log-probabilities, and the auditor. They receive the
-    sampled tokens that no batch has contained yet, so that these can be scored again. If versions
-    after the checkpoint were published, the policy gets a higher version number, because no
-    published number may be used twice.
+    sampled tokens that no batch has contained yet, so that the values of these can be computed
+    again. If versions after the checkpoint were published, the policy gets a higher version number,
+    because no published number may be used twice.
     """
     old_logps, auditor = parts
     try:

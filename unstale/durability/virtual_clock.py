@@ -119,7 +119,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def _report_lost(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that no task receives. Its text is left out, because its `__str__` may hang."""
+    """Log an error that no task receives, without its text, because its `__str__` may hang."""
     error = context.get("exception")
     kind = f" ({type(error).__name__})" if error else ""
     logging.getLogger("asyncio").error("%s%s", context.get("message"), kind)

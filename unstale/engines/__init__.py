@@ -48,8 +48,8 @@ class SamplingParams:
     the caller has none.
     """
     sampled: int = 0
-    """Number of tokens of the same reply that earlier requests of an interrupted or split reply
-    returned.
+    """Number of tokens of this reply that earlier requests already returned, if the reply was
+    interrupted or is requested in parts.
     """
     version: int = -1
     """Version of the LoRA adapters that must sample the reply, if the engine is a
@@ -101,8 +101,8 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
     """Raise ValueError for a request that the engine cannot serve.
 
     A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked), and, unless the engine `keeps_sets`, no truncation. A version that it names must be
-    one of `versions`.
+    checked), and, unless the engine `keeps_sets`, no truncation. `params.version` must be -1 or one
+    of `versions`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -165,7 +165,7 @@ def check_resume(current: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """A reply's token limit and end test, which replace the run's sampling options."""
+    """A token limit and a test for the end of one reply, which replace the run's options."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
@@ -181,8 +181,8 @@ class GenerationOptions:
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
         """Return the newly sampled tokens `piece`, cut where `find_end` ends the reply.
 
-        `before` are the reply's earlier tokens. If `find_end` returns None, return the whole
-        `piece`.
+        `before` are the reply's earlier tokens. The whole `piece` is returned if `find_end` returns
+        None.
         """
         length = self.find_end((*before, *piece.tokens))
         if length is None:

@@ -31,13 +31,15 @@ class EngineOpened(msgspec.Struct, tag=True):
 
     engine: int
     epoch: int
-    """Number of the server's start, from 0. Messages about an earlier start are outdated."""
+    """Number of the server's start. Each start raises it by 1. Messages about an earlier start are
+    outdated.
+    """
     url: str
     version: int
 
 
 class EngineVerified(msgspec.Struct, tag=True):
-    """A message to rollout processes: the server's new weights passed the probe."""
+    """A message to rollout processes: a server's new weights passed their test, the probe."""
 
     engine: int
     epoch: int
@@ -86,8 +88,9 @@ Finding = EngineDrained | EngineFailed | EngineCounters
 class EngineHub:
     """The connections from the run's process to the rollout processes that use its engines.
 
-    A process that `attach` adds receives the current state of all engines. Its `on_late` is called
-    with a reason if it does not return its replies in time.
+    A process that `attach` adds first receives the current state of all engines. If an engine is
+    interrupted and a process does not have all its replies within `DRAIN_S` seconds, the `on_late`
+    of this process is called with a reason.
     """
 
     def __init__(self) -> None:
@@ -257,9 +260,10 @@ class SharedEngine:
             totals[name] += value
 
     def found_dead(self, epoch: int, reason: str) -> None:
-        """End the server of start number `epoch`, because a rollout process found it dead.
+        """End a server that a rollout process found dead.
 
-        Do nothing if the server was started again since.
+        `epoch` is the number of the server's start. Do nothing if the server was started again
+        since.
         """
         if epoch != self._epoch:
             return
@@ -271,7 +275,10 @@ class SharedEngine:
         self.on_death(died)
 
     async def _verify(self) -> None:
-        """Wait for the probe of the loaded version. Notify the rollout processes of the result."""
+        """Wait for the probe, the test of the loaded weights.
+
+        Notify the rollout processes of its result.
+        """
         epoch, version = self._epoch, self._version
         try:
             await self.engine.verified()
@@ -317,9 +324,10 @@ class FollowedEngine:
         make: Callable[[str], RemoteEngine],
         report: Callable[[Finding], None],
     ) -> None:
-        """`make` returns an engine for the server at a URL.
+        """Create the engine of the server with this number. It sends no requests before `change`.
 
-        `report` sends a message to the run's process.
+        `make` returns an engine for the server at a URL. `report` sends a message to the run's
+        process.
         """
         self._number = number
         self._make = make
@@ -447,6 +455,9 @@ def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
 
 
 def restart_dead(pool: EnginePool, hub: EngineHub) -> None:
-    """Let `pool`, which has the hub's engines, restart those that a rollout process found dead."""
+    """Let `pool` restart the engines that a rollout process found dead.
+
+    The engines are those of `hub`.
+    """
     for engine in hub.engines:
         engine.on_death = partial(pool.report_death, engine)

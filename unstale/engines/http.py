@@ -29,12 +29,13 @@ The parser holds the interpreter lock: 5 ms for a reply of 16,384 tokens with lo
 if a type names the fields, 15 ms if all fields are read.
 """
 Body = bytes | mmap
-"""The body of a response: an `mmap` without a file if its given length is above `LARGE_BODY_BYTES`.
+"""The body of a response. It is an `mmap` of memory if the `Content-Length` exceeds
+`LARGE_BODY_BYTES`.
 """
 
 ROUNDS_TO_CALLER = 4
-"""Iterations of the event loop until a parsed reply reaches its episode: one for each task on the
-way.
+"""Iterations of the event loop until the coroutine that waits for a parsed reply runs: one for each
+task between them.
 """
 
 
@@ -155,7 +156,10 @@ async def _addresses_of(host: str, port: int) -> list[str]:
 
 
 def _split_url(url: str) -> SplitResult:
-    """Return the parts of a server's URL. Raises ValueError if it is not an allowed URL."""
+    """Return the parts of a server's URL.
+
+    Raises ValueError for a URL of another form (see `Http`).
+    """
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "unix"):
@@ -311,7 +315,7 @@ async def _read_body(
 async def _read_large(reader: asyncio.StreamReader, size: int) -> mmap:
     """Read `size` bytes in parts, so that the event loop can run other tasks between them.
 
-    Python would copy megabytes into one `bytes` object at once, and no other thread could run.
+    A `bytes` object of megabytes would be copied at once, and no other thread could run meanwhile.
     """
     content = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
     while (at := content.tell()) < size:

@@ -76,7 +76,7 @@ class _Member:
         empty.
         """
         self.adding = asyncio.Lock()
-        """Held while an earlier version is added to the engine."""
+        """A lock that is held while the adapters of an earlier version are added to the engine."""
         self.restart: asyncio.Task[None] | None = None
         """The task that restarts the engine, if there is one."""
 
@@ -267,7 +267,7 @@ class EnginePool:
     async def stage(self, update: Update, version: int) -> None:
         """Stage the update in all working engines.
 
-        Engines that restart later load full weights instead.
+        Those that restart later load full weights instead.
         """
         await self._call_all(lambda engine: engine.stage(update, version))
 

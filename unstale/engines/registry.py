@@ -29,7 +29,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of one engine, the same for all backends."""
+    """The options of one engine. All backends have the same."""
 
     model_folder: Path
     _: KW_ONLY
@@ -161,7 +161,7 @@ class EngineSpec:
 
 
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the declaration of an engine backend. `backend` is a value of `engine.backend`.
+    """Return the `EngineSpec` of an engine backend. `backend` is a value of `engine.backend`.
 
     Raises `ConfigError` if another package adds the backend but it cannot be used.
     """

@@ -70,16 +70,16 @@ LOAD_S = 600.0
 too short.
 """
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.2}
-"""Largest allowed probe error in nats if `engine.probe_tolerance` is 0, by `engine.dtype` or
-`engine.quantise`.
+"""Largest allowed error of the probe, the test of a server after each load, in nats.
 
+Used if `engine.probe_tolerance` is 0. The keys are values of `engine.dtype` or `engine.quantise`.
 Errors by rounding are smaller, even if only one of trainer and server rounds activations. For
 example, SmolLM2 (135M) in bfloat16 is 0.04 from float32 on the tokens of the probe, and 0.06 from a
 server in bfloat16. It is 0.48 from a server that ignores the temperature.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
-"""Sampling parameters of the probe. Its temperature is not 1, so that it finds a server whose
-log-probabilities ignore the temperature.
+"""Sampling parameters of the probe, the test of a server after each load. Its temperature is not 1,
+so that it finds a server whose log-probabilities ignore the temperature.
 """
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
@@ -98,7 +98,7 @@ class ProbeFailed(EngineDied):
 class VersionSpan(msgspec.Struct):
     """A part of a server's reply, sampled by one version of the weights.
 
-    It ends before the token with index `end`.
+    `end` is the index of the first token after the part.
     """
 
     version: str
@@ -174,7 +174,7 @@ class RemoteEngine(ABC):
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._session: _Session | None = None
         self._version = -1
-        """The version that was loaded last."""
+        """The version of the weights that was loaded last. -1 before the first load."""
         self.versions: set[int] = set()
         """The versions that a request may name. Empty unless the engine is a `VersionedEngine`."""
         self._staged: tuple[Update, int, Mapping[str, Tensor]] | None = None
@@ -192,7 +192,7 @@ class RemoteEngine(ABC):
         )
 
     def _model_sizes(self) -> ModelSizes:
-        """Return the facts about the model that checks of replies need.
+        """Return the facts about the model that are needed to check replies.
 
         Raises ValueError if the model has too few positions for `max_context`.
         """
@@ -413,13 +413,17 @@ class RemoteEngine(ABC):
         session.open.set()
 
     async def verified(self) -> None:
-        """Wait until the probe of the loaded version has passed. If it fails, raise its error."""
+        """Wait until the loaded weights have passed their test (the probe).
+
+        If it fails, raise its error.
+        """
         await self._verified(self._live_session())
 
     def fail(self, reason: str) -> EngineDied:
-        """Make all calls fail until the next start, for a `reason` that another process found.
+        """Make all calls fail until the next start, because another process found the server dead.
 
-        Return the error that the calls raise. The server is killed if this engine started it.
+        `reason` describes its state. Return the error that the calls raise. The server is killed if
+        this engine started it.
         """
         return self._fail(self._live_session(), reason)
 
@@ -427,7 +431,8 @@ class RemoteEngine(ABC):
         """Sample from a server that another process has started and loaded with `version`.
 
         Called on the engine's event loop in place of `start`, `load` and `resume`. Replies are
-        returned when `probe` is done: the other process sets it when its probe has passed.
+        returned when `probe` is done. The caller completes it when the other process has tested the
+        weights.
         """
         session = self._session
         if session is None or session.error:
@@ -451,7 +456,8 @@ class RemoteEngine(ABC):
     async def leave(self) -> None:
         """Send no requests until the next `follow`. Wait until all pending replies have returned.
 
-        The other process pauses the server meanwhile. Raises `EngineDied` like `interrupt`.
+        Another process controls the server, and pauses it meanwhile. Raises `EngineDied` like
+        `interrupt`.
         """
         session = self._live_session()
         session.open.clear()
@@ -550,7 +556,10 @@ class RemoteEngine(ABC):
         return Sampled(tokens, logps, version)
 
     async def _verified(self, session: "_Session") -> None:
-        """Wait until the probe of the loaded version has passed. If it fails, raise its error."""
+        """Wait until the loaded weights have passed their test (the probe).
+
+        If it fails, raise its error.
+        """
         if session.probe is not None:
             await asyncio.wait((session.probe,))
             session.probe.result()
@@ -733,9 +742,9 @@ class RemoteEngine(ABC):
 
 
 def _reading(weights: Update) -> AbstractContextManager[None]:
-    """Return a context in which a weight file that other threads may change stays unchanged.
+    """Return a context in which the weight file that holds `weights` does not change.
 
-    `weights` may also be in no file.
+    The context does nothing for weights that are in no file.
     """
     return weights.reading() if isinstance(weights, SharedWeights) else contextlib.nullcontext()
 

@@ -18,8 +18,9 @@ CACHED_TOKENS_PER_REPLY = 128
 model, computing them takes as long as the wait for that reply.
 """
 FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
-"""A request is sent to the other group if an engine there has cached more than this many context
-tokens more than the engine of its own group. They compensate for `MAX_EXTRA_REPLIES` replies.
+"""Number of context tokens by which the cache of an engine in the other group must exceed that of
+the request's own group, so that the request is sent there. They compensate for `MAX_EXTRA_REPLIES`
+replies.
 """
 _KEPT = 50
 """Number of last reply lengths in the mean. With more, the mean would follow a change too late."""

@@ -30,8 +30,8 @@ Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 least `max_tokens`.
 """
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""A function of the context, the reply's tokens so far included. It is awaited before each token,
-so it controls the speed.
+"""A function of the context and the tokens sampled so far. It is awaited before each token, so it
+controls the speed.
 """
 
 

@@ -28,10 +28,10 @@ class EngineSession:
         """The reason why the session ended. Empty while it is in progress."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
-        """Set while the engine may sample, from `resume` to `interrupt`."""
+        """An event that is set while the engine may sample, from `resume` to `interrupt`."""
         self.pending: set[str] = set()
         self.quiet = asyncio.Event()
-        """Set while no request is pending."""
+        """An event that is set while no request is pending."""
         self._check_health = check_health
         self._checked_at = 0.0
 

@@ -20,8 +20,8 @@ _COUNTERS = (
 class UsageCounters:
     """The counters of one server since its start.
 
-    With `keep_cache`, the server keeps its prefix cache when weights change. A reply is clean if no
-    part of its context was computed with older weights.
+    A reply is clean if no part of its context was computed with older weights. With `keep_cache`
+    there can be others, because the server keeps its prefix cache when weights change.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:

@@ -320,7 +320,7 @@ def gpus_here() -> list[str]:
 def _own_gpus(options: EngineOptions) -> Sequence[str]:
     """Return the GPUs for the server with `options.number`, taken from the GPUs of its host.
 
-    Empty: it may use all. Raises ValueError if its host has too few.
+    The result is empty if the server may use all GPUs. Raises ValueError if its host has too few.
     """
     gpus = options.gpus or gpus_here()
     if not options.gpus_each or not gpus:

@@ -434,10 +434,10 @@ class RewardCombiner(Protocol):
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Return the turn with one combined reward, if it has rewards.
+    """Return the turn with one combined reward, if it has rewards and the task set combines them.
 
-    The task set must have the method `combine`. The named rewards become facts `reward/<name>`,
-    which are logged.
+    The task set does so if it has the method `combine`. The named rewards become facts
+    `reward/<name>`, which are logged.
     """
     name = f"the result of combine() of {taskset.name}"
     if not (turn.rewards and implements(taskset, RewardCombiner)):

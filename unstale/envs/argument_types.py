@@ -90,7 +90,7 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the list or object that a Python literal describes. None for other text."""
+    """Return the list or object that a Python literal describes. None for any other text."""
     if len(text) > _MAX_LITERAL or text[:1] not in ("[", "{", "("):
         return None
     try:

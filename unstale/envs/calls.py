@@ -118,7 +118,7 @@ class CallForm:
     def _read_one(
         self, text: str, start: int, schemas: Schemas
     ) -> tuple[tuple[ToolCall, ...], int]:
-        """Return the calls in the text from position `start` on, and the position after them.
+        """Return the calls that begin at position `start` of the text, and the position after them.
 
         A closing tag inside a string does not end a call, if the call can be read with it.
         """
@@ -402,7 +402,9 @@ def find_form(write: Write) -> CallForm | None:
 
 
 def _reads_back(form: CallForm, write: Write) -> bool:
-    """Return True if `form` reads what `write` returns for calls with no, one and two arguments."""
+    """Return True if `form` can read what `write` returns for calls with no, one and two
+    arguments.
+    """
     empty = ToolCall(PROBE.name, {})
     for calls in ((PROBE,), (empty,), (_TWO_ARGUMENTS, empty)):
         try:

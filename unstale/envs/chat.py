@@ -392,7 +392,8 @@ class Chat:
     def _written_calls(self, calls: Sequence[ToolCall], with_text: str) -> str:
         """Return the text that the template writes for tool calls, without the text around them.
 
-        `with_text` is the same conversation with a text in place of the calls.
+        `with_text` is the same conversation as the template writes it, with a text in place of the
+        calls.
         """
         reply = Message("assistant", "", tuple(calls))
         text, _ = self._render(_record([_QUESTION, reply, _QUESTION]))

@@ -342,9 +342,9 @@ def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
 
 
 def _read(rewards: Any, name: str, reward: RewardFunction) -> dict[str, float]:
-    """Return a reward function's result as rewards by name.
+    """Return the result of the reward function `reward` as rewards by name.
 
-    The error for a wrong value has the function's place.
+    The error for a wrong value has `name` and the place at which the function is defined.
     """
     function: Any = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))

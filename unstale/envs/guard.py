@@ -154,7 +154,7 @@ class Occupancy:
             self.current = before and before._replace(since=time.monotonic())
 
     def own_s(self, seconds: float) -> float:
-        """Return for how many of the last `seconds` the event loop waited for no processor."""
+        """Return for how many of the last `seconds` the event loop did not wait for a processor."""
         if seconds <= BLOCKED_S or self.queued_before is None:
             return seconds
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
@@ -162,7 +162,7 @@ class Occupancy:
     def require_few_interruptions(self) -> None:
         """Raise `RunBlocked` if the user's code was interrupted too often.
 
-        It blocks all episodes each time.
+        Until an interruption, all episodes wait.
         """
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
@@ -545,7 +545,10 @@ class Line(str):
 
 
 def _standing_at(frame: FrameType | None) -> Line:
-    """Return the innermost line outside Python's and installed libraries. "" if there is none."""
+    """Return the innermost line that a frame has reached outside Python's and installed libraries.
+
+    It is "" if there is none.
+    """
     return Line(show_frame(frame))
 
 

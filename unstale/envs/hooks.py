@@ -63,9 +63,9 @@ MAX_IDENTITIES = 100_000
 """Number of tasks whose identity is cached. Far fewer are in flight."""
 _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
 _idle: list[OwnThread] = []
-"""Threads that wait for the next hook."""
+"""Threads that wait for the next call of a hook, a method of the user's code."""
 _unfinished: set[Future[Any]] = set()
-"""Futures of the hooks that are being awaited."""
+"""Futures of the calls of hooks that are being awaited."""
 os.register_at_fork(after_in_child=_idle.clear)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -134,9 +134,9 @@ def _is_virtual() -> bool:
 
 
 async def _free_slot() -> asyncio.Semaphore | None:
-    """Wait until no other hook runs.
+    """Wait until no other hook runs, but at most `SLOW_S` seconds.
 
-    Return the semaphore to release, or None after `SLOW_S` seconds.
+    Return the semaphore to release, or None if the time is over.
     """
     slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
     if not slot.locked():

@@ -19,7 +19,9 @@ _DIGITS = (
     r"|(?:\d{1,3}(?P<by>[,'_\N{RIGHT SINGLE QUOTATION MARK} ])\d{3}(?:(?P=by)\d{3})*(?!\d)"
     r"|\d{1,2}(?:,\d\d){1,6},\d{3}(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+(?!\w))?"
 )
-"""`1.234,5`, thousands by one of five separators, `12,00,000`, or digits with a point."""
+"""Pattern of a number in digits: `1.234,5`, `12,00,000`, thousands by one of five separators, or
+digits with a point.
+"""
 _RAISED = r"\s?\^\s?(?:\{[^{}]*\}|[-+]?\d+)"
 _LOWERED = r"_(?:\{[^{}]*\}|[^\W_]+)"
 _TOKEN = re.compile(
@@ -122,7 +124,7 @@ _SIGN_OF_CURRENCY = re.compile(r"([-+])\\?[$\N{EURO SIGN}\N{POUND SIGN}\N{YEN SI
 
 
 class Quantity(NamedTuple):
-    """The answer of a text."""
+    """The answer in a text: a number, a list of numbers, or something that is not computed."""
 
     value: Value
     """A number: exact, or a float if it has a root that is not rational. A list is a tuple. A text
@@ -238,7 +240,7 @@ def _of_line(
 ) -> Quantity | Literal[False] | None:
     """Return the last expression of a line, computed.
 
-    None if it is not understood, False if there is none.
+    None means that it is not understood, and False that there is none.
     """
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]
@@ -460,7 +462,11 @@ def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
-    """Return an expression without dashes at its ends. Empty if it continues another expression."""
+    """Return the expression `run` without dashes at its ends.
+
+    The result is empty if the expression only continues another one. `before` is the token before
+    it.
+    """
     first, last = run[0], run[-1]
     if first.kind == "operator":
         after_word = before.text[-1:].isalnum()

@@ -119,7 +119,7 @@ def _import_from_current_folder(name: str) -> None:
 def _origin(module: ModuleType) -> str:
     """Return the file of a module in brackets.
 
-    If it is an installed module, add that its name is taken.
+    For an installed module, add the advice to give the user's own module another name.
     """
     file = getattr(module, "__file__", None)
     if file is None:

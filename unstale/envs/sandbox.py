@@ -274,7 +274,7 @@ def _is_filtered(way: _Way) -> bool:
 
 @cache
 def _way() -> _Way:
-    """Try all methods of isolation. Return the strongest that works here.
+    """Try all methods of isolation. Return the strongest one that works on this machine.
 
     Folders of killed runs are removed. Without namespaces, programs that root starts must run as
     another user.
@@ -363,9 +363,9 @@ def _run_in(
 
 @contextmanager
 def _own_folder() -> Iterator[Path]:
-    """Yield a new, empty folder.
+    """Return a context with a new, empty folder.
 
-    It is removed afterwards, or by a later process if this one is killed.
+    The folder is removed at the end, or by a later process if this one is killed.
     """
     parent = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
@@ -379,9 +379,9 @@ def _own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _user(way: _Way) -> Iterator[int | None]:
-    """Yield a user id that no other sandbox uses.
+    """Return a context with a user id that no other sandbox uses, or None.
 
-    Yield None if programs run as this process's user. Afterwards the user's processes are killed,
+    None means that programs run as this process's user. At the end the user's processes are killed,
     and its files in shared folders are removed.
     """
     if not way.own_user:

@@ -51,7 +51,7 @@ class ToolText:
         return messages
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages.
+        """Return the messages with calls and results as the template can render them.
 
         Calls and results become content if the template does not render them. Results that follow
         each other become one user message, because many templates require that users and assistants

@@ -111,7 +111,7 @@ def packed_mask(
 def window_of(
     mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
 ) -> int:
-    """Return the number of tokens that the last of `length` tokens attends to, itself included.
+    """Return the number of tokens to which the last of `length` tokens attends, its own included.
 
     Raises NotImplementedError unless the mask is causal, or a sliding window of that number of
     tokens.
@@ -302,7 +302,10 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _to_blocks(tensor: Tensor, index: slice | Tensor, num: int) -> Tensor:
-    """Select blocks of tokens of `[1, heads, N, ...]`. Return `[num, heads, length, ...]`."""
+    """Select blocks of tokens of `[1, heads, N, ...]`, given by `index`.
+
+    Return `[num, heads, length, ...]`.
+    """
     return tensor[0, :, index].unflatten(1, (num, -1)).transpose(0, 1)
 
 

@@ -133,7 +133,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @cache
 def _bitwise_class(base: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """Return a subclass of a layer: `forward` in a packed pass, `base.forward` otherwise."""
+    """Return a subclass of the layer class `base` that runs `forward` in a packed pass."""
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if running.get() is None:
@@ -156,7 +156,10 @@ def _wide_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a rotary embedding that uses the table `_angles` in a packed pass."""
+    """Return a subclass of a rotary embedding.
+
+    In a packed pass it reads its angles from a table.
+    """
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if running.get() is None:
@@ -169,7 +172,7 @@ def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def angles(rotary: nn.Module, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rotary embedding's cosines and sines, `[positions, width]` each.
+    """Return the cosines and sines of a rotary embedding by position, `[positions, width]` each.
 
     There are at least `count` positions.
     """

@@ -87,18 +87,20 @@ class ContextGroup:
         return self._swap(out)
 
     def to_heads(self, rows: Tensor) -> Tensor:
-        """Exchange this rank's tokens for a share of the heads: return `[N, heads / size, width]`.
+        """Exchange data among the ranks: give this rank's tokens, and get a share of the heads.
 
-        `rows` are `[n, heads, width]` of this rank's tokens. The result has all N tokens, and no
-        gradient. Heads that are fewer than the ranks are repeated.
+        `rows` are `[n, heads, width]` of this rank's tokens. The result is `[N, heads / size,
+        width]` of all N tokens, without a gradient. Heads that are fewer than the ranks are
+        repeated.
         """
         parts = self._repeat(rows).unflatten(1, (self.size, -1)).movedim(1, 0)
         return self._all_to_all(parts.contiguous()).flatten(0, 1)
 
     def to_tokens(self, rows: Tensor, heads: int) -> Tensor:
-        """Exchange a share of the heads for this rank's tokens, the reverse of `to_heads`.
+        """Exchange data among the ranks: give a share of the heads, and get this rank's tokens.
 
-        `heads` is the number of all heads. Repeated heads are summed, as their gradients must be.
+        This is the reverse of `to_heads`. `heads` is the number of all heads. Repeated heads are
+        summed, as their gradients must be.
         """
         parts = self._all_to_all(rows.unflatten(0, (self.size, -1)).contiguous())
         whole = parts.movedim(0, 1).flatten(1, 2)

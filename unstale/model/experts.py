@@ -86,7 +86,7 @@ class ExpertLayers:
 
 
 def replay_experts(model: PreTrainedModel) -> ExpertLayers:
-    """Make a model's routers choose the experts recorded in the current prefix tree, if any.
+    """Make a model's routers choose the experts that were recorded for the current pass, if any.
 
     Return the layers with routers. If the model is divided among ranks, all ranks must call this.
     Raises ConfigError unless the routers weight experts by their softmax probabilities, which may

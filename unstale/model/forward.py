@@ -91,11 +91,13 @@ class Scored:
 
 
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
-    """Run a model on a prefix tree. Return the last hidden states `[R, H]` of the tokens `rows`.
+    """Run a forward pass on a prefix tree.
 
-    `rows` `[R]` are indices in the tree's tokens, or, with a context group, in this rank's slice of
-    them. `body` is the model without its output head. If the head is more than one linear map
-    (`plain_head` False), `body` is the whole model, and logits `[R, V]` are returned.
+    Return the last hidden states `[R, H]` of the tokens `rows`. A prefix tree is packed sequences
+    in which shared prefixes appear once. `rows` `[R]` are indices in the tree's tokens, or, with a
+    context group, in this rank's slice of them. `body` is the model without its output head. If the
+    head is more than one linear map (`plain_head` False), `body` is the whole model, and logits
+    `[R, V]` are returned.
     """
     tokens = run.own_tokens
     token = running.set(run)

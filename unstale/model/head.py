@@ -22,7 +22,7 @@ from unstale.model.linear import FAST, WHOLE, Linear, Products
 from unstale.model.rowwise import ROWWISE
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
-"""Number of vocabulary entries in one tile, by device."""
+"""Number of vocabulary entries whose logits are computed at once, by device."""
 
 MAX_LOGITS = {"cpu": 2**20, "cuda": 2**26}
 """Largest number of float32 logits in memory at once (4 and 256 MiB), by device."""
@@ -397,17 +397,22 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
         added = None if logit_bias is None else logit_bias[tokens]
         for first in range(0, len(rows), size):
             at = slice(first, first + size)
-            logits = products.forward(rows[at], weight[tokens], tile_bias)
-            logits = _scaled(logits, temperature, wide(rows.dtype), added)
+            logits = _logits(products, rows[at], weight[tokens], tile_bias, temperature, added)
             yield _Tile(tokens, at, logits, place[at, None], inside[at])
 
 
-def _scaled(
-    logits: Tensor, temperature: float | None, dtype: torch.dtype, logit_bias: Tensor | None
+def _logits(  # noqa: PLR0913 - what logits are made of
+    products: Products,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | None,
+    logit_bias: Tensor | None,
 ) -> Tensor:
+    logits = products.forward(rows, weight, bias)
     if temperature is None:
         return logits
-    logits = logits.to(dtype)
+    logits = logits.to(wide(rows.dtype))
     if logit_bias is not None:
         logits += logit_bias
     return logits if temperature == 1.0 else logits.div_(temperature)

@@ -42,19 +42,19 @@ class Lora:
     separated by spaces.
     """
     seed: int = 0
-    """Seed of the random initial values of A."""
+    """Seed of the random initial values of the LoRA matrices A."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """The facts that an engine needs to add adapters to its base weights."""
+    """The facts that an engine needs to add LoRA adapters to its base weights."""
 
     base: int
     """Checksum of the base weights on which the adapters are trained (`base_checksum`)."""
     dtype: str
-    """Precision of the base weights in the trainer."""
+    """Precision of the base weights in the trainer, such as "bfloat16"."""
     scale: float
-    """The factor alpha / rank by which B @ A is multiplied."""
+    """The factor alpha / rank by which the product B @ A of an adapter is multiplied."""
     rank: int
 
 
@@ -77,7 +77,7 @@ class Base:
 
     @property
     def scale(self) -> float:
-        """The factor alpha / rank by which B @ A is multiplied."""
+        """The factor alpha / rank by which the product B @ A of an adapter is multiplied."""
         return self._merging.scale
 
     def merged(
@@ -283,7 +283,7 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, layer) for each layer that has an adapter."""
+    """Return (name, layer) for each layer that has a LoRA adapter."""
     return [
         (name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")
     ]

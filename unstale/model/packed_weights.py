@@ -17,10 +17,7 @@ SCALES = ".scales"
 
 
 class RoundedWeights(Mapping[str, Tensor]):
-    """A mapping of packed weights that returns unpacked ones.
-
-    Each weight is unpacked when it is read.
-    """
+    """A mapping from names to weights, each of which is unpacked when it is read."""
 
     def __init__(self, packed: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> None:
         """Create the mapping from weights that `pack` returned for the format `kind`.

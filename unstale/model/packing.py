@@ -79,7 +79,7 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return the tokens of a pass's limit that `tokens` and `rows` log-probabilities use up."""
+    """Return how many tokens of a pass's limit `tokens` and `rows` log-probabilities use up."""
     return max(tokens, -(-rows // HEAD_ROWS))
 
 

@@ -48,7 +48,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Packability:
-    """Properties of a model that passed the check."""
+    """Properties of a model that passed the check of packing (`check_packing`)."""
 
     plain_head: bool
     """True if the logits are the output head applied to the last hidden state, nothing more."""
@@ -371,10 +371,10 @@ def _allowed(rounding: float, dtype: torch.dtype) -> float:
 def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
     """Return the largest allowed difference of logits in the wider precision, over their norm.
 
-    `rounding` is the error in `dtype`, the narrower precision. The result lies between the rounding
-    errors of both precisions: some models compute parts in float32 even in a float64 pass. A model
-    with discontinuous layers has a large error in float32 even without packing, so in float32 at
-    least half of the digits must agree.
+    It is a share of the norm of the logits. `rounding` is the error in `dtype`, the narrower
+    precision. The result lies between the rounding errors of both precisions: some models compute
+    parts in float32 even in a float64 pass. A model with discontinuous layers has a large error in
+    float32 even without packing, so in float32 at least half of the digits must agree.
     """
     eps = torch.finfo(torch.float32).eps
     if torch.finfo(dtype).bits >= 32:
@@ -385,9 +385,9 @@ def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
 def largest_error(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
     """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
 
-    With `median`, each error is a median over tokens, and the median error of the sequences' first
-    tokens counts, too. A layer that mixes adjacent tokens changes the first token of all sequences
-    of a pass but the first. Rounding changes few of them.
+    With `median`, a sequence's error is the median over its tokens, and the median error of the
+    sequences' first tokens counts, too. A layer that mixes adjacent tokens changes the first token
+    of all sequences of a pass but the first. Rounding changes few of them.
     """
     pairs = list(zip(some, expected, strict=True))
     errors = [_error(a, b, median=median) for a, b in pairs]

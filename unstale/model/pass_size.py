@@ -28,10 +28,7 @@ MOST = {"cuda": 65_536, "cpu": 8_192}
 
 
 class DecoderSizes(Protocol):
-    """The sizes of a decoder model with gated MLPs or experts.
-
-    `planner.models.Model` has these attributes, for example.
-    """
+    """The sizes of a decoder model with gated MLPs or experts, such as `planner.models.Model`."""
 
     @property
     def layers(self) -> int: ...
@@ -151,7 +148,7 @@ def _free_main_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return a file's numbers by name: each line has a name, then a number."""
+    """Return the numbers in a file by name. Each line of the file has a name, then a number."""
     lines = map(str.split, path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
 

@@ -95,9 +95,8 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the results of its passes.
-
-        One rank of each context group does.
+        """True if this rank reports the results of its passes: one rank of each context group
+        does.
         """
         return self.context is None or self.context.rank == 0
 
@@ -160,9 +159,9 @@ class RankGroup:
         return values or []
 
     def from_first(self, value: T) -> T:
-        """Return the first rank's value on all ranks.
+        """Return the first rank's value on all ranks, copied by pickle.
 
-        Other ranks' values are ignored. It is copied by pickle.
+        Other ranks' values are ignored.
         """
         if self.count == 1:
             return value

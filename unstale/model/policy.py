@@ -362,8 +362,8 @@ class Policy:
     def assign_new_version(self, version: int) -> None:
         """Assign a new, higher version number to the current weights.
 
-        The numbers in between were published before a crash and must not be used again. Raises
-        ValueError if `version` is not higher than all earlier numbers.
+        The numbers between the old and the new one were published before a crash and must not be
+        used again. Raises ValueError if `version` is not higher than all earlier numbers.
         """
         highest = max([self._version, *(first for first, _ in self.version_gaps)])
         if version <= highest:
@@ -596,7 +596,10 @@ class Policy:
 
     @contextmanager
     def _weights_in_model(self) -> Iterator[None]:
-        """Return a context in which the model has this policy's weights, copied in if necessary."""
+        """Return a context in which the model has the weights of this policy.
+
+        They are copied into the model if they are in main memory.
+        """
         if self._held is None:
             yield
             return
@@ -705,8 +708,8 @@ class Policy:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `logps_and_entropy` does, and each token's divergence from a teacher, `[T]`.
 
-        The divergence is 0 without `compare`, whose targets are the tokens in `where` that are not
-        the first of a sequence.
+        The divergence is 0 without `compare`. The targets of `compare` are the tokens in `where`
+        that are not the first of a sequence.
         """
         run = self.prefix_tree(batch, where)
         wanted = run.follows if where is None else run.follows & where.cpu()
@@ -766,10 +769,9 @@ class Policy:
         return scaled.log_softmax(-1).cpu()
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
-        """Run one forward pass.
+        """Run one forward pass for a query. Return log-probabilities and entropies, `[R]` each.
 
-        Return the log-probabilities and entropies that a query asks for, `[R]` each. `rows` `[R]`
-        are the indices in the prefix tree of the tokens before the query's targets.
+        `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
         """
         rows = rows.to(self.device)
         query = replace(query, logit_bias=self._logit_bias)

@@ -72,7 +72,10 @@ class Format:
         return codes.view(torch.int8), scales.squeeze(-1).squeeze(-2)
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rounded weight, given the results of `pack`: the same bits as `weight`."""
+        """Return the rounded weight from the results of `pack`.
+
+        It has the same bits as that of `weight`.
+        """
         values = _blocks(codes.view(self.stored).float(), *self.weight_block)
         return _joined(values * scales[..., :, None, :, None], codes.shape).to(dtype)
 

@@ -179,10 +179,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def by_mesh(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return lists of tensor names.
+    """Return lists of tensor names. The tensors of a list are divided among the same ranks.
 
-    One operation of torch can process the tensors of a list together. The tensors of a list are
-    divided among the same ranks. Experts that stay whole on a rank form a list of their own.
+    So one operation of torch can process the tensors of a list together. Experts that stay whole on
+    a rank form a list of their own.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():

@@ -206,10 +206,7 @@ class DividedLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention as `TreeLayout.attend` does.
-
-        The denominators are those of this rank's heads.
-        """
+        """Return attention as `TreeLayout.attend` does, with denominators of this rank's heads."""
         queries, keys, values = map(self.group.to_heads, (query, key, value))
         out, lse = self.layout.attend(queries, keys, values, scale)
         return self.group.to_tokens(out, query.shape[1]), lse

@@ -37,8 +37,8 @@ class Check:
     title: str
     """A heading for the check if it passes: what is right about the run."""
     holds: Callable[[Row, float], bool | None]
-    """A function of a step's metrics and `first_entropy`. It returns True if they show the sign,
-    and None if they cannot show it. It raises KeyError if a metric is missing.
+    """A function of a step's metrics and of `TrainingHealth.first_entropy`. It returns True if they
+    show the sign, and None if they cannot show it. It raises KeyError if a metric is missing.
     """
     text: str
     """A text for the user if the check fails: what was found and what to do. `_fill` inserts
@@ -48,8 +48,8 @@ class Check:
     least: int = 1
     """Smallest number of steps with the needed metrics after which the check can pass."""
     from_start: bool = False
-    """True if the check also fails when only the first step shows the sign. A later step without
-    the sign withdraws this.
+    """True if the check fails even when only the first step shows the sign. A later step without
+    the sign ends this failure.
     """
 
 
@@ -161,7 +161,10 @@ CHECKS = (
 
 @dataclass(slots=True)
 class TrainingHealth:
-    """The checks of a run. They are updated with the metrics of each step in order."""
+    """The checks of a run, which look for signs in its metrics.
+
+    They are updated after each step.
+    """
 
     findings: dict[str, Finding] = field(default_factory=dict)
     """The checks that failed, by name, in the order in which they failed."""

@@ -60,9 +60,9 @@ class Recorder:
         journal: EventLog | None = None,
         decode: Callable[[list[int]], str] = str,
     ) -> None:
-        """Create the log. The checks of training health begin with the metrics in the run folder.
+        """Create the log. `decode` turns tokens into text.
 
-        `decode` turns tokens into text.
+        The checks of training health first read the metrics that are in the run folder.
         """
         self._log = outputs.log
         self._watcher = outputs.watcher
@@ -151,6 +151,7 @@ class Recorder:
         """Show a failure on the terminal, unless the same text was shown before.
 
         Often all episodes of a group fail with the same text, and each is tried several times.
+        `final` is True if the episode is not tried again.
         """
         key = (text, final)
         if key in self._shown:

@@ -60,7 +60,7 @@ class PairedDifference:
     def detectable(self, alpha: float, power: float = POWER) -> float:
         """Return the smallest true mean that a test of `n` pairs finds with probability `power`.
 
-        The true standard deviation is taken to be `sd`.
+        `alpha` is the significance level. The true standard deviation is taken to be `sd`.
         """
         low, high = 0.0, self.sd
         while self._power(high, alpha, self.n) < power:

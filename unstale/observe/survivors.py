@@ -23,7 +23,7 @@ FATES = {
     "restarted": "restarted on resume",
     "open": "open",
 }
-"""The ways in which an attempt at an episode can end, each with words for it."""
+"""The ways in which an attempt at an episode can end, each with a text for tables."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3

@@ -26,7 +26,7 @@ def number(value: Any) -> float | None:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a mapping unchanged, and an empty one in place of anything else."""
+    """Return `value` if it is a mapping, otherwise an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CurrentRecompute(OldLogps):
-    """A route that scores with the current policy, not with the policy that sampled the token.
+    """A route that uses the current policy's log-probability, not that of the policy that sampled.
 
     D = old_logp / behavior_logp (as probabilities) then contains all staleness. S = logp / old_logp
     contains only the changes within the step. Values are exact for tokens that the current version

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Eager(OldLogps):
     """A route that computes `old_logp` of each token once, while the trainer waits for episodes.
 
-    Tokens of the current version are scored with the trainer's weights when their episode has
-    ended. If the route `fallback` keeps versions, the tokens of unfinished episodes are scored with
-    its weights when no further token of their version can arrive, so that no context is computed
-    again for every turn. Otherwise they are scored before the optimizer step. The route `fallback`
-    scores the remaining tokens with their batch. The metric `old_logps/scored_in_time_share` is the
-    share of exact values that were known before.
+    For tokens of the current version it uses the trainer's weights, when their episode has ended.
+    If the route `fallback` keeps versions, the tokens of unfinished episodes get values from its
+    weights when no further token of their version can arrive, so that no context is computed again
+    for every turn. Otherwise they get values before the optimizer step. The route `fallback`
+    computes the values of the remaining tokens with their batch. The metric
+    `old_logps/scored_in_time_share` is the share of exact values that were known before.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -137,7 +137,7 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Pass the tokens without a score at the time of the checkpoint to the route `fallback`."""
+        """Pass tokens that had no old log-probability at the checkpoint to the route `fallback`."""
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -147,7 +147,10 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put arrived tokens without a score into their version's queue, if they can be scored."""
+        """Put arrived tokens without an old log-probability into the queue of their version.
+
+        Tokens that only the route `fallback` can score are passed over.
+        """
         while self._arrived:
             pieces, has_ended = self._arrived.popleft()
             for piece in self._cache.missing(pieces):
@@ -165,10 +168,10 @@ class Eager(OldLogps):
                     still_open.put(key_of(piece), text_of(piece))
 
     def _version_to_score(self) -> int | None:
-        """Return the version whose tokens are scored next. None if there is nothing to score.
+        """Return the version of the tokens whose log-probabilities are computed next.
 
-        Ended episodes come first, because the next batch may contain them. Of these, the newest
-        version comes first: the fallback's model is nearest to it.
+        None if there are none. Ended episodes come first, because the next batch may contain them.
+        Of these, the newest version comes first: the fallback's model is nearest to it.
         """
         for queues in (self._ended, self._open):
             for version in sorted(queues, reverse=True):

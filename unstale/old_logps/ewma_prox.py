@@ -29,7 +29,7 @@ DEFAULT_DECAY = 0.5
 
 
 class EwmaProx(OldLogps):
-    """A route that scores with a moving average of the weights of all published versions.
+    """A route whose old policy is a moving average of the weights of all published versions.
 
     The values are never exact. With `every_step`, the weights after each optimizer step are
     averaged instead.

@@ -123,7 +123,7 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return texts for the linter: a formula for the old policy, and what the ratios contain.
+        """Return texts for the linter: the old policy's formula, and what the ratios contain.
 
         `a` and `rest` are the weights of the current policy and of the engine's policy.
         """

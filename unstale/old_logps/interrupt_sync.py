@@ -1,6 +1,6 @@
-"""The route `interrupt_sync`: pause generation to score all tokens of a version with its weights.
+"""The route `interrupt_sync`: pause generation to compute `old_logp` of all tokens of a version.
 
-Its `old_logp` is exact.
+The values come from this version's weights, so they are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class InterruptSync(CachedRoute):
-    """A route that scores with the trainer's weights before an optimizer step changes them.
+    """A route that computes `old_logp` with the trainer's weights before a step changes them.
 
     The values are exact. The route needs no memory for old weights, but generation is paused from
     the call of `before_update` until the next version is published. The metric `stall_s` is the

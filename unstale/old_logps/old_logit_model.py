@@ -96,11 +96,12 @@ class SecondModelScores(CachedRoute):
 class OldLogitModel(SecondModelScores):
     """A route that gets `old_logp` from a second model in another process.
 
-    The second model scores the tokens of a version, then loads the next version. The process needs
-    the memory of one model. The trainer's thread sends it the weights of each version. If a batch
-    contains tokens of the current version that the process has not scored, the trainer scores them.
-    The metric `publish_wait_s` is the time for which publications waited until the process had
-    loaded the previous version. `score_wait_s` is the time for which batches waited for values.
+    The second model computes the values of the tokens of a version, then loads the next version.
+    The process needs the memory of one model. The trainer's thread sends it the weights of each
+    version. If a batch contains tokens of the current version without a value from the process, the
+    trainer computes their values. The metric `publish_wait_s` is the time for which publications
+    waited until the process had loaded the previous version. `score_wait_s` is the time for which
+    batches waited for values.
 
     The process starts at the first publication. With `lockstep` no result depends on its speed
     (`SecondModel`).
@@ -124,7 +125,7 @@ class OldLogitModel(SecondModelScores):
     def before_publish(self) -> None:
         """Wait until the process has loaded the version that was published last.
 
-        The process has then scored all tokens of earlier versions.
+        By then it has computed the log-probabilities of all tokens of earlier versions.
         """
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
@@ -167,7 +168,7 @@ class OldLogitModel(SecondModelScores):
 
 
 def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
-    """Return a test for the tokens of a batch that the second model must score.
+    """Return a test for the tokens of a batch whose log-probabilities the second model computes.
 
     It is a function of a `PieceKey`. Tokens of the version `current` are left to the trainer.
     """
@@ -258,7 +259,7 @@ class _ChildLink:
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
-    """Return a message with token runs to score.
+    """Return a message that asks for the log-probabilities of runs of tokens.
 
     Its body has their routed experts and kept sets, concatenated.
     """

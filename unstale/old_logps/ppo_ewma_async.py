@@ -1,4 +1,4 @@
-"""The route `ppo_ewma_async`: score with moving averages of the weights, as old as the data."""
+"""The route `ppo_ewma_async`: the old policies are averages of the weights, as old as the data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BETA_MAX = 0.95
 
 
 class PpoEwmaAsync(OldLogps):
-    """A route that scores with moving averages of the weights, about as old as the tokens.
+    """A route whose old policies are moving averages of the weights, about as old as the tokens.
 
     The values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
     weights of this version are added to the average. The decay is chosen so that the age of the

@@ -1,6 +1,6 @@
-"""The route `snapshot_old`: keep each version's weights, and score each token with its own.
+"""The route `snapshot_old`: keep the weights of each version, to compute `old_logp` exactly.
 
-Its `old_logp` is exact.
+The log-probability of a token is computed with the weights of the version that sampled it.
 """
 
 from __future__ import annotations

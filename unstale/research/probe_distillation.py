@@ -53,7 +53,9 @@ class ProbeOptions:
     rollouts: int = 8
     top: int = 4
     student: str = ""
-    """The model folder of the student. Empty means the policy of the run."""
+    """The model folder of the student, the policy to be trained. Empty means the policy of the
+    run.
+    """
 
     def __post_init__(self) -> None:
         if self.prefixes < 2 or self.rollouts < 2 or self.rollouts % 2 or self.top < 1:
@@ -85,7 +87,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The next tokens that are tried at a prefix, with both policies' log-probabilities `[K]`."""
+    """The K next tokens that are tried at a prefix, with both policies' log-probabilities `[K]`."""
 
     tokens: tuple[int, ...]
     student_logp: Tensor
@@ -382,7 +384,10 @@ def _flat(
 def _of_prefix(
     each: Candidates, outcomes: Sequence[Sequence[Trajectory | Failure]]
 ) -> Mapping[str, float]:
-    """Return the results for one prefix. The cosines are NaN if a token has no finished episode."""
+    """Return the results for one prefix by name.
+
+    The cosines are NaN if a token has no finished episode.
+    """
     whole, first, second = (
         torch.tensor([_rate(row[part]) for row in outcomes], dtype=torch.float64)
         for part in (slice(None), slice(0, None, 2), slice(1, None, 2))

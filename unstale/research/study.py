@@ -60,7 +60,9 @@ class PlannedDifferences:
     settings: Sequence[str] = ()
     """Names of settings, or of parts of the study, as in `--settings`. Empty means all."""
     arms: Sequence[str] = ()
-    """Names of configurations. Empty means all."""
+    """Names of the configurations whose differences from the reference are planned. Empty means
+    all.
+    """
     at: Sequence[str] = ("steps",)
     """The amounts of training at which configurations are compared: steps, tokens, minutes."""
 
@@ -164,7 +166,10 @@ class StudyPlan:
             each.remember(command)
 
     def write(self) -> Path:
-        """Write the pages of the study and of its settings. Return the path of the study's page."""
+        """Write the pages of the study and of each of its settings.
+
+        Return the path of the study's page.
+        """
         for each in self.comparisons:
             write_comparison(each.folder)
         return write_results(self.folder)
@@ -233,9 +238,9 @@ def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> Plan
 
 
 def _arm(name: str, table: Any, where: str) -> StudyArm:
-    """Return a configuration from its table.
+    """Return a configuration from its table in a study file.
 
-    Its route is `old_logps.route`, or the route of its name.
+    Its route is `old_logps.route`, or else the route that has the configuration's name, if any.
     """
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table of options, got {table!r:.40}")

@@ -88,9 +88,10 @@ def numeric(
 
 
 def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
-    """Return the values that a quantity can mean. `5%` can mean 5 or 0.05.
+    """Return the values that a number in a text can mean. `5%` can mean 5 or 0.05.
 
-    If the number that it is compared with is a percentage, too, it can only mean 5.
+    With `other_is_percent`, the number that it is compared with is a percentage, too. It can then
+    only mean 5.
     """
     value = quantity.value
     if isinstance(value, str | tuple) or other_is_percent or not quantity.is_percent:

@@ -87,7 +87,7 @@ class JudgeEndpoint:
     max_tokens: int = 512
     """Largest number of tokens in one answer of the judge."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"temperature": 0}))
-    """Further fields of each request, such as the temperature."""
+    """Further fields of the JSON body of each request, such as the temperature."""
 
     def __post_init__(self) -> None:
         address = urlsplit(self.url)

@@ -178,10 +178,10 @@ def _for_output(expected: str) -> sandbox.Limits:
 
 
 async def _check(tests: Sequence[tuple[Assertion, str | None]], room: int) -> list[bool | str]:
-    """Evaluate assertions. Return for each True if it holds, and False if it does not.
+    """Evaluate assertions for the program's answers, in a process without the program.
 
-    A text means that no program can pass it. An assertion is evaluated for the program's answer, in
-    a process without the program. An answer has less than `room` bytes.
+    Return for each True if it holds, and False if it does not. A text means that no program can
+    pass it. An answer has less than `room` bytes.
     """
     rows = [
         {

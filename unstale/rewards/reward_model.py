@@ -158,7 +158,7 @@ class RewardModel:
 
 
 def _check(folder: Path) -> None:
-    """Raise `ConfigError` unless a folder looks like that of a sequence-classification model."""
+    """Raise `ConfigError` unless a folder's `config.json` names a sequence-classification model."""
     if not folder.is_dir():
         raise ConfigError(f"reward model: no folder at {folder}")
     if not (folder / "config.json").is_file():

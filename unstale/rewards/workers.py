@@ -95,7 +95,7 @@ class WorkerPool:
 
     @contextmanager
     def worker(self) -> Iterator[Worker]:
-        """Wait for an idle process, and yield it for one task.
+        """Wait for an idle process. Return a context in which it works on one task.
 
         If the context's body fails or closes the process, another one replaces it: an answer that
         was left unread would be taken for that of the next task.

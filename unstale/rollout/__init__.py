@@ -79,7 +79,7 @@ class GroupRollout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The evaluation of a run on its held-out tasks."""
+    """The evaluation of a run on held-out tasks, on which it does not train."""
 
     measure: Callable[..., Awaitable[list[bool | None]]]
     """A function that runs `samples` episodes on each held-out task. It returns each episode's

@@ -85,15 +85,15 @@ OnFailure = Callable[[int, Failure, bool], None]
 number. `is_last` is True if the episode is not tried again.
 """
 OnRestart = Callable[[int, Failure], None]
-"""A function `(episode, failure)`, called when an episode starts again from its beginning, because
-its recorded attempt could not be replayed after a resume.
+"""A function `(episode, failure)`, called when a resumed episode starts again from its beginning,
+because its environment did not repeat the recorded text.
 """
 Start = tuple[Fork | None, Sequence[Piece]]
 """The start of an episode: the place at which it was forked from another one, and the tokens before
 that place. None and no tokens for an episode that starts anew.
 """
 NO_FORK: Start = (None, ())
-"""The start of an episode that is not forked from another one."""
+"""The `Start` of an episode that is not forked from another one."""
 
 OnBlocked = Callable[[str, float], None]
 """A function `(name, seconds)`, called when the user's code `name` has blocked the event loop for
@@ -286,9 +286,9 @@ class Rollout:
     ) -> list[Trajectory | Failure]:
         """Run the episodes of a group with these indices concurrently.
 
-        Return their results in the same order. `records` has the episodes that were begun before a
-        resume, which continue from their record. `starts` has the beginnings of forked episodes. If
-        an episode fails, its task is not used again.
+        Return their results in the same order. `records` has, by index, what was recorded of
+        episodes that began before a resume. They continue from there. `starts` has the beginnings
+        of forked episodes. If an episode fails, its task is not used again.
         """
         async with asyncio.TaskGroup() as siblings:
             running = [
@@ -361,7 +361,7 @@ class Rollout:
     ) -> Trajectory | Failure:
         """Run one episode as a group of its own.
 
-        Return its trajectory, or its last attempt's failure. Raises `TooManyFailures` if the
+        Return its trajectory, or the failure of its last attempt. Raises `TooManyFailures` if the
         episode fails and the share of failed episodes is too large.
         """
         number = self._failures.begin()
@@ -785,7 +785,7 @@ class _OpenEnvironment:
 async def _in_slot(
     slot: EpisodeSlot, episode: Callable[[], Awaitable[Trajectory | Failure]]
 ) -> Trajectory | Failure:
-    """Run the episode once it may run, by its `slot`."""
+    """Wait until the episode may run, then run it. `slot` decides when."""
     async with slot:
         return await episode()
 
@@ -814,8 +814,8 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
 
 
 def _require_few_hung(failure: Failure) -> None:
-    """Raise `TooManyFailures` if too many calls of plain functions of environments never
-    returned.
+    """Raise `TooManyFailures` if too many environment calls hang in threads, which cannot be
+    ended.
     """
     if (number := num_hung()) > MAX_HUNG:
         raise TooManyFailures(
@@ -864,7 +864,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
 def failure_of(
     error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece], text: str
 ) -> Failure:
-    """Return the record of a failed attempt.
+    """Return the `Failure` that describes a failed attempt.
 
     `pieces` are the tokens before the failure, and `text` describes the error.
     """

@@ -18,7 +18,7 @@ class TooManyFailures(RuntimeError):
 
 
 class FailureLimit:
-    """The share of failed episodes in the last groups, and its limit.
+    """The share of failed episodes in the last groups, and the limit of this share.
 
     Episodes that fail often end earlier than others, so the groups that end first have more
     failures. To avoid this bias, the share is taken over groups in the order of their start: when n
@@ -31,11 +31,11 @@ class FailureLimit:
         self._num_begun = 0
         self._running: set[int] = set()
         self._window = WINDOW
-        """Number of groups in the share: `WINDOW`, or as many as ran at the same time if that is
-        more.
+        """Number of groups over which the share is taken: `WINDOW`, or as many as ran at the same
+        time if that is more.
         """
         self._first = 0
-        """The number of the first group in the share."""
+        """The number of the first group over which the share of failed episodes is taken."""
         self._shares: dict[int, float] = {}
         """The share of failed episodes of each ended group, by the group's number. Groups before
         `_first` are removed.

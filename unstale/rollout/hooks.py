@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHooks:
-    """The calls of a run's techniques by the training loop (`unstale.loop.TechniqueHooks`)."""
+    """The calls of a run's techniques (optional training methods) by the training loop."""
 
     techniques: Techniques
     selection: Selection

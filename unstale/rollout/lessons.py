@@ -22,7 +22,7 @@ ENV = "env"
 
 
 class Lessons:
-    """A function that adds each sequence's teacher, and the teacher's extra text, to a batch."""
+    """A function that adds lessons to a batch: each sequence's teacher and the teacher's text."""
 
     def __init__(self, options: DistilConfig, taskset: Taskset, chat: Chat) -> None:
         """Read the field names in the options.
@@ -58,16 +58,16 @@ class Lessons:
         return replace(batch, lessons=tuple(lessons))
 
     def of(self, task: Task) -> Lesson:
-        """Return the teacher of a task and the text that it reads.
+        """Return the lesson of a task: its teacher, and the text that only this teacher reads.
 
-        The text's place in the prompt is not yet set. Raises `ConfigError` if the task has no
-        teacher, or lacks a field.
+        The text's place in the prompt is not yet set. Raises `ConfigError` if the task names no
+        teacher, or lacks a field that the text needs.
         """
         data = data_of(self._taskset, task)
         return Lesson(self._teacher(task, data), tokens=self._encoded(task, data))
 
     def _teacher(self, task: Task, data: Mapping[str, Any]) -> int:
-        """Return the index of the teacher of a task."""
+        """Return the index, in `distil.teacher`, of the teacher of a task."""
         if len(self._names) == 1:
             return 0
         name = str(_field(data, self._options.domain, task, "distil.domain"))
@@ -127,7 +127,9 @@ def _field(data: Mapping[str, Any], name: str, task: Task, option: str) -> Any:
 
 
 def build_lessons(config: RunConfig, taskset: Taskset, chat: Chat) -> Lessons | None:
-    """Return the object that adds lessons to batches. None if no teacher needs them.
+    """Return the object that adds lessons to batches.
+
+    None if there is only one teacher and it reads no further text.
 
     Raises `ConfigError` if the first task has no teacher, or lacks a field.
     """

@@ -82,7 +82,7 @@ def _cut_reply_share(finished: Sequence[Trajectory]) -> float:
 
 
 def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each named reward. It counts as 0 in an episode that a limit ended."""
+    """Return the mean of each named reward. An episode that a limit ended counts as 0."""
     names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
     return {
         f"reward/{name}_mean": _mean(trajectory.rewards.get(name, 0.0) for trajectory in finished)

@@ -28,7 +28,7 @@ Age = tuple[int, int]
 oldest.
 """
 UNLIMITED = 1 << 62
-"""Number of tokens without a limit."""
+"""The number of tokens that stands for "no limit"."""
 
 
 class EpisodeSlots:
@@ -76,7 +76,7 @@ class EpisodeSlot:
     """The right of one episode to run: a context that is entered once the episode may run."""
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
-        """`age` decides which waiting episode runs first.
+        """Create the slot of an episode. `age` decides which waiting episode runs first.
 
         `on_wait` is called with the seconds of each wait.
         """
@@ -127,7 +127,7 @@ class BudgetUse:
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
 
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
-        """Begin with nothing used. Between two segments, `slot` lets a waiting episode run."""
+        """Begin with nothing used. `slot` lets a waiting episode run between two segments."""
         self.budget = budget
         self._slot = slot
         self.segment = 1
@@ -138,7 +138,9 @@ class BudgetUse:
         self._calls = 0
 
     def replay(self, pieces: Sequence[Piece], chat: Chat) -> None:
-        """Count the replies on record of an episode that continues from a snapshot."""
+        """Count the recorded replies of an episode that continues from an environment's
+        snapshot.
+        """
         replies: dict[int, list[int]] = {}
         for _, piece, turn in walk(pieces):
             if isinstance(piece, Sampled):

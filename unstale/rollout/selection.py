@@ -101,7 +101,9 @@ def make_pool(
 
 
 def require_repeats(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a technique needs repeated tasks and this run repeats none."""
+    """Raise `ConfigError` if a technique needs tasks that come again, but this run uses each
+    once.
+    """
     options = config.technique_options
     names = [each.needs_repeats(options[each.name]) for each in chosen(config.techniques)]
     if config.selection.pool or not any(names):

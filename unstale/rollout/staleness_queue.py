@@ -191,7 +191,7 @@ class StalenessQueue:
             self._ready.set()
 
     def _num_ready(self) -> int:
-        """Return the number of finished groups that may be taken."""
+        """Return the number of finished groups that may be taken into the next batch."""
         if self._deadlines:
             return self._num_in_time(self._deadlines)
         reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window

@@ -21,7 +21,10 @@ class AllowedTurns:
     def __init__(
         self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
     ) -> None:
-        """`limit` is the limit that a technique sets, or None. `most` is `rollout.max_turns`."""
+        """Set the limit of turns.
+
+        `limit` is the limit that a technique sets, or None. `most` is `rollout.max_turns`.
+        """
         self._limit = limit
         self._most = most
         self._transcript = transcript

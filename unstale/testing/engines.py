@@ -29,7 +29,7 @@ def check_engine(
 
 
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Run all tests on one engine, because real engines take seconds to start.
+    """Run all tests on the same engine, because real engines take seconds to start.
 
     `_check_waiting` comes first, because it needs an engine without weights.
     """
@@ -103,7 +103,7 @@ async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _truncates(engine: Engine, prompt: list[int], params: SamplingParams) -> None:
-    """Require that the engine returns the kept sets, or refuses truncation with a ValueError."""
+    """Require that the engine returns the kept tokens of truncated sampling, or refuses it."""
     try:
         piece = (await engine.sample(prompt, params)).piece
     except ValueError:

@@ -205,7 +205,7 @@ def _sample_and_train(
 
 
 class _Reference:
-    """The same model in plain transformers, in the same precision and in float64."""
+    """A tested model in plain transformers, in the same precision and in float64."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self._plain = load_model(folder, DTYPES[dtype]).eval()
@@ -375,7 +375,7 @@ def with_table(page: str, lines: Sequence[str]) -> str:
 
 
 def _name(line: str) -> str:
-    """Return the first cell of a line of a table."""
+    """Return the first cell of a line of a table: the name of a model."""
     return line.removeprefix("| ").partition(" | ")[0]
 
 

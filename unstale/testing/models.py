@@ -136,9 +136,10 @@ def episode(
 
 
 def with_kept_sets(item: ScoredTrajectory, *, vocab: int = 64) -> ScoredTrajectory:
-    """Return an episode whose sampled tokens have random kept sets. One set contains all tokens.
+    """Return an episode whose sampled tokens have random kept sets, as after truncated sampling.
 
-    The sets depend only on the episode's number and the position in the episode.
+    One set contains all tokens. The sets depend only on the episode's number and the position in
+    the episode.
     """
     pieces: list[Piece] = []
     for place, piece in enumerate(item.trajectory.pieces):

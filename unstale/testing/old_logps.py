@@ -35,12 +35,13 @@ def check_old_logps(
     lora: Lora | None = None,
     make_policy: MakePolicy | None = None,
 ) -> None:
-    """Test the routes that `make` returns. Raise AssertionError if one breaks its contract.
+    """Test a route, a method to compute old log-probabilities. `make` returns new ones.
 
-    A route gets a batch with tokens of three versions, some of them sampled with a KV cache of
-    older weights. Its values may have any error, except where the route marks them as exact. A
-    second test resumes a killed run from its checkpoint. `make_policy` returns a policy with the
-    weights of `tiny_policy(lora=lora)`, which may be divided among ranks.
+    Raise AssertionError if a route breaks its contract. It gets a batch with tokens of three
+    versions, some of them sampled with a KV cache of older weights. Its values may have any error,
+    except where the route marks them as exact. A second test resumes a killed run from its
+    checkpoint. `make_policy` returns a policy with the weights of `tiny_policy(lora=lora)`, which
+    may be divided among ranks.
     """
     whole = partial(tiny_policy, lora=lora)
     versions = _Versions(whole())
@@ -69,7 +70,10 @@ class _Versions:
         return {name: tensor.clone() for name, tensor in self._weights[version].items()}
 
     def policy(self, version: int) -> Policy:
-        """Return the policy with the weights of a version. The next call changes them."""
+        """Return the policy with the weights of a version.
+
+        The next call of this method changes them.
+        """
         self._policy.load_weights(self._weights[version])
         return self._policy
 
@@ -239,7 +243,9 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """Return the token runs that `version` sampled in these episodes, as a route receives them."""
+    """Return the runs of tokens that `version` sampled in these episodes, as a route receives
+    them.
+    """
     pieces = []
     for number, plan in enumerate(plans):
         trajectory = _episode(number, plan).trajectory

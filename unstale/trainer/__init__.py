@@ -37,7 +37,9 @@ class Trainer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: batches between its `version` and the newest version."""
+        """Return the lag of each token: the batches trained between its `version` and the
+        newest.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

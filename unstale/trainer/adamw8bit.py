@@ -56,7 +56,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     _update(weight, state, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a state. torch has cast its 8-bit codes to the dtype of the weights."""
+        """Load a state, given as torch casts it: its 8-bit codes have the dtype of the weights."""
         super().__setstate__(state)
         for values in self.state.values():
             for name in _MOMENTS:
@@ -65,7 +65,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class _Moment(NamedTuple):
-    """This rank's part of one moment of a weight."""
+    """This rank's part of one optimizer moment (mean or root of the variance) of a weight."""
 
     values: Tensor
     """8-bit codes. If there is no `scale`, float32 numbers."""
@@ -122,7 +122,7 @@ def _levels(device: torch.device, *, signed: bool) -> Tensor:
 
 
 def _scale(moment: str) -> str:
-    """Return the name of the scales of a moment in the optimizer's state."""
+    """Return the key of a moment's scale factors in the optimizer's state."""
     return f"{moment}_scale"
 
 

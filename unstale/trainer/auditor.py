@@ -63,7 +63,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A batch with its true old log-probabilities.
+    """A batch with its true old log-probabilities: those under the weights that sampled each token.
 
     `version` and `logp` are the policy's version and log-probabilities before the first optimizer
     step on the batch.
@@ -144,8 +144,9 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
     """Return the numerical noise of log-probabilities, in nats.
 
     This is the root mean square of their change when sequences are packed differently. `logp` `[T]`
-    are the scorer's values for this batch and version. Some sequences are scored again, each in its
-    own pass and only up to its middle. The result is at least the rounding error of the dtype.
+    are the scorer's values for this batch and version. Those of some sequences are computed again,
+    each sequence in its own pass and only up to its middle. The result is at least the rounding
+    error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, shift=0.0):
@@ -300,7 +301,7 @@ class Auditor:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """Return the mean error in this step, and the other metrics over recent steps."""
+        """Return the audit's metrics: the mean error in this step, the others over recent steps."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW

@@ -241,7 +241,9 @@ class Critic:
         return _features(states) @ self._head
 
     def _describe(self, value: Tensor, target: Tensor) -> None:
-        """Set the metrics of a batch from its forecasts and their targets, `[n]` each."""
+        """Compute the critic's metrics of a batch from its forecasts and their targets, `[n]`
+        each.
+        """
         error = (target - value).square().mean()
         spread = target.var(correction=0)
         unexplained = (target - value).var(correction=0) / spread

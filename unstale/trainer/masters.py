@@ -18,7 +18,7 @@ one weight of every tensor.
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 """Number of stored bits of the fraction of a floating-point number, by dtype."""
 LEAST_EXPONENT = {torch.bfloat16: -133, torch.float16: -24}
-"""The binary logarithm of the smallest positive number, by dtype."""
+"""The binary logarithm of the smallest positive number that a dtype can represent."""
 
 
 class Masters:
@@ -53,7 +53,9 @@ class Masters:
 
     @property
     def is_narrow(self) -> bool:
-        """True if forward passes use rounded copies of the weights."""
+        """True if the forward pass uses weights that are rounded to a narrower dtype than
+        float32.
+        """
         return self._dtype in NARROW
 
     def _master(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:

@@ -54,7 +54,7 @@ class StepMetrics:
         self.epochs = 1
         """Number of passes over the batch. Each pass counts its clipped tokens."""
         self.extra: dict[str, float] = {}
-        """Further metrics, added to the result under their names."""
+        """Further metrics by name, which are added to the metrics of the batch."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
@@ -102,7 +102,7 @@ class StepMetrics:
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the current optimizer step."""
         self._taken = 0
-        """Number of tensors in `_values["log_s"]` that `take_kl` has already read."""
+        """Number of tensors of values of `log_s` that `take_kl` has already read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
         self.tokens_run = 0

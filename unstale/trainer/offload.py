@@ -45,7 +45,7 @@ class MainMemory:
         self._placed.pop(_storage(tensor)._cdata, None)
 
     def numbers(self, value: Any) -> Any:
-        """Return the main-memory copy of a tensor that was put away.
+        """Return the copy in main memory of a tensor that `put` copied there.
 
         Return any other value unchanged.
         """

@@ -19,7 +19,7 @@ gradient of a pass, the second model of the route `old_logit_model` and the weig
 
 
 def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
-    """Return the largest number of tokens in a forward pass.
+    """Return the largest number of tokens in a forward pass of the trainer.
 
     It is the value of the option. If the option is 0, it is the number that fits into memory.
     `trains` is True for a pass with gradient. All ranks of the policy must call this function, and

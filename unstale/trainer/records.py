@@ -21,7 +21,7 @@ if a log-probability differs from the engine's with `engine.bitwise`.
 class Minibatch:
     """The sequences of one optimizer step, with the inputs of their loss.
 
-    Tensors are `[T]` on the CPU, without gradient.
+    Tensors have one value for each of T tokens. They are on the CPU, without gradient.
     """
 
     batch: Batch
@@ -46,7 +46,7 @@ class Minibatch:
     teacher's whole distribution.
     """
     forecasts: Forecasts | None = None
-    """The critic's forecasts. None without a critic."""
+    """The critic's forecasts of rewards. None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)

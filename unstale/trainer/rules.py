@@ -37,16 +37,17 @@ class LossSpec:
         discrepancy D, which may be aggregated over a unit of several tokens.
         """
         config = self.correction
-        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        whole = self.whole(batch)
+        log_d = corrections.log_discrepancy(old_logp, whole.behavior_logp, sampled=whole.sampled)
         correction = self._veto(log_d, batch)
         over_unit = partial(
             corrections.aggregate,
-            unit=_unit_ids(config.unit, batch, batch.sampled),
-            sampled=batch.sampled,
+            unit=_unit_ids(config.unit, whole, whole.sampled),
+            sampled=whole.sampled,
             how=config.aggregate,
         )
         divergences = {
-            name: over_unit(divergence(log_d, batch.behavior_logp))
+            name: over_unit(divergence(log_d, whole.behavior_logp))
             for name, divergence in corrections.DIVERGENCES.items()
             if name in choices("corrections", "mode")[config.mode]
         }
@@ -55,8 +56,9 @@ class LossSpec:
         return apply_mode(over_unit(log_d), correction, **divergences, **options)
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
-        """Return a mask `[T]`: True for the sampled tokens that the token veto drops."""
-        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        """Return True for the sampled tokens that the token veto drops, `[T]`."""
+        whole = self.whole(batch)
+        log_d = corrections.log_discrepancy(old_logp, whole.behavior_logp, sampled=whole.sampled)
         return batch.sampled & ~self._veto(log_d, batch).keep
 
     def _veto(self, log_d: Tensor, batch: Batch) -> CorrectionWeights:
@@ -72,6 +74,7 @@ class LossSpec:
         Weights are not applied. The ratio may be aggregated over a unit of several tokens.
         """
         config = self.objective
+        batch = self.whole(batch)
         if self.techniques.ratio:
             log_s = self.techniques.ratio.log_ratio(logp, old_logp, batch)
         else:
@@ -128,13 +131,35 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return the amount that a batch's sequences contribute to the loss's divisor.
+        """Return what a batch adds to the divisor of the loss, such as a number of tokens.
 
         `norm` times this number does not depend on other sequences.
         """
         return objectives.loss_divisor(
             batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
         )
+
+    @property
+    def uses_sequences(self) -> bool:
+        """True if a ratio over several tokens is used, in which shared tokens count, too."""
+        correction, objective = self.correction, self.objective
+        return bool(
+            correction.token_veto_threshold
+            or correction.unit != "token"
+            or objective.ratio_unit != "token"
+            or "sequence" in objective.inputs
+            or objective.opsm_threshold
+            or self.techniques.ratio
+            or self.techniques.controllers
+        )
+
+    def whole(self, batch: Batch) -> Batch:
+        """Return the batch with shared tokens as sampled ones, if `uses_sequences`."""
+        return batch.whole_sequences() if self.uses_sequences else batch
+
+    def scored(self, batch: Batch) -> Tensor:
+        """Return the tokens whose log-probability the loss needs, `[T]` bool."""
+        return batch.trained | self.whole(batch).sampled
 
     @property
     def trains_zero_advantage(self) -> bool:

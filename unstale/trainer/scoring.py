@@ -57,7 +57,7 @@ class Scoring:
     """The computation of a loss's inputs: old log-probabilities, corrections and advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
-        """`old` is the route that computes `old_logp`.
+        """Prepare the computation with the route `old`, which computes `old_logp`.
 
         A copy of `policy` is kept if the loss or a technique compares with the policy before
         training.
@@ -83,8 +83,8 @@ class Scoring:
         run.
         """
         self.failed_batch: FailedBatch | None = None
-        """The data of the current step, to be saved if a number is not finite. None before a step.
-        None before the first step.
+        """The data of the current step, to be saved if a number is not finite. None before the
+        first step.
         """
 
     def old_logps(self, batch: Batch, lag: Tensor, metrics: StepMetrics) -> OldScores:
@@ -108,7 +108,12 @@ class Scoring:
         `logp` are the current log-probabilities, empty if the route does not need them. Raises
         NonFinite if a log-probability is NaN or infinite.
         """
-        old_logp, exact = self._ask_route(batch, logp)
+        if self.is_inline and batch.shared:  # its owners may be in another pass
+            old_logp, exact = self._ask_route(self._rules.whole(batch), logp)
+            exact = exact & batch.sampled
+        else:
+            old_logp, exact = self._ask_route(batch, logp)
+            old_logp = batch.of_owners(old_logp) if self._rules.uses_sequences else old_logp
         if not self._old.needs.inline:
             ones = torch.ones_like(old_logp)
             minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
@@ -254,7 +259,8 @@ class Scoring:
     def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
         """Return the old log-probabilities of a batch and a mask of exact ones, `[T]` each.
 
-        The route computes those of fresh tokens. Those of replayed tokens are stored in the batch.
+        The route (the source of `old_logp`) computes the values, except for replayed tokens, on
+        which an earlier step was trained. Their values are stored in the batch.
         """
         if batch.stored is None:
             return self._old.logps(batch, logp)

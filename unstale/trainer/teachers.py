@@ -56,9 +56,10 @@ class Teachers:
     """The teachers of a run, in the order of `distil.teacher`."""
 
     def __init__(self, policy: Policy, config: RunConfig, distiller: Distiller) -> None:
-        """Load the teachers.
+        """Load the teachers that `distil.teacher` names.
 
-        Raises `ConfigError` for a teacher with another tokenizer, or one that cannot be loaded.
+        Raises `ConfigError` for a teacher whose tokenizer differs from the policy's, or one that
+        cannot be loaded.
         """
         self._policy = policy
         self._config = config

@@ -129,10 +129,10 @@ class SharedCores:
     """
 
     def __init__(self, config: RunConfig, *, are_engines_idle: Callable[[], bool]) -> None:
-        """`are_engines_idle` is called in the trainer's thread.
+        """Divide the cores by the options of a run.
 
-        It must return True if the engines have no request, and no group of training episodes can
-        start before the next optimizer step.
+        `are_engines_idle` is called in the trainer's thread. It must return True if the engines
+        have no request, and no group of training episodes can start before the next optimizer step.
         """
         self._while_sampling = trainer_threads(config)
         self._while_idle = trainer_threads(config, with_engine_cores=True)

@@ -134,7 +134,7 @@ class TokenLog:
         self._parts += passes._parts
 
     def values(self) -> list[TokenValues]:
-        """Return the values of all recorded sequences, in the order of the batch."""
+        """Return the token values of each recorded sequence, in the order of the batch."""
         columns: dict[int, dict[str, np.ndarray]] = {}
         minibatches: dict[int, int] = {}
         for part in self._parts:

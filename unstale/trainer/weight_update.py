@@ -136,9 +136,9 @@ class WeightUpdate:
         self._put_away(names)
 
     def _put_away_copies(self) -> None:
-        """Copy the optimizer's state, because others may read the original.
+        """Replace the optimizer's state by a copy, because others may read the original.
 
-        Move the copies to main memory.
+        The large tensors of the copy are in main memory.
         """
         for values in self.optimizer.state.values():
             for key, value in values.items():

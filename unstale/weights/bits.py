@@ -158,7 +158,7 @@ def sum64(tensors: Sequence[Tensor]) -> str:
 
 
 def _sum_of(placed: tuple[Tensor, int]) -> int:
-    """Return the sum of one tensor's words.
+    """Return the sum of one tensor's words, each mixed with its position, modulo 2^64.
 
     `placed` has the tensor and the position of its first word among all words.
     """
@@ -183,10 +183,9 @@ def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors.
+    """Yield the tensors, where small ones on a GPU that follow each other are joined.
 
-    Small ones on a GPU that follow each other are joined, because each GPU operation has a fixed
-    cost.
+    Each GPU operation has a fixed cost, so fewer and larger tensors take less time.
     """
     small: list[Tensor] = []
     for part in parts:
@@ -203,7 +202,7 @@ def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return 1-D tensors concatenated. A single tensor is not copied."""
+    """Return 1-D tensors concatenated. A single tensor is returned without a copy."""
     return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 

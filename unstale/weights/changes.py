@@ -237,7 +237,7 @@ def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
 
 
 def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return an array of the addresses of byte strings.
+    """Return an array of the memory addresses of byte strings, for compiled code.
 
     The caller must keep the strings until they are read.
     """

@@ -85,12 +85,12 @@ def changed_share(rate: float) -> float:
 
 
 def encode_s(words: float, rate: float) -> float:
-    """Return the seconds that one core takes to encode the delta of `delta_bytes(words, rate)`."""
+    """Return the seconds in which one core encodes a delta of size `delta_bytes(words, rate)`."""
     return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "encode_s")
 
 
 def apply_s(words: float, rate: float) -> float:
-    """Return the seconds that one core takes to apply the delta of `delta_bytes(words, rate)`."""
+    """Return the seconds in which one core applies a delta of size `delta_bytes(words, rate)`."""
     return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "apply_s")
 
 

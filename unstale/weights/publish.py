@@ -54,7 +54,9 @@ class Publisher(Protocol):
     """A sender of the newest version of the weights to every engine, in four steps."""
 
     bytes: int
-    """Size in bytes of the update that was prepared last."""
+    """Size in bytes of the update that was prepared last: weights or their difference from the
+    version before.
+    """
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         """Begin to prepare the update, in the trainer's thread, while engines still generate.
@@ -140,7 +142,7 @@ class DirectPublisher:
         self._last_packed: tuple[int, Mapping[str, Tensor]] = -1, {}
         """The version that was packed last, and its weights in packed form."""
         self._loaded = -1
-        """The version of the engine's weights. -1 before the first."""
+        """The version of the weights that the engine has loaded. -1 before the first."""
         self._begun: tuple[int, Mapping[str, Tensor]] | None = None
         """The version whose publication is being prepared, and its weights. None if there is
         none.
@@ -183,7 +185,7 @@ class DirectPublisher:
         self._prepared = update, version
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update completely, in the caller's thread."""
+        """Prepare the update of the engine's weights completely, in the caller's thread."""
         self.begin(source, live)
         self.finish()
 

@@ -277,7 +277,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _held(tensors: Mapping[str, Tensor]) -> WholeWeights:
-    """Return a mapping of tensors in memory as `WholeWeights`."""
+    """Return the tensors of a mapping as `WholeWeights`, whose tensors are read one at a time."""
     return WholeWeights(tensors, tensors.__getitem__)
 
 

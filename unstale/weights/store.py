@@ -408,9 +408,9 @@ class VersionStore:
     def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        The full copy is compared with its own checksum `written`, and with the checksum in the
-        delta of its version. The first version has no delta, so for the second check its weights
-        are copied and moved to the second version.
+        The full copy is compared with `written`, the checksum that was saved with it, and with the
+        checksum in the delta of its version. The first version has no delta, so for the second
+        check its weights are copied and moved to the second version.
         """
         at = self._at
         with_delta = self._shelf.versions
@@ -425,7 +425,7 @@ class VersionStore:
     def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these tensors as the store's full copy of the weights.
 
-        Each set of tied tensors is stored once.
+        Tied tensors are stored once.
         """
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():

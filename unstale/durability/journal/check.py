@@ -118,7 +118,9 @@ def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
 
 
 def content(journal: JournalReader) -> Row:
-    """Return a journal's numbers of groups, episodes, tokens, checkpoints and versions, by name."""
+    """Return, by name, a journal's numbers of groups, episodes, tokens, checkpoints and
+    versions.
+    """
     groups = journal.groups()
     ends: Counter[str] = Counter(group.ended for group in groups)
     ((pieces, tokens, sampled),) = journal.rows(

@@ -40,7 +40,7 @@ class ExpertKey(NamedTuple):
     position: int
     version: int
     tokens: int
-    """Checksum of these tokens."""
+    """Checksum of the sampled tokens to which the experts belong."""
 
 
 class ExpertFiles:
@@ -52,7 +52,8 @@ class ExpertFiles:
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         """Use the files in `folder`.
 
-        A group's file is removed `keep` checkpoints after the one that was trained on it.
+        A group's file is removed `keep` checkpoints after the first one that follows training on
+        it.
         """
         self.folder = folder
         self._keep = keep

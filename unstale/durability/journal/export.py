@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from unstale.config import ConfigError, install
-from unstale.durability.journal.conversations import Decode, conversation
+from unstale.durability.journal.conversations import Decode, conversation, fork_columns
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
-from unstale.records import NO_VERSION, Sampled, Trajectory, walk
+from unstale.records import NO_VERSION, Placed, Sampled, Trajectory, walk
 from unstale.token_values import TokenFlag
 
 ROW_GROUP = 256
@@ -23,9 +23,9 @@ has the values of trained tokens.
 """
 
 Content = Literal["tokens", "text", "samples"]
-"""Kind of rows in an export. `tokens`: a row is one trajectory, with lists over its tokens. `text`:
-a row is one conversation. `samples`: a row is one token of the sample that was logged for a step,
-see `JournalReader.token_samples`.
+"""The kind of an export's rows. `tokens`: a row is one trajectory, with lists over its tokens.
+`text`: a row is one conversation. `samples`: a row is one token of the sample that was logged for a
+step (`JournalReader.token_samples`).
 """
 
 
@@ -83,9 +83,10 @@ def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row
 
 
 def token_row(episode: StoredEpisode) -> Row:
-    """Return a trajectory as a row. Its last five columns are lists with one entry per token."""
+    """Return a trajectory as a row. Its last six columns are lists with one entry per token."""
     trajectory = episode.trajectory
     behavior_logp: list[float | None] = []
+    source_logp: list[float | None] = []
     version: list[int] = []
     provenance: list[str] = []
     turns: list[int] = []
@@ -93,6 +94,8 @@ def token_row(episode: StoredEpisode) -> Row:
         count = len(piece.tokens)
         provenance += [piece.provenance.name] * count
         turns += [turn] * count
+        known = piece.source_logp if isinstance(piece, Placed) else None
+        source_logp += known or [None] * count
         if isinstance(piece, Sampled):
             behavior_logp += piece.behavior_logp
             version += [piece.version] * count
@@ -110,9 +113,11 @@ def token_row(episode: StoredEpisode) -> Row:
         "reward": trajectory.reward,
         "success": trajectory.success,
         "stop": trajectory.stop,
+        **fork_columns(trajectory),
         "turns": trajectory.num_turns,
         "token": list(trajectory.tokens),
         "behavior_logp": behavior_logp,
+        "source_logp": source_logp,
         "version": version,
         "provenance": provenance,
         "turn": turns,
@@ -161,6 +166,8 @@ def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
         "reward": number,
         "success": pyarrow.bool_(),
         "stop": text,
+        "parent": integer,
+        "forked_at": integer,
     }
     match content:
         case "samples":
@@ -180,6 +187,7 @@ def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
                 "turns": pyarrow.int32(),
                 "token": pyarrow.list_(pyarrow.uint32()),
                 "behavior_logp": pyarrow.list_(pyarrow.float32()),
+                "source_logp": pyarrow.list_(pyarrow.float32()),
                 "version": versions,
                 "provenance": pyarrow.list_(text),
                 "turn": versions,

@@ -102,7 +102,7 @@ class GroupRow:
 class StoredEpisode:
     """A finished episode, the number of its group, and the step that trained on it.
 
-    None if no step did.
+    `step` is None if no step trained on it.
     """
 
     trajectory: Trajectory
@@ -220,11 +220,11 @@ class JournalReader:
         ]
 
     def versions(self) -> list[int]:
-        """Return the published weight versions, in order of publication."""
+        """Return the published versions of the weights, in order of publication."""
         return [version for (version,) in self.rows("SELECT version FROM versions ORDER BY id")]
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all events in order. The metrics of a step are an event of kind "step"."""
+        """Return all events of the run in order, such as the metrics of a step (kind "step")."""
         rows = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
         with self.wrap_errors("the events"):
             return [{"at": at, "kind": kind, **_parse_object(fields)} for at, kind, fields in rows]
@@ -472,7 +472,7 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield each row of token values: group, step, route, number of tokens, packed values.
+        """Yield the rows of token values: group, step, route, number of tokens, packed values.
 
         The route is the way in which `old_logp` was computed.
         """
@@ -583,15 +583,12 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
-                fork=self._fork(episode),
+                fork=self.fork(episode),
             )
             return StoredEpisode(trajectory, number, step)
 
-    def _fork(self, episode: int) -> Fork | None:
-        """Return the place at which an episode was forked from another one.
-
-        None if it was not forked.
-        """
+    def fork(self, episode: int) -> Fork | None:
+        """Return where an episode was forked from another one. None if it was not forked."""
         if "forks" not in self._tables:
             return None
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
@@ -692,7 +689,7 @@ class JournalReader:
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
             ended = Failure(task, "replay", *reason)
-            return EpisodeRecord(episode, (), ended, failures, fork=self._fork(episode))
+            return EpisodeRecord(episode, (), ended, failures, fork=self.fork(episode))
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -707,14 +704,14 @@ class JournalReader:
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
-            fork=self._fork(episode),
+            fork=self.fork(episode),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
-        """Return the further conversations of an episode's last attempt: their episode numbers.
+        """Return the further conversations of an episode's last attempt.
 
-        Each has True if the conversation ended. An external agent begins one when it edits its
-        history.
+        An external agent begins one when it edits its history. Each is a pair: its episode number,
+        and True if it has ended.
         """
         return self.rows(
             """SELECT more.episode, t.episode IS NOT NULL

@@ -52,7 +52,7 @@ _LARGEST = 65504.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens(TokenValues):
-    """The values of an episode's trained tokens in one step, as recorded in the journal."""
+    """The values of an episode's trained tokens in one step, as the journal has them."""
 
     step: int
     version: int
@@ -203,7 +203,9 @@ def _join(arrays: Sequence["Values"], where: Sequence[bool] | None = None) -> "V
 
 
 def _planes(numbers: Any) -> bytes:
-    """Return numbers as byte planes: all first bytes, then all second bytes, and so on."""
+    """Return an array's numbers as byte planes: all first bytes, then all second bytes, and so
+    on.
+    """
     import numpy as np
 
     each = numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize)

@@ -193,8 +193,8 @@ def _sums(words: _Words, before: _Words) -> _Words:
 def _weights(num_words: int) -> tuple[_Words, _Words]:
     """Return the weights `[num_words, 2]` with which each word enters the two sums of a checksum.
 
-    Also return the weights `[2, 2]` of the two sums before. For each pair of words (x, y), the
-    checksum does s += x + t and t += y + s.
+    Also return the weights `[2, 2]` of the two sums before these words. For each pair of words (x,
+    y), the checksum does s += x + t and t += y + s.
     """
     weights, one, two = [], (1, 1), (0, 1)
     for _ in range(num_words // 2):

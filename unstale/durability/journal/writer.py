@@ -371,7 +371,7 @@ class Journal:
     def _flush_barriers(self) -> int:
         """Commit all queued records. Return the number of `barrier` calls that this commit served.
 
-        Calls made after this method's thread has started are included.
+        They are those made before this method begins.
         """
         covered = self._barriers
         self.flush()
@@ -493,7 +493,10 @@ class _EpisodeWriter:
         self.journal.transaction(piece_rows(self.episode, position, piece, checkpoint))
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state after `num_pieces` recorded pieces of the episode."""
+        """Record the environment's state after `num_pieces` recorded parts of the episode.
+
+        A part (`Piece`) has context tokens only, or tokens that one version sampled.
+        """
         row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
         self._replace_snapshots(insert("snapshots", *row))
 
@@ -628,6 +631,9 @@ def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
-    """Return the number that a query yields, or -1 if it yields NULL, as for an empty table."""
+    """Return the number that a query yields.
+
+    -1 if it yields NULL, as it does for an empty table.
+    """
     ((value,),) = connection.execute(question).fetchall()
     return -1 if value is None else int(value)

@@ -56,8 +56,9 @@ class VersionedAdapters:
         self._rows = slice(0)
         """The rows of the matrices in `_layers` by which the current pass multiplies."""
         self._foreign: Tensor | None = None
-        """`[T, V * r]`: True where a row of the stacked matrices belongs to another version than
-        the token. None if all tokens of the pass have one version.
+        """`[T, V * r]` for T tokens and V versions of rank r: True where a row of the stacked
+        matrices belongs to another version than the token. None if all tokens of the pass have one
+        version.
         """
 
     def add(self, version: int, adapters: Mapping[str, Tensor]) -> None:

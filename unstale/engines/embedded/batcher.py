@@ -99,7 +99,7 @@ class Batcher:
     ) -> None:
         self.runner = runner
         self.version = -1
-        """The version of the weights that was loaded last."""
+        """The version of the weights that was loaded last. -1 before the first load."""
         self._sampler = sampler or Sampler()
         self._keep_cache = keep_cache
         self._num_experts = num_experts
@@ -344,7 +344,7 @@ class Batcher:
         self._reprefill[slot] = self._stale_prefix(tokens) if is_newest else 0
 
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
-        """Return the length of the prefix of `tokens` that the last weight update dropped.
+        """Return the length of the prefix of `tokens` that the last update dropped from the cache.
 
         A dropped context that matches completely is forgotten, so that it is counted for one
         request only.

@@ -19,10 +19,7 @@ SOURCE = Path(__file__).with_name("decoder.c")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes of a model that are passed to `decoder.c` at run time.
-
-    Its other sizes are macros.
-    """
+    """The sizes of a model that are passed to `decoder.c` at run time. The others are C macros."""
 
     hidden: int
     inner: int

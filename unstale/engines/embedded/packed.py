@@ -200,10 +200,7 @@ class _Pages:
                 pool[new] = pool[old]
 
     def begin(self, step: Step) -> None:
-        """Assign cache pages to the tokens of a forward pass.
-
-        Later calls of `attend` are for its layers.
-        """
+        """Assign cache pages to the tokens of a forward pass, whose layers later call `attend`."""
         self._step = step
         self._cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
@@ -414,7 +411,7 @@ class PackedRunner:
             self.adapters = VersionedAdapters(model, dtype=dtype, scale=base.scale)
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
-        """Set the model to run and compare its packed logits with those of a plain forward pass.
+        """Set the model to run. Compare its logits on packed sequences with those of a plain pass.
 
         Return the plain pass (`Probe`). Raises CannotPack if the logits differ. `exact` is the
         probe of the same model in float32, or None if this model is in float32.

@@ -125,8 +125,9 @@ class Probe:
         return self._rounded(logits, plain, exact)
 
     def _compared(self, logits: Tensor, plain: Tensor) -> str:
-        """Return a message if float32 `logits` `[positions, V]` differ from `plain` ones, else
-        "".
+        """Return a message if float32 `logits` differ from those of a plain pass, else "".
+
+        Both are `[positions, V]`.
         """
         nats = (logits.log_softmax(-1) - plain.log_softmax(-1)).abs().amax(-1)
         differs = (_shares(logits, plain) > _SHARE) | (nats > _NATS)
@@ -160,7 +161,5 @@ class Probe:
 
 
 def _shares(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return, for each position, the largest difference as a share of the position's largest
-    logit.
-    """
+    """Return the largest error of each position's logits, as a share of its largest exact logit."""
     return (logits - exact).abs().amax(-1) / exact.abs().amax(-1).clamp_min(1e-30)

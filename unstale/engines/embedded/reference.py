@@ -19,7 +19,7 @@ class ReferenceModel:
     """A language model whose weights are passed to each call of `logps`.
 
     `max_positions` is the longest sequence that the model's configuration allows, or None. With
-    `merging`, `cast` receives LoRA adapters and adds them to the weights in `folder`. `logps`
+    `merging`, updates are LoRA adapters, which `cast` adds to the base weights in `folder`. `logps`
     rounds weights and activations to the format `quantise`, as the engine does. `cast` does not
     round to this format.
     """

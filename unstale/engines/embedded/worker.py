@@ -318,13 +318,17 @@ class _EngineWorker:
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the form that deltas change: packed if `options.packed` is set."""
+        """Return full weights as deltas change them: packed if `options.packed` is set."""
         if not self._options["packed"]:
             return dict(update)
         return pack(update, self._options["quantise"], DTYPES[self._options["dtype"]])
 
     def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights for the runner: with adapters merged, or unpacked on access."""
+        """Return the weights or adapters that the runner loads.
+
+        Packed weights are unpacked on access. Adapters are merged with the base weights, unless
+        each pass adds them.
+        """
         if self._adds:
             return update
         if self._base:

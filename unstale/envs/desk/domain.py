@@ -30,15 +30,15 @@ class Fact:
     """A kind of fact that the customer knows. In an answer, `{}` stands for the fact."""
 
     question: str
-    """The question with which the scripted expert asks for it."""
+    """The question with which the scripted expert asks for the fact."""
     heard: tuple[str, ...]
-    """Words by which the customer recognises a question about it, also as a plural. Questions for
-    the number of the case need no words here.
+    """Words by which the customer recognises a question about this fact, also as a plural.
+    Questions for the number of the case need no words here.
     """
     terse: tuple[str, ...]
-    """Answers at level 1."""
+    """The customer's answers at level 1, of which one is drawn."""
     free: tuple[str, ...]
-    """Answers at the levels 2 and 3."""
+    """The customer's answers at the levels 2 and 3, in freer words, of which one is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class Domain:
     customer who has that account. The case of such a request must be handed over.
     """
     handed_over: tuple[str, ...]
-    """Other kinds of requests whose case a human must take over. Such a request is the customer's
-    last.
+    """Further kinds of requests whose case a human must take over, besides those of special
+    accounts. Such a request is the customer's last.
     """
     wishes: Mapping[str, Wish]
     facts: Mapping[str, Fact]
@@ -136,7 +136,7 @@ class Domain:
     database.
     """
     decide: Callable[[Scenario, Request, Ignores], list[Step]]
-    """A function that returns the expert's steps after it has read the case. The last one is the
+    """A function that returns the expert's steps after it has read the case. The last step is the
     call that the rules require. The number of the case may be left out of arguments.
     """
     faults: Sequence[str]

@@ -26,7 +26,7 @@ def score_pieces(
     """Return the log-probabilities of sampled tokens, by the key of their piece.
 
     They are computed with the weights of `version`, or with the trainer's current weights if it is
-    None. All pieces are of one version. All pieces of an episode are scored in one sequence: the
+    None. All pieces are of one version. All pieces of an episode are computed in one sequence: the
     longest text among them, since it contains the shorter ones. The order of `pieces` does not
     affect the values.
     """
@@ -55,9 +55,9 @@ def score_pieces(
 
 
 def answer(scorer: Scorer, pieces: Pieces) -> Reply:
-    """Score sampled tokens with the scorer's current weights.
+    """Compute log-probabilities of sampled tokens with the scorer's current weights.
 
-    Return the message with the log-probabilities that a second model sends to the trainer.
+    Return the message with them that a second model sends to the trainer.
     """
     logps = score_pieces(scorer, pieces)
     rows = [[key, logp.tolist()] for key, logp in logps.items()]
@@ -106,7 +106,7 @@ class LogpCache:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """Log-probabilities by the key of their token run, in the order in which they were
+        """Log-probabilities of runs of sampled tokens, by key, in the order in which they were
         added.
         """
 
@@ -128,7 +128,7 @@ class LogpCache:
             self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those token runs in `pieces` that have no log-probability in the cache."""
+        """Return those runs of tokens in `pieces` whose log-probabilities are not in the cache."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
@@ -168,7 +168,7 @@ class LogpCache:
         return torch.where(known, values, 0.0), known
 
     def _add(self, key: PieceKey, logp: Tensor) -> None:
-        """Add the log-probabilities of a token run. Tokens that already have one keep it."""
+        """Add the log-probabilities of a run of tokens. Tokens that already have one keep it."""
         had = self._logps.get(key, logp[:0])
         if len(logp) > len(had):
             self._logps[key] = torch.cat([had, logp[len(had) :]])

@@ -51,7 +51,9 @@ class LocalScorer:
         self._stored: Policy | None = None
         """The model into which the store of past versions loads one version at a time."""
         self._averaged: Policy | None = None
-        """The model into which moving averages of the weights are loaded for scoring."""
+        """The model into which moving averages of the weights are loaded to compute
+        log-probabilities.
+        """
         self._loaded: LocalAverage | None = None
         """The average whose weights `_averaged` currently has. None if it has none."""
         self._read: Callable[[int], Policy] | None = None
@@ -236,7 +238,7 @@ class LocalScorer:
         return self._score(self._averaged, batch, where)
 
     def unload(self, average: "LocalAverage") -> None:
-        """Mark `average` as changed, so that it is loaded again before it scores."""
+        """Mark `average` as changed, so that it is loaded again before its next use."""
         if self._loaded is average:
             self._loaded = None
 
@@ -263,7 +265,7 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, beginning with the end that is nearer to the loaded version.
+        """Sort versions up or down, so that the one nearer to the loaded version comes first.
 
         The store moves from version to version by deltas, so this order needs the fewest.
         """
@@ -304,9 +306,10 @@ class LocalAverage(Average):
 
 
 class HostAverage(LocalAverage):
-    """A moving average of weights in main memory. The trained model loads it to score tokens.
+    """A moving average of weights in main memory, which the trained model loads for its passes.
 
-    During scoring the trained weights are in main memory, which is pinned if they come from a GPU.
+    During these passes the trained weights are in main memory, which is pinned if they come from a
+    GPU.
     """
 
     def __init__(self, scorer: LocalScorer) -> None:

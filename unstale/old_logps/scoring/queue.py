@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a token run: its version, episode, and first token's position in the episode."""
+    """The key of a run of sampled tokens: version, episode, and place of the first in the
+    episode.
+    """
 
     version: int
     episode: int
@@ -26,21 +28,22 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 
 
 class PieceText(NamedTuple):
-    """The tokens of an episode up to the end of a token run that is to be scored."""
+    """The tokens of an episode up to the end of a run of sampled tokens.
+
+    The log-probabilities of this run are to be computed.
+    """
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that an MoE model chose for `tokens`, under the weights of the token run's
-    version.
-    """
+    """The experts that an MoE model chose for `tokens`, under the weights that sampled the run."""
     kept_sets: "KeptSets | None" = None
-    """The sets from which truncated sampling drew the token run's own tokens, the last ones of
+    """The sets from which truncated sampling drew the tokens of the run, the last ones of
     `tokens`.
     """
 
 
 Pieces = dict[PieceKey, PieceText]
-"""The token runs to be scored, by key, each with the text that it needs."""
+"""The runs of tokens whose log-probabilities are to be computed, by key, each with its text."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
@@ -82,18 +85,18 @@ class ScoreQueue:
         return taken
 
     def take_all(self) -> Pieces:
-        """Remove and return all token runs."""
+        """Remove and return all runs of sampled tokens."""
         taken, self._episodes = self._episodes, {}
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove the token runs of these episodes."""
+        """Remove the runs of sampled tokens of these episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 
 
 class ScoringOrder:
-    """A second model's work in order: score all tokens of a version, then load the next one.
+    """A second model's work in order: log-probabilities of a version's tokens, then the next one.
 
     `max_tokens` is the largest number of tokens in a forward pass.
     """
@@ -113,7 +116,7 @@ class ScoringOrder:
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
-        """Add sampled tokens to be scored.
+        """Add sampled tokens whose log-probabilities are to be computed.
 
         Raises `RuntimeError` if the model has already loaded a newer version than theirs.
         """
@@ -128,7 +131,7 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return the next token runs to be scored with the loaded weights.
+        """Remove and return the next tokens whose log-probabilities the loaded weights give.
 
         Empty if there are none.
         """

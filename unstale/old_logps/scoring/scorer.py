@@ -76,7 +76,10 @@ devices calls it once for each shard.
 
 
 class WeightAverage(Protocol):
-    """A moving average of the trainer's weights, which can score tokens (arXiv 2110.00641)."""
+    """A moving average of the trainer's weights, which gives log-probabilities of tokens.
+
+    See arXiv 2110.00641.
+    """
 
     @property
     def weight(self) -> float:
@@ -108,7 +111,7 @@ class WeightAverage(Protocol):
 
 
 class Scorer(Protocol):
-    """An interface to log-probabilities under current weights, past versions, or averages.
+    """An object that computes log-probabilities under current weights, past versions, or averages.
 
     The weights may be in this process, on several devices or in another process. Only one route
     uses a scorer, because it has one set of kept versions. Not thread-safe.
@@ -116,7 +119,7 @@ class Scorer(Protocol):
 
     forward_tokens: int
     """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route that
-    scores in another process adds the tokens of that process.
+    computes log-probabilities in another process adds the tokens of that process.
     """
 
     @property
@@ -156,7 +159,9 @@ class Scorer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: batches between its `version` and the current version."""
+        """Return the lag of each token: the batches trained between its `version` and the current
+        one.
+        """
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
@@ -170,9 +175,9 @@ class Scorer(Protocol):
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
         """Return log-probabilities `[T]` at the mask `where`, each under its token's own version.
 
-        The weights of a version come from the version store. With `use_trained`, the tokens of the
-        current version are scored by the trainer's model instead, if no optimizer step has changed
-        it since that version was published.
+        The weights of a version come from the version store. With `use_trained`, the trainer's
+        model computes those of the current version's tokens instead, if no optimizer step has
+        changed it since that version was published.
         """
         ...
 
@@ -181,8 +186,9 @@ class Scorer(Protocol):
     ) -> None:
         """Keep the weights of past versions from now on. Must not be called twice.
 
-        The weights are kept in a `VersionStore`, or in the store that `make_store` returns. Scoring
-        uses a second model, or with the placement `own` the trained model.
+        The weights are kept in a `VersionStore`, or in the store that `make_store` returns. A
+        second model loads them to compute log-probabilities, or with the placement `own` the
+        trained model.
         """
         ...
 
@@ -210,7 +216,7 @@ class Scorer(Protocol):
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Return a context in which scoring reads the weights of past versions from disk.
+        """Return a context in which `score` reads the weights of past versions from disk.
 
         `weights` is the function that reads them.
         """
@@ -219,8 +225,8 @@ class Scorer(Protocol):
     def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
         """Return an empty moving average of the trainer's weights.
 
-        Scoring uses a second model. With the placement `own` the average is in main memory, and the
-        trained model scores.
+        A second model loads it to compute log-probabilities. With the placement `own` the average
+        is in main memory, and the trained model loads it.
         """
         ...
 

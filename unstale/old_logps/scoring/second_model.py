@@ -1,7 +1,7 @@
-"""The exchange with a second model, which scores tokens of each version outside the trainer.
+"""The exchange with a second model, which computes log-probabilities outside of the trainer.
 
-The model is in another process or on separate ranks. It scores all sampled tokens of a version, and
-then loads the next version.
+The model is in another process or on separate ranks. It computes those of all sampled tokens of a
+version, and then loads the next version.
 """
 
 import time
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Reply = dict[str, Any]
 """A message from the second model: `{"op": "loaded", "version": v}`, or `{"op": "answers",
-"answers": rows, "forward_tokens": n}` with one row `[key, log-probabilities]` for each scored token
-run.
+"answers": rows, "forward_tokens": n}` with one row `[key, log-probabilities]` for each run of
+tokens.
 """
 
 
@@ -30,7 +30,10 @@ class Link(Protocol):
         ...
 
     def score(self, pieces: Pieces) -> None:
-        """Send sampled tokens to be scored. Must not block, because the event loop calls it."""
+        """Send sampled tokens whose log-probabilities the model must compute.
+
+        Must not block, because the event loop calls it.
+        """
         ...
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
@@ -53,7 +56,7 @@ class SecondModel:
     def __init__(
         self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
     ) -> None:
-        """`link` connects to the second model, to which nothing was sent yet.
+        """Create the record of a second model to which nothing was sent yet. `link` connects to it.
 
         `add_scores` is called with the rows of log-probabilities in a reply, and the number of
         tokens in the forward passes that computed them.
@@ -68,26 +71,34 @@ class SecondModel:
         self._held: Pieces = {}
         """Tokens that have arrived but are sent later, because of `lockstep`."""
         self._unscored: dict[PieceKey, None] = {}
-        """Keys of token runs that were sent and not scored yet, in the order of sending."""
+        """Keys of the runs of tokens that were sent and whose log-probabilities have not come back
+        yet, in the order of sending.
+        """
 
     def load(self, version: int, weights: Any) -> None:
-        """Send the weights of a version."""
+        """Send the weights of a version to the second model."""
         self._link.load(version, weights)
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send sampled tokens to be scored, or hold them back with `lockstep`. Does not block."""
+        """Send sampled tokens to the second model, or hold them back with `lockstep`.
+
+        Does not block.
+        """
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
         else:
             self._send({key_of(piece): text_of(piece)})
 
     def finish_version(self) -> float:
-        """With `lockstep`, wait until all tokens are scored. Return the seconds of the wait."""
+        """With `lockstep`, wait for the log-probabilities of all tokens.
+
+        Return the seconds of the wait.
+        """
         return self.score_all() if self._lockstep else 0.0
 
     def score_all(self) -> float:
-        """Send the tokens held back by `lockstep`, and wait until all tokens are scored.
+        """Send the tokens held back by `lockstep`. Wait for the log-probabilities of all tokens.
 
         Return the seconds of the wait.
         """
@@ -97,7 +108,7 @@ class SecondModel:
         return self._receive_until(lambda: not self._is_due(lambda key: True))
 
     def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
-        """Wait until the tokens whose key satisfies `wanted` are scored.
+        """Wait for the log-probabilities of the tokens whose key satisfies `wanted`.
 
         Return the seconds of the wait.
         """
@@ -108,8 +119,8 @@ class SecondModel:
     def wait_until_loaded(self) -> float:
         """Wait until the model has loaded the version sent last. Return the seconds of the wait.
 
-        The model has then scored all tokens of earlier versions, because it does so before it loads
-        new weights.
+        By then it has computed the log-probabilities of all tokens of earlier versions, because it
+        does so before it loads new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)
 
@@ -118,7 +129,7 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a token run that was sent is not scored yet.
+        """Return True if the log-probabilities of a sent run of tokens have not come back yet.
 
         Only keys that satisfy `wanted` count, and only those of versions that were sent.
         """

@@ -1,8 +1,8 @@
 """The child process of the route `old_logit_model`, which computes old log-probabilities.
 
-The process scores all tokens of a version before it loads the next version. It keeps its replies in
-memory until the trainer reads them, so the process never waits for the socket. It ends when the
-trainer closes the connection.
+The process computes those of all tokens of a version before it loads the next version. It keeps its
+replies in memory until the trainer reads them, so the process never waits for the socket. It ends
+when the trainer closes the connection.
 """
 
 import json
@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Score tokens for a trainer: read messages from a socket, and answer them.
+    """Compute log-probabilities for a trainer: read messages from a socket, and answer them.
 
     `descriptor` is the file descriptor of the socket. `options` is JSON from `LocalScorer.export`.
     """
@@ -49,7 +49,7 @@ class _ScoringWorker:
         self._replies = bytearray()
 
     def serve(self) -> None:
-        """Read messages, score one forward pass or load one version, and repeat.
+        """Read messages, run one forward pass or load one version, and repeat.
 
         Return when the other end closes the connection.
         """
@@ -80,7 +80,7 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Score about one forward pass of sampled tokens with the weights that are loaded now."""
+        """Compute log-probabilities of sampled tokens with the loaded weights, and send them."""
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
@@ -92,9 +92,9 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the token runs in a message.
+    """Yield the runs of sampled tokens in a message, with the text before them.
 
-    Its body has their routed experts and kept sets, concatenated.
+    The body of the message has their routed experts and kept sets, concatenated.
     """
     start = 0
     for fields, tokens, about, size in header["pieces"]:

@@ -75,7 +75,10 @@ __all__ = [
 
 
 class User(UserBase):
-    """A user in tau2's conversations, without the abstract methods that only one layout has."""
+    """A user in tau2's conversations.
+
+    It implements the abstract methods that only one layout has.
+    """
 
     @classmethod
     def is_stop(cls, message: Any) -> bool:

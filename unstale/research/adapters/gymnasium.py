@@ -99,7 +99,10 @@ class GymnasiumEnv:
             self._env.close()
 
     def _action(self, text: str) -> Any:
-        """Return the action in the text of a reply. None if the text has no valid action."""
+        """Return the action that the text of a reply names.
+
+        None if the text has no valid action.
+        """
         space = self._env.action_space
         action: Any = text
         if isinstance(space, Discrete):

@@ -87,7 +87,10 @@ class VitaTasks(ListedTasks):
     """
 
     def __init__(self, domain: str, *, options: VitaConfig, judge: Any) -> None:
-        """`judge` is an `LLMJudge`, which decides which requirements of a task are met."""
+        """Load the tasks of a domain. The judge decides which requirements of a task are met.
+
+        `judge` is an `LLMJudge`.
+        """
         check_domain("VitaBench", domain, (*DOMAINS, ALL))
         self.name = f"vita:{domain}"
         self.domain = domain

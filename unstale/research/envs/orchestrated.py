@@ -119,7 +119,7 @@ class Conversation:
 
     types: MessageTypes
     reward = "state"
-    """Name of the reward."""
+    """Name under which the episode's reward is reported."""
 
     def __init__(self, executor: Executor, task: Any) -> None:
         self._executor = executor

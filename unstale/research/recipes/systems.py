@@ -21,7 +21,9 @@ DECOUPLED: Mapping[str, Any] = {
     "correction.low": 0.0,
     "correction.high": 5.0,
 }
-"""Options that weight each token by pi_prox / mu. A token with a weight above 5 has no gradient."""
+"""Options that weight each token by pi_prox / mu (pi_old / mu here). A token with a weight above 5
+has no gradient.
+"""
 
 
 def areal(name: str, about: str, route: str, values: Mapping[str, Any]) -> Callable[..., RunConfig]:

@@ -153,13 +153,16 @@ class Allocate:
         return min(left, further)
 
     def _worth_before(self, task: str) -> list[Segment]:
-        """Return the utility of a task's episodes beyond `min`, as segments of constant slope."""
+        """Return the utility of a task's episodes beyond `min`, before its group starts.
+
+        It is given as segments of constant slope.
+        """
         options, p = self._options, self._tracker.mean(task)
         utility = v0_utility if options.gain == "v0" else mean_utility
         return segments([utility(n, p) for n in range(options.min, options.max + 1)])
 
     def _worth_after(self, rewards: Sequence[float], left: int) -> list[Segment]:
-        """Return the utility of up to `left` further episodes, given the first stage's rewards.
+        """Return the utility of up to `left` further episodes, given the group's rewards so far.
 
         It is given as segments of constant slope.
         """

@@ -31,9 +31,9 @@ class MassBalance:
     """The change of the probability of right arms (replies) by a gradient step, in two parts."""
 
     sampled: float
-    """The change for the right arms that were sampled."""
+    """The change of the probability of the right arms (replies) that were sampled."""
     unsampled: float
-    """The change for the right arms that were not sampled."""
+    """The change of the probability of the right arms (replies) that were not sampled."""
 
     @property
     def total(self) -> float:
@@ -99,7 +99,11 @@ class Balance:
 
 
 def _of_group(episodes: Sequence[Trajectory]) -> tuple[float, float, float]:
-    """Return the sampled arms' (replies') probability, its change, and the rest's largest loss."""
+    """Return three numbers of a group, whose arms are its different first replies.
+
+    They are the probability of all arms, the change of the probability of right arms by a step, and
+    the largest loss of all other replies.
+    """
     mean = fmean(each.reward for each in episodes)
     p: dict[tuple[int, ...], float] = {}
     c: defaultdict[tuple[int, ...], float] = defaultdict(float)

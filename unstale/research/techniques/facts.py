@@ -50,7 +50,10 @@ class RequiredFact:
     """A check that the environment reports a certain fact about successful episodes."""
 
     def __init__(self, name: str, *, option: str) -> None:
-        """`name` is the fact (a reported number), and `option` the option that sets this name."""
+        """Begin a check for the fact (a reported number) `name`.
+
+        `option` is the option that names it.
+        """
         self._name = name
         self._option = option
         self._seen = Seen()

@@ -40,7 +40,7 @@ class M2poConfig(Section):
 
 
 class M2po:
-    """A technique that masks tokens and changes no advantage."""
+    """A technique that masks the tokens with the largest log-ratios."""
 
     def __init__(self, options: M2poConfig) -> None:
         self._options = options

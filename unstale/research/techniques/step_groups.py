@@ -108,7 +108,7 @@ class StepGroups:
         return [_replaced(each, values) for each in scored]
 
     def _steps(self, scored: Sequence[ScoredTrajectory]) -> list[_Step]:
-        """Return the turns of the episodes of a group."""
+        """Return the turns of the episodes of a group, each as a `_Step`."""
         from unstale.algorithms.advantages import reward_to_go, turn_rewards
 
         numbers: dict[tuple[int, ...], int] = {}

@@ -32,7 +32,7 @@ class TopTokensConfig(Section):
 
 
 class TopTokens:
-    """A technique that masks tokens and changes no advantage."""
+    """A technique that masks all tokens but those with the largest advantage times entropy."""
 
     def __init__(self, options: TopTokensConfig) -> None:
         self._options = options

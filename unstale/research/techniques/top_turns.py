@@ -32,7 +32,7 @@ class TopTurnsConfig(Section):
 
 
 class TopTurns:
-    """A technique that masks the tokens of turns and changes no advantage."""
+    """A technique that masks the tokens of all turns but those with the largest entropy."""
 
     def __init__(self, options: TopTurnsConfig) -> None:
         self._options = options

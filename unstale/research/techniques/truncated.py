@@ -84,7 +84,7 @@ def is_cut(item: Trajectory) -> bool:
 def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Trajectory:
     """Return a cut-off episode with new rewards: the means over the episodes `ended`.
 
-    It is no success. `penalty` is subtracted.
+    `penalty` is subtracted from them. The episode does not count as a success.
     """
     names = dict.fromkeys(name for each in ended for name in each.rewards)
     rewards = {name: fmean(each.rewards.get(name, 0.0) for each in ended) for name in names}

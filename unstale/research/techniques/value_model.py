@@ -38,7 +38,9 @@ PENALTY = 1.0
 the cross entropy of one episode.
 """
 MARGIN = 1e-3
-"""Smallest distance of a success rate from 0 and from 1. Rates nearer than that are moved."""
+"""Smallest distance of a success rate from 0 and from 1. A nearer rate is moved to this
+distance.
+"""
 TRUSTS = np.linspace(0.0, 1.0, 21)
 """The values among which the trust g is chosen."""
 

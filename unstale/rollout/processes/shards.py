@@ -128,7 +128,7 @@ class _Job:
     def count_failure(self, index: int) -> int:
         """Count a failed attempt at the episode with this index.
 
-        Return its number of failed attempts.
+        Return how many of its attempts failed.
         """
         self._failures[index] = self._failures.get(index, 0) + 1
         return self._failures[index]
@@ -180,7 +180,9 @@ class _Shard:
     def __init__(self, rollout: "ProcessRollout", number: int) -> None:
         self.jobs: dict[int, _Job] = {}
         self.error: Exception | None = None
-        """The reason why no process can run these groups any more. None while one can."""
+        """The reason why no rollout process can run the episodes of this object any more. None
+        while one can.
+        """
         self.running: Mapping[str, int] = {}
         """For each activity, such as waiting for tools, the number of episodes in it."""
         self._rollout = rollout
@@ -269,7 +271,7 @@ class _Shard:
             )
 
     def fail(self, error: Exception) -> None:
-        """Make this shard's groups raise an error, which ends the run."""
+        """Make the groups of this rollout process raise an error, which ends the run."""
         self.error = self.error or error
         for job in self.jobs.values():
             if not job.ended.done():
@@ -352,7 +354,10 @@ class _Shard:
             self._rollout.on_end(attempt.episode)
 
     def _forget(self, episode: int) -> _Job:
-        """Stop expecting events of an episode's attempt. Return its job."""
+        """Stop expecting events of an attempt at an episode.
+
+        Return the `_Job` to which it belongs.
+        """
         del self._attempts[episode]
         return self._jobs_of.pop(episode)
 
@@ -421,9 +426,9 @@ class ProcessRollout(Rollout):
                 await asyncio.wait(tasks)
 
     async def _watch(self) -> None:
-        """Make all groups raise an error once no engine works and none is being restarted.
+        """Make all groups raise an error whenever no engine works and none is being restarted.
 
-        Never returns.
+        The coroutine never ends by itself.
         """
         pool = self.generator.engine
         assert isinstance(pool, EnginePool)

@@ -198,7 +198,7 @@ class Blocked(msgspec.Struct, tag=True):
 
 
 class Logged(msgspec.Struct, tag=True):
-    """An event for the run's log."""
+    """An event for the run's log: its kind and its further fields."""
 
     kind: str
     fields: dict[str, Any]
