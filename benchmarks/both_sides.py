@@ -290,7 +290,7 @@ def _rounding_functions() -> Iterator[None]:
     """Round the rotated queries and keys, and the trainer's logits, where a place asks for it."""
     from transformers.models.llama import modeling_llama
 
-    turn, logits = modeling_llama.apply_rotary_pos_emb, head._scaled
+    turn, logits = modeling_llama.apply_rotary_pos_emb, head._logits
 
     def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
         if "attention" not in _places.get():
@@ -304,6 +304,6 @@ def _rounding_functions() -> Iterator[None]:
 
     with (
         mock.patch.object(modeling_llama, "apply_rotary_pos_emb", turned),
-        mock.patch.object(head, "_scaled", trainer_logits),
+        mock.patch.object(head, "_logits", trainer_logits),
     ):
         yield
