@@ -84,7 +84,7 @@ class TransformersRunner:
             apart.use(model)
             apart.check_apart(model)
             apart.check_length_apart(model, max_context)
-            probe = Probe(model, max_context, exact)
+            probe = Probe(model, max_context, exact, strict=exact is None)
         except ConfigError as refusal:
             error = str(refusal)
         except FORWARD_ERRORS as failure:
