@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unstale.rollout.transcript import OpenWriter
 
 
-More = Callable[["Sequence[Trajectory | Failure]"], "Sequence[Fork | None]"]
+More = Callable[["Sequence[Trajectory | Failure]"], Awaitable["Sequence[Fork | None]"]]
 """A function of the results so far of a group's episodes, in the order of their start. A group is
 several episodes of one task. The function returns an element for each further episode to run: the
 place at which it is forked from an earlier one, or None for an episode with its own beginning. No
@@ -25,7 +25,7 @@ element ends the group.
 """
 
 
-def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+async def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
     """Return (): a group of episodes of one task ends when its first episodes have ended."""
     return ()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unstale.rollout.seeds import derive_seed
+from unstale.techniques.hooks import Reflector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from unstale.rollout.selection import Selection
-    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques
+    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques, Writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class RunHooks:
     """A function that computes hidden states of the policy. None with trainer ranks, where
     techniques that need it are refused.
     """
+    writer: Writer
+    """The policy as a writer of texts outside of episodes."""
     seed: int
     replay_experts: bool
     """True if the passes for hidden states replay the recorded experts."""
@@ -61,11 +64,14 @@ class RunHooks:
     def reads_states(self) -> bool:
         return bool(self.techniques.states_readers and self.hidden_states)
 
-    def more(
+    async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
         if strategy := self.techniques.strategy:
             roots = request.sizes[0]
+            if isinstance(strategy, Reflector):
+                # a resumed group has those retries that had begun
+                return await strategy.reflect(results, self.writer) if len(results) == roots else ()
             # a resumed group may have some of its forks already; the journal has them as episodes
             return strategy.forks(results[:roots])[len(results) - roots :]
         count = self.selection.more(request, results)

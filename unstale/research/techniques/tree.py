@@ -101,7 +101,7 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
             f"{options.turn}: no episode has that many replies, so that none would be forked"
         )
     _check_techniques(config)
-    _check_sequences(config)
+    check_sequences(config)
 
 
 def _check_techniques(config: RunConfig) -> None:
@@ -130,32 +130,34 @@ def _check_techniques(config: RunConfig) -> None:
             )
 
 
-def _check_sequences(config: RunConfig) -> None:
+def check_sequences(config: RunConfig, technique: str = "tree") -> None:
     """Refuse what is computed over a whole sequence, of which a forked episode has only the end."""
     reason = "a forked episode has only the end of a sequence"
     correction, objective = config.correction, config.objective
-    require_value("tree", "correction.unit", correction.unit, ["token"], reason)
-    require_value("tree", "objective.unit", objective.unit, ["token"], reason)
+    require_value(technique, "correction.unit", correction.unit, ["token"], reason)
+    require_value(technique, "objective.unit", objective.unit, ["token"], reason)
     for name, value in (
         ("correction.token_veto_threshold", correction.token_veto_threshold),
         ("objective.opsm_threshold", objective.opsm_threshold),
     ):
         if value:
-            raise ConfigError(f"the technique tree needs {name} = 0, got {value:g}: {reason}")
+            raise ConfigError(
+                f"the technique {technique} needs {name} = 0, got {value:g}: {reason}"
+            )
     if objective.ratio or "sequence" in objective.inputs:
         raise ConfigError(
-            "the technique tree cannot be used with objective.loss_type = "
+            f"the technique {technique} cannot be used with objective.loss_type = "
             f"{objective.loss_type}: {reason}. Set objective.loss_type ppo_clip"
         )
     if objective.loss_aggregation == "sequence_mean":
         raise ConfigError(
-            "the technique tree needs another objective.loss_aggregation than sequence_mean: "
-            f"{reason}. Set objective.loss_aggregation action_tokens"
+            f"the technique {technique} needs another objective.loss_aggregation than "
+            f"sequence_mean: {reason}. Set objective.loss_aggregation action_tokens"
         )
     if config.trainer.routing_replay:
         raise ConfigError(
-            "the technique tree needs trainer.routing_replay = false, got true: a forked episode "
-            "has no record of the experts of its beginning"
+            f"the technique {technique} needs trainer.routing_replay = false, got true: a forked "
+            "episode has no record of the experts of its beginning"
         )
 
 
