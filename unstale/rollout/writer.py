@@ -3,9 +3,11 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from unstale.config import ConfigError
 from unstale.envs import Message
+from unstale.envs.chat import Chat
 from unstale.records import ContextPiece
 from unstale.rollout.evaluation import MAX_CONCURRENT
 from unstale.rollout.generator import Generator
@@ -20,10 +22,13 @@ class PolicyWriter:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._chat = generator.chat.with_tools(())
         self._places = asyncio.Semaphore(MAX_CONCURRENT)
         self.tokens = 0
         """Number of tokens sampled so far."""
+
+    @cached_property
+    def _chat(self) -> Chat:
+        return self._generator.chat.with_tools(())
 
     async def write(self, instructions: str, seed: int, **texts: str) -> str:
         """Return the policy's reply to instructions and named texts, without its thoughts.
