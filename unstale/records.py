@@ -7,6 +7,7 @@ version of the weights. Records are immutable: each stage returns a new record w
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
@@ -17,6 +18,7 @@ from unstale.kept_sets import KeptSets, join
 from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from unstale.config.algorithm import PlacedMode
@@ -675,6 +677,27 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """The tokens of a batch's forked episodes that other episodes of the batch sampled.
+
+    They count in the ratio of a whole sequence, but have no loss. Every tensor is `[T]`.
+    """
+
+    where: "Tensor"
+    behavior_logp: "Tensor"
+    version: "Tensor"
+    episode: "Tensor"
+    """The number of the episode that sampled the token."""
+    at: "Tensor"
+    """The token's place in that episode."""
+    reach: "Tensor"
+    """The product of 1 / branches over the forks before any token, shared or not. 1 without any."""
+
+    def select(self, index: "Tensor") -> "SharedTokens":
+        return SharedTokens(*(getattr(self, each.name)[index] for each in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedTokens:
     """The placed text of a batch: replies that the policy did not sample in the recorded context.
 
@@ -747,6 +770,10 @@ class Batch:
     """The lesson of each sequence. Empty if there is one teacher, which reads the sequences."""
     placed: PlacedTokens | None = None
     """The placed text of the batch. None if it has none."""
+    shared: SharedTokens | None = None
+    """The tokens that forked episodes share with others of the batch. None if no episode was
+    forked.
+    """
 
     @property
     def replayed(self) -> "Tensor":
@@ -769,6 +796,42 @@ class Batch:
         `objective.placed` trains on.
         """
         return self.sampled | self.placed.trained if self.placed else self.sampled
+
+    def whole_sequences(self) -> "Batch":
+        """Return the batch as it is for a ratio over several tokens: shared tokens count as sampled
+        ones of each episode that has them. The batch itself if it has none.
+        """
+        import torch
+
+        if (shared := self.shared) is None:
+            return self
+        sampled = self.sampled | shared.where
+        begins = sampled & ~torch.cat([sampled.new_zeros(1), sampled[:-1]])
+        starts = torch.tensor(self.offsets[:-1])
+        begins[starts[starts < len(sampled)]] = True
+        return replace(
+            self,
+            sampled=sampled,
+            behavior_logp=shared.behavior_logp.where(shared.where, self.behavior_logp),
+            version=shared.version.where(shared.where, self.version),
+            turn=begins.cumsum(0).where(sampled, -1),
+            provenance=self.provenance.masked_fill(shared.where, int(Provenance.SAMPLED)),
+            shared=None,
+        )
+
+    def of_owners(self, values: "Tensor") -> "Tensor":
+        """Return `values` `[T]`, with those of the sampling episode at shared tokens.
+
+        Raises KeyError if that episode is not in the batch.
+        """
+        import torch
+
+        if (shared := self.shared) is None or not shared.where.any():
+            return values
+        starts = dict(zip(self.episodes, self.offsets, strict=False))
+        found = shared.where.nonzero().squeeze(1)
+        first = torch.tensor([starts[each] for each in shared.episode[found].tolist()])
+        return values.index_put((found,), values[first + shared.at[found]])
 
     def has_version(self, version: int) -> bool:
         """Return True if the version sampled a token that has a loss."""
@@ -826,6 +889,7 @@ class Batch:
             kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
             lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
             placed=self.placed.select(sequences, index) if self.placed else None,
+            shared=self.shared.select(index) if self.shared else None,
             **rows,
         )
         return chosen, index
@@ -843,7 +907,7 @@ class Batch:
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """Join batches into one, in their order. A single batch is returned unchanged.
 
-    Raises ValueError if one of several batches has routed experts.
+    Raises ValueError if one of several batches has routed experts or shared tokens.
     """
     import torch
 
@@ -851,6 +915,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         return batches[0]
     if any(batch.routed_experts for batch in batches):
         raise ValueError("batches with routed experts cannot be joined")
+    if any(batch.shared for batch in batches):
+        raise ValueError("batches with forked episodes cannot be joined")
     tensors = [each.name for each in fields(Batch) if each.type == "Tensor"]
     offsets = [0]
     for batch in batches:
@@ -1007,7 +1073,95 @@ def collate(
         kept_sets=join(kept),
         turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
         placed=_placed_tokens(credited, placed),
+        shared=_shared_tokens(credited),
     )
+
+
+def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:
+    """Return what forked trajectories share with others. None if none was forked."""
+    import numpy as np
+    import torch
+
+    trajectories = [item.trajectory for item in credited]
+    if not any(each.fork for each in trajectories):
+        return None
+    by_episode = {each.episode: each for each in trajectories}
+    known: "dict[int, NDArray[Any]]" = {}
+    columns = np.concatenate([_owners(each, by_episode, known) for each in trajectories], 1)
+    own = np.repeat([each.episode for each in trajectories], [len(each) for each in trajectories])
+    where = (columns[2] >= 0) & (columns[0] != own)
+    episode, at, version = torch.from_numpy(columns[:3]).long()
+    return SharedTokens(
+        torch.from_numpy(where),
+        torch.from_numpy(columns[3]).float(),
+        version,
+        episode,
+        at,
+        torch.from_numpy(np.concatenate(_reaches(trajectories, by_episode))),
+    )
+
+
+def _reaches(
+    trajectories: Sequence[Trajectory], by_episode: Mapping[int, Trajectory]
+) -> "list[NDArray[Any]]":
+    """Return for each token the product of 1 / branches over the forks before it, `[T]` each."""
+    import numpy as np
+
+    forks: dict[int, Counter[int]] = {}
+    for each in trajectories:
+        if each.fork:
+            parent, at = _fork_place(each.fork, by_episode)
+            forks.setdefault(parent, Counter())[at] += 1
+    found = []
+    for each in trajectories:
+        reach = np.ones(len(each), np.float32)
+        owner, stop = each.episode, len(each)
+        while True:
+            for at, count in forks.get(owner, {}).items():
+                reach[at:] /= count + 1 if at <= stop else 1
+            fork = by_episode[owner].fork if owner in by_episode else None
+            if fork is None:
+                break
+            owner, stop = _fork_place(fork, by_episode)
+        found.append(reach)
+    return found
+
+
+def _fork_place(fork: Fork, by_episode: Mapping[int, Trajectory]) -> tuple[int, int]:
+    """Return the episode that has the tokens before a fork as its own, and their number."""
+    parent = fork.parent
+    while (before := by_episode.get(parent)) and before.fork and fork.at <= before.fork.at:
+        parent = before.fork.parent
+    return parent, fork.at
+
+
+def _owners(
+    trajectory: Trajectory,
+    by_episode: Mapping[int, Trajectory],
+    known: "dict[int, NDArray[Any]]",
+) -> "NDArray[Any]":
+    """Return for each token the episode that sampled it, its place there, its version and its
+    `behavior_logp`, `[4, T]`.
+
+    The version is -1 for a token that no episode of `by_episode` sampled. `known` has results.
+    """
+    import numpy as np
+
+    if trajectory.episode in known:
+        return known[trajectory.episode]
+    found = np.full((4, len(trajectory)), NO_VERSION, np.float64)
+    fork = trajectory.fork
+    if fork and fork.parent in by_episode:
+        found[:, : fork.at] = _owners(by_episode[fork.parent], by_episode, known)[:, : fork.at]
+    for start, piece, _ in walk(trajectory.pieces):
+        if isinstance(piece, Sampled):
+            stop = start + len(piece.tokens)
+            found[0, start:stop] = trajectory.episode
+            found[1, start:stop] = range(start, stop)
+            found[2, start:stop] = piece.version
+            found[3, start:stop] = piece.behavior_logp
+    known[trajectory.episode] = found
+    return found
 
 
 def has_loss(piece: Piece, placed: "PlacedMode") -> bool:

@@ -41,8 +41,12 @@ from unstale.durability.journal.conversations import load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS
 from unstale.records import (
     ContextPiece,
+    Edit,
+    Fork,
     Group,
     GroupRequest,
+    Placed,
+    Provenance,
     Sampled,
     Task,
     Trajectory,
@@ -243,6 +247,30 @@ def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -
             (2, 2),
             (3, 1),
         ]
+    index.close()
+
+
+def test_an_episode_names_its_fork_and_its_placed_text(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    told = Placed((3, 4), Provenance.REWRITTEN, 2, (-0.5, -0.25), Edit(1, 1, (9,)))
+    pieces = (ContextPiece((1,)), told, Placed((5,), Provenance.FORCED), piece(6, version=3))
+    with Journal(run / JOURNAL) as journal:
+        journal.add_request(GroupRequest(0, Task("toy", "train", 0), seed=0, place=0))
+        journal.begin(0, 0, episode=0, seed=7).write_piece(0, piece(1, 2))
+        journal.begin(0, 1, episode=1, seed=8, fork=Fork(0, 1), prefix=pieces)
+        asyncio.run(journal.checkpoint("empty", step=0, version=0))
+        index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+        shown, plain = (tokens.episode(index, number, limit=2) for number in (1, 0))
+        rest = tokens.episode(index, 1, start=2)
+    assert shown["fork"] == {"parent": 0, "at": 1} and plain["fork"] is None
+    _, first = shown["pieces"]
+    assert first["placed"] and first["source_version"] == 2 and first["source_logp"] == [-0.5]
+    assert first["provenance"] == "rewritten" and first["turn"] == 0 and "version" not in first
+    cut, forced, sampled = rest["pieces"]
+    assert cut["source_logp"] == [-0.25] and cut["ids"] == [4]
+    assert forced["placed"] and "source_logp" not in forced and "placed" not in sampled
     index.close()
 
 

@@ -58,6 +58,7 @@ from unstale.records import (
     Edit,
     EpisodeRecord,
     Failure,
+    Fork,
     Group,
     GroupRequest,
     Piece,
@@ -779,6 +780,35 @@ def test_placed_text_is_read_back_sealed_and_rewound(tmp_path: Path) -> None:
         assert check(read) == ["1 rows of placed changed after they were written"]
         with pytest.raises(JournalError, match="placed text of episode 1: it changed"):
             read.pieces(1)
+
+
+def test_exports_name_the_parent_of_a_fork_and_the_source_of_placed_text(tmp_path: Path) -> None:
+    told = Placed((3, 4), Provenance.REWRITTEN, 0, (-0.5, -0.25), Edit(1, 1, (9,)))
+    fork = Fork(0, 1, (told, ContextPiece((6,)), Placed((7,), Provenance.FORCED)))
+    own = (ContextPiece((1,)), Sampled((3, 5), (-0.5, -1.0), 0))
+    rest = (ContextPiece((6,)), Sampled((8,), (-1.5,), 0))
+    pieces = (*fork.prefix_of(own), *rest)
+    ended = (trajectory(*own), replace(trajectory(*pieces, episode=1), fork=fork))
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        journal.add_request(request(0))
+        for number, each in enumerate(ended):
+            page = journal.begin(0, number, episode=number, seed=each.seed, fork=each.fork)
+            for position, piece in enumerate(each.pieces):
+                page.write_piece(position, piece)
+            page.write_outcome(each)
+        asyncio.run(journal.finish(Group(TASK, ended)))
+    with Journal.read(tmp_path) as read:
+        assert check(read) == [] and read.group(0).trajectories == ended
+        first, row = export_rows(read, "tokens", str)
+        _, text = export_rows(read, "text", str)
+    assert first["parent"] is first["forked_at"] is None and first["source_logp"] == [None] * 3
+    assert (row["parent"], row["forked_at"]) == (text["parent"], text["forked_at"]) == (0, 1)
+    assert row["source_logp"] == [None, -0.5, -0.25, None, None, None, None]
+    origins = ["ENVIRONMENT", *["REWRITTEN"] * 2, "ENVIRONMENT", "FORCED", "ENVIRONMENT", "SAMPLED"]
+    assert row["provenance"] == origins
+    roles = [turn["role"] for turn in text["turns"]]
+    assert roles == ["environment", "assistant"] * 3
 
 
 def make_older(path: Path, journal_format: int) -> None:

@@ -22,6 +22,7 @@ from unstale.records import (
     ScoredTrajectory,
     Task,
     Trajectory,
+    collate,
 )
 from unstale.research.techniques.balance import Balance, BalanceConfig
 from unstale.research.techniques.tree import Tree, TreeConfig
@@ -199,6 +200,39 @@ def test_the_biases_are_those_of_the_table() -> None:
     assert found == {"loo": 0.0, "pooled": 0.430, "depth": 0.575, "retro": 0.185}
 
 
+def test_a_term_of_every_token_has_the_mean_of_independent_episodes() -> None:
+    """KL and entropy weight a token by 1 / branches at the forks before it."""
+    problem = Bits(np.random.default_rng(57))
+    value = {step: math.sin(i) for i, step in enumerate(product(PREFIXES, (0, 1)))}
+    mean = found = 0.0
+    for text in problem.reward:
+        steps = [(text[:n], text[n]) for n in range(LENGTH)]
+        chance = math.prod(problem.of(prefix)[token] for prefix, token in steps)
+        mean += chance * sum(value[step] for step in steps)
+    for p, root in problem.trees((), lambda prefix: len(prefix) + 1):
+        batch = collate(
+            [ScoredTrajectory(each, (1.0,)) for each in shared(group_of(problem, [root]))]
+        )
+        assert batch.shared and batch.count(batch.sampled)[0] == LENGTH
+        for (start, end), owned in zip(batch.spans(), batch.sampled.split(LENGTH), strict=True):
+            text = tuple(batch.tokens[start:end].tolist())
+            for n in owned.nonzero().squeeze(1).tolist():
+                found += p * batch.shared.reach[start + n].item() * value[text[:n], text[n]]
+    assert found == pytest.approx(mean, rel=1e-6)
+
+
+def shared(group: Group) -> Sequence[Trajectory]:
+    """Return the episodes of a group with their parents' tokens as SHARED context."""
+    found: list[Trajectory] = []
+    for each in group.trajectories:
+        pieces = each.pieces
+        if each.fork:
+            own = Sampled(each.tokens[each.fork.at :], (-1.0,) * (LENGTH - each.fork.at), 0)
+            pieces = (*each.fork.prefix_of(found[each.fork.parent].pieces), own)
+        found.append(replace(each, pieces=pieces))
+    return found
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -207,13 +241,12 @@ def test_the_biases_are_those_of_the_table() -> None:
         ({"schedule.group_size": 9}, "must be a multiple of 2 and at least 4, got 9"),
         ({"schedule.group_size": 2}, "must be a multiple of 2 and at least 4, got 2"),
         ({"techniques": "tree tree_advantage allocate"}, "cannot be used with allocate"),
-        ({"techniques": "tree tree_advantage minpro"}, "cannot be used with minpro"),
+        ({"techniques": "tree tree_advantage replay"}, "cannot be used with replay"),
         ({"techniques": "tree tree_advantage truncated"}, "cannot be used with truncated"),
         ({"techniques": "tree tree_advantage novelty"}, "cannot be used with novelty"),
         ({"tree.turn": 11}, "must be at most rollout.max_turns = 10, got 11"),
-        ({"correction.unit": "sequence"}, "needs correction.unit = token, got sequence"),
-        ({"correction.token_veto_threshold": 0.1}, "needs correction.token_veto_threshold = 0"),
-        ({"objective.loss_type": "gspo"}, "cannot be used with objective.loss_type = gspo"),
+        ({"objective.loss_type": "gspo", "engine.top_p": 0.9}, "from the whole vocabulary"),
+        ({"techniques": "tree tree_advantage ess_lr", "engine.top_k": 5}, "no kept sets"),
         ({"objective.loss_aggregation": "sequence_mean"}, "than sequence_mean"),
         ({"trainer.routing_replay": True}, "needs trainer.routing_replay = false"),
     ],
@@ -222,7 +255,9 @@ def test_what_a_tree_would_make_wrong_is_refused_with_the_reason(
     options: dict[str, object], told: str
 ) -> None:
     fits = {"techniques": "tree tree_advantage", "schedule.group_size": 8}
-    override(RunConfig(recipe=""), fits)
+    override(
+        RunConfig(recipe=""), fits | {"objective.loss_type": "gspo", "correction.unit": "turn"}
+    )
     with pytest.raises(ConfigError, match=told):
         override(RunConfig(recipe=""), fits | options)
 

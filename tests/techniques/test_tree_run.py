@@ -91,3 +91,17 @@ def test_the_own_tokens_of_a_fork_have_exact_old_log_probabilities(
     assert later, "no weights changed between a parent and its fork"
     with torch.inference_mode():
         assert sum(require_plain(base, each) for each in ended.values() if each.fork)
+
+
+def test_a_tree_is_trained_with_ratios_over_whole_sequences(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    options = {
+        "objective.loss_type": "gspo",
+        "correction.unit": "sequence",
+        "correction.token_veto_threshold": 1e-4,
+    }
+    config = override(configure(tmp_path / "model", tmp_path, "unlikely"), options)
+    run = session.train(replace(config, max_steps=3), console=quiet())
+    assert {row["old_logps/exact_share"] for row in run.metrics} == {1.0}
+    assert {row["correction/kept_share"] for row in run.metrics} == {1.0}
+    assert min(row["trainer/grad_norm"] for row in run.metrics) > 0

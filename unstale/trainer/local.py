@@ -229,6 +229,8 @@ class LocalTrainer:
         Return them, their `old_logp` `[T]`, and the minibatch of each step.
         """
         scoring, metrics = self.scoring, self._metrics
+        if self.rules.uses_sequences:
+            members = _with_owners(batch, members)
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
         old = scoring.old_logps(scored, lag, metrics)
@@ -293,7 +295,8 @@ class LocalTrainer:
         batch = minibatch.batch
         all_spans = batch.spans()
         spans = [all_spans[i] for i in members]
-        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=batch.trained)
+        needed = self.rules.scored(batch)
+        microbatches = self.policy.pack(batch, spans, self._max_tokens, where=needed)
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
             counted = passes if counts else self._metrics.of_passes()
@@ -526,6 +529,15 @@ def _describe_sets(batch: Batch) -> dict[str, float]:
         "kept_sets/size_mean": sizes.mean().item(),
         "kept_sets/single_share": (sizes == 1).double().mean().item(),
     }
+
+
+def _with_owners(batch: Batch, members: Sequence[int]) -> list[int]:
+    """Return sequences and those that sampled the tokens that they share, by index."""
+    if batch.shared is None:
+        return list(members)
+    chosen = torch.isin(batch.sequence, torch.tensor(members, dtype=torch.long))
+    owners = batch.shared.episode[batch.shared.where & chosen].unique().tolist()
+    return sorted({*members, *(batch.episodes.index(each) for each in owners)})
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:

@@ -59,6 +59,7 @@ class Loss:
         """
         objective = self._rules.objective
         norm = minibatch.norm[index]
+        reach = microbatch.shared.reach if microbatch.shared else 1
         lag = minibatch.lag[index]
         reading: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self._critic and minibatch.forecasts:
@@ -100,15 +101,15 @@ class Loss:
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
             ratio = self._rules.cap(ratio, current_logp, microbatch)
             divergence = objectives.reference_kl(logp, reference_logp, sampled=microbatch.sampled)
-            loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
+            loss = loss + objective.kl_coef * (reach * norm * ratio * divergence).sum()
         if objective.entropy_coef:
-            loss = loss - objective.entropy_coef * (norm * entropy).sum()
+            loss = loss - objective.entropy_coef * (reach * norm * entropy).sum()
         passes.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
         passes.tokens.add_forward(
             microbatch, current_logp, old_logp, surrogate=surrogate, capped=is_capped
         )
         if self._rules.techniques.controllers:
-            passes.add_log_weights(microbatch, current_logp)
+            passes.add_log_weights(self._rules.whole(microbatch), current_logp)
         passes.losses.append(loss.item())
         if self._critic and minibatch.forecasts:
             loss = loss + self._critic.loss(microbatch, states, minibatch.forecasts, index)
@@ -122,7 +123,8 @@ class Loss:
         the entropy is computed for all sampled tokens and has a gradient. Otherwise it is computed
         for some tokens, only for the metric.
         """
-        run = self._policy.prefix_tree(batch, batch.trained)
+        needed = self._rules.scored(batch)
+        run = self._policy.prefix_tree(batch, needed)
         passes.forward_tokens += run.num_tokens
         measured, every = batch.sampled, 1
         if not self._rules.objective.entropy_coef:
@@ -133,10 +135,10 @@ class Loss:
             run,
             teachers.comparison(batch) if teachers else None,
             temperature=self._temperature,
-            where=batch.trained,
+            where=needed,
             entropy_sample=None if self._rules.objective.entropy_coef else measured,
         )
-        entropy = entropy.cpu().where(batch.sampled, 0.0)  # not of placed text
+        entropy = entropy.cpu().where(batch.sampled, 0.0)  # not of placed or shared text
         passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
         passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
         return logp.cpu(), entropy, divergence.cpu()

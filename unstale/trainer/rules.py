@@ -37,16 +37,17 @@ class LossSpec:
         discrepancy, which may be aggregated over a unit of several tokens.
         """
         config = self.correction
-        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        whole = self.whole(batch)
+        log_d = corrections.log_discrepancy(old_logp, whole.behavior_logp, sampled=whole.sampled)
         correction = self._veto(log_d, batch)
         over_unit = partial(
             corrections.aggregate,
-            unit=_unit_ids(config.unit, batch, batch.sampled),
-            sampled=batch.sampled,
+            unit=_unit_ids(config.unit, whole, whole.sampled),
+            sampled=whole.sampled,
             how=config.aggregate,
         )
         divergences = {
-            name: over_unit(divergence(log_d, batch.behavior_logp))
+            name: over_unit(divergence(log_d, whole.behavior_logp))
             for name, divergence in corrections.DIVERGENCES.items()
             if name in choices("corrections", "mode")[config.mode]
         }
@@ -56,7 +57,8 @@ class LossSpec:
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
         """Return True for the sampled tokens that the token veto drops, `[T]`."""
-        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        whole = self.whole(batch)
+        log_d = corrections.log_discrepancy(old_logp, whole.behavior_logp, sampled=whole.sampled)
         return batch.sampled & ~self._veto(log_d, batch).keep
 
     def _veto(self, log_d: Tensor, batch: Batch) -> CorrectionWeights:
@@ -72,6 +74,7 @@ class LossSpec:
         The ratio may be aggregated over a unit of several tokens.
         """
         config = self.objective
+        batch = self.whole(batch)
         if self.techniques.ratio:
             log_s = self.techniques.ratio.log_ratio(logp, old_logp, batch)
         else:
@@ -132,6 +135,28 @@ class LossSpec:
         return objectives.loss_divisor(
             batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
         )
+
+    @property
+    def uses_sequences(self) -> bool:
+        """True if a ratio over several tokens is used, in which shared tokens count, too."""
+        correction, objective = self.correction, self.objective
+        return bool(
+            correction.token_veto_threshold
+            or correction.unit != "token"
+            or objective.ratio_unit != "token"
+            or "sequence" in objective.inputs
+            or objective.opsm_threshold
+            or self.techniques.ratio
+            or self.techniques.controllers
+        )
+
+    def whole(self, batch: Batch) -> Batch:
+        """Return the batch with shared tokens as sampled ones, if `uses_sequences`."""
+        return batch.whole_sequences() if self.uses_sequences else batch
+
+    def scored(self, batch: Batch) -> Tensor:
+        """Return the tokens whose log-probability the loss needs, `[T]` bool."""
+        return batch.trained | self.whole(batch).sampled
 
     @property
     def trains_zero_advantage(self) -> bool:

@@ -100,7 +100,12 @@ class Scoring:
         `logp` are the current log-probabilities, empty if the route does not need them. Raises
         NonFinite if a log-probability is NaN or infinite.
         """
-        old_logp, exact = self._ask_route(batch, logp)
+        if self.is_inline and batch.shared:  # its owners may be in another pass
+            old_logp, exact = self._ask_route(self._rules.whole(batch), logp)
+            exact = exact & batch.sampled
+        else:
+            old_logp, exact = self._ask_route(batch, logp)
+            old_logp = batch.of_owners(old_logp) if self._rules.uses_sequences else old_logp
         if not self._old.needs.inline:
             ones = torch.ones_like(old_logp)
             minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)

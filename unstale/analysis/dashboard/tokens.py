@@ -14,7 +14,7 @@ from unstale.analysis.dashboard.training import cut, of_episode
 from unstale.durability.journal import JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.run_folder import Row
-from unstale.records import Piece, Sampled, walk
+from unstale.records import Fork, Piece, Placed, Sampled, walk
 
 MAX_TOKENS = 8000
 """Largest number of tokens of an episode in one answer. Longer episodes are read in parts."""
@@ -196,6 +196,7 @@ class _Recorded:
     """Version of the policy that was first trained on the episode. None if none was."""
     training: Row
     """The values of the sampled tokens in a step (`training.of_episode`). Empty if not stored."""
+    fork: Fork | None
 
     @property
     def ids(self) -> list[int]:
@@ -231,12 +232,18 @@ class _Recorded:
                 about["behavior_logp"] = list(piece.behavior_logp[first:last])
                 if training:
                     about["trained"] = cut(training["tokens"], before, before + len(ids))
+            if isinstance(piece, Placed):
+                about["placed"] = True
+                if piece.source_logp is not None:
+                    about["source_version"] = piece.version
+                    about["source_logp"] = list(piece.source_logp[first:last])
             shown.append(about)
         return {
             "num_tokens": self.num_tokens,
             "start": start,
             "end": min(self.num_tokens, start + limit),
             "trained_version": version,
+            "fork": self.fork and {"parent": self.fork.parent, "at": self.fork.at},
             "training": {name: each for name, each in training.items() if name != "tokens"} or None,
             "has_texts": decode is not None,
             "pieces": shown,
@@ -251,6 +258,7 @@ def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorde
         pieces=journal.pieces(episode),
         trained_version=trained[0][0] if trained else None,
         training=of_episode(journal, group, episode, step),
+        fork=journal.fork(episode),
     )
 
 

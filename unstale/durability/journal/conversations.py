@@ -8,7 +8,7 @@ from typing import Any
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
 from unstale.durability.journal.tables import grade
 from unstale.durability.run_folder import TOKENIZER
-from unstale.records import Piece, Sampled, Task
+from unstale.records import Piece, Sampled, Task, Trajectory, is_reply
 
 Decode = Callable[[Sequence[int]], str]
 """A function that turns tokens into text."""
@@ -69,10 +69,17 @@ def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
         "reward": trajectory.reward,
         "success": trajectory.success,
         "stop": trajectory.stop,
+        **fork_columns(trajectory),
         "versions": sorted(trajectory.versions),
         "num_tokens": len(trajectory),
         "turns": _turns(trajectory.pieces, decode),
     }
+
+
+def fork_columns(trajectory: Trajectory) -> dict[str, int | None]:
+    """Return the columns of an export about the fork of an episode. They are None without one."""
+    fork = trajectory.fork
+    return {"parent": fork.parent if fork else None, "forked_at": fork.at if fork else None}
 
 
 def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
@@ -83,7 +90,7 @@ def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for piece in pieces:
         version = piece.version if isinstance(piece, Sampled) else None
-        role = "environment" if version is None else "assistant"
+        role = "assistant" if is_reply(piece) else "environment"
         text = decode(piece.tokens)
         row = {
             "text": text,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from unstale.config import ConfigError, install
-from unstale.durability.journal.conversations import Decode, conversation
+from unstale.durability.journal.conversations import Decode, conversation, fork_columns
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
-from unstale.records import NO_VERSION, Sampled, Trajectory, walk
+from unstale.records import NO_VERSION, Placed, Sampled, Trajectory, walk
 from unstale.token_values import TokenFlag
 
 ROW_GROUP = 256
@@ -80,9 +80,10 @@ def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row
 
 
 def token_row(episode: StoredEpisode) -> Row:
-    """Return a trajectory as a row. Its last five columns are lists with one entry per token."""
+    """Return a trajectory as a row. Its last six columns are lists with one entry per token."""
     trajectory = episode.trajectory
     behavior_logp: list[float | None] = []
+    source_logp: list[float | None] = []
     version: list[int] = []
     provenance: list[str] = []
     turns: list[int] = []
@@ -90,6 +91,8 @@ def token_row(episode: StoredEpisode) -> Row:
         count = len(piece.tokens)
         provenance += [piece.provenance.name] * count
         turns += [turn] * count
+        known = piece.source_logp if isinstance(piece, Placed) else None
+        source_logp += known or [None] * count
         if isinstance(piece, Sampled):
             behavior_logp += piece.behavior_logp
             version += [piece.version] * count
@@ -107,9 +110,11 @@ def token_row(episode: StoredEpisode) -> Row:
         "reward": trajectory.reward,
         "success": trajectory.success,
         "stop": trajectory.stop,
+        **fork_columns(trajectory),
         "turns": trajectory.num_turns,
         "token": list(trajectory.tokens),
         "behavior_logp": behavior_logp,
+        "source_logp": source_logp,
         "version": version,
         "provenance": provenance,
         "turn": turns,
@@ -158,6 +163,8 @@ def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
         "reward": number,
         "success": pyarrow.bool_(),
         "stop": text,
+        "parent": integer,
+        "forked_at": integer,
     }
     match content:
         case "samples":
@@ -177,6 +184,7 @@ def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
                 "turns": pyarrow.int32(),
                 "token": pyarrow.list_(pyarrow.uint32()),
                 "behavior_logp": pyarrow.list_(pyarrow.float32()),
+                "source_logp": pyarrow.list_(pyarrow.float32()),
                 "version": versions,
                 "provenance": pyarrow.list_(text),
                 "turn": versions,

@@ -575,11 +575,11 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
-                fork=self._fork(episode),
+                fork=self.fork(episode),
             )
             return StoredEpisode(trajectory, number, step)
 
-    def _fork(self, episode: int) -> Fork | None:
+    def fork(self, episode: int) -> Fork | None:
         """Return where an episode was forked from another one. None if it was not forked."""
         if "forks" not in self._tables:
             return None
@@ -678,7 +678,7 @@ class JournalReader:
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
             ended = Failure(task, "replay", *reason)
-            return EpisodeRecord(episode, (), ended, failures, fork=self._fork(episode))
+            return EpisodeRecord(episode, (), ended, failures, fork=self.fork(episode))
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -693,7 +693,7 @@ class JournalReader:
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
-            fork=self._fork(episode),
+            fork=self.fork(episode),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, PositiveInt, Range, Section
-from unstale.config.techniques import Entry, chosen, require_value
+from unstale.config.techniques import Entry, chosen
 from unstale.records import Failure, Fork, Sampled, Trajectory, walk
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ REFUSED = {
     "distiller": "which gives every episode the same weight",
     "filter": "which may leave out an episode, and with it the tokens that its forks share",
     "limiter": "which counts the replies of an episode from its beginning",
-    "ratio": "which is computed over whole sequences",
     "recredit": "whose comparisons count a shared reply several times",
     "source": "which stores single episodes",
 }
@@ -126,38 +125,35 @@ def _check_techniques(config: RunConfig) -> None:
         if entry.name == "novelty":
             raise ConfigError(
                 "the technique tree cannot be used with novelty, which compares the probabilities "
-                "of whole sequences: remove one of them from --techniques"
+                "of whole sequences under two policies: remove one of them from --techniques"
             )
 
 
 def check_sequences(config: RunConfig, technique: str = "tree") -> None:
-    """Refuse what is computed over a whole sequence, of which a forked episode has only the end."""
-    reason = "a forked episode has only the end of a sequence"
-    correction, objective = config.correction, config.objective
-    require_value(technique, "correction.unit", correction.unit, ["token"], reason)
-    require_value(technique, "objective.unit", objective.unit, ["token"], reason)
-    for name, value in (
-        ("correction.token_veto_threshold", correction.token_veto_threshold),
-        ("objective.opsm_threshold", objective.opsm_threshold),
-    ):
-        if value:
-            raise ConfigError(
-                f"the technique {technique} needs {name} = 0, got {value:g}: {reason}"
-            )
-    if objective.ratio or "sequence" in objective.inputs:
-        raise ConfigError(
-            f"the technique {technique} cannot be used with objective.loss_type = "
-            f"{objective.loss_type}: {reason}. Set objective.loss_type ppo_clip"
-        )
+    """Refuse what a shared token lacks, or would be counted in several times."""
+    objective = config.objective
     if objective.loss_aggregation == "sequence_mean":
         raise ConfigError(
             f"the technique {technique} needs another objective.loss_aggregation than "
-            f"sequence_mean: {reason}. Set objective.loss_aggregation action_tokens"
+            "sequence_mean: a forked episode has only the end of a sequence. Set "
+            "objective.loss_aggregation action_tokens"
         )
     if config.trainer.routing_replay:
         raise ConfigError(
             f"the technique {technique} needs trainer.routing_replay = false, got true: a forked "
             "episode has no record of the experts of its beginning"
+        )
+    over_tokens = (
+        objective.ratio_unit != "token"
+        or "sequence" in objective.inputs
+        or objective.opsm_threshold
+        or any(entry.slot in ("ratio", "controller") for entry in chosen(config.techniques))
+    )
+    if over_tokens and config.engine.truncated_by:
+        raise ConfigError(
+            f"the technique {technique} needs sampling from the whole vocabulary if a ratio "
+            f"pi / pi_old is taken over several tokens, got {config.engine.truncated_by}: a forked "
+            "episode has no kept sets of its beginning"
         )
 
 
@@ -194,7 +190,9 @@ ENTRY = Entry(
     "it with `tree_advantage`.",
     measured=_MEASURED,
     exactness="A shared token belongs to the episode that sampled it: it has one `behavior_logp`, "
-    "one version, one old log-probability and one loss, so D and S do not change. `branch turn` "
+    "one version, one old log-probability and one loss, so D and S do not change. A ratio over "
+    "several tokens (units, vetoes, `gspo`, `minpro`) counts it in every episode that has it. KL "
+    "and entropy terms weight a token by 1 / branches at each fork before it. `branch turn` "
     "does not change the mean of the gradient; `branch unlikely` does (`tree_advantage`). The "
     "paper takes the tokens with the largest entropy.",
 )

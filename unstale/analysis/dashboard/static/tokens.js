@@ -10,7 +10,7 @@ export function flat(episode) {
     piece.ids.map((id, index) => ({
       at: piece.start + index, id, text: episode.has_texts ? piece.texts[index] : `${id} `, piece, number, turn: piece.turn,
       sampled: piece.version !== undefined, version: piece.version, lag: piece.lag ?? undefined, provenance: piece.provenance,
-      behavior_logp: piece.behavior_logp?.[index],
+      behavior_logp: piece.behavior_logp?.[index], placed: piece.placed, source_version: piece.source_version, source_logp: piece.source_logp?.[index],
       trained: piece.trained ? Object.fromEntries(Object.entries(piece.trained).map(([name, values]) => [name, values[index]])) : undefined,
     })));
 }
@@ -158,6 +158,11 @@ export function numbersOf(token, training) {
     ["token", `${token.at}`, "its place in the episode"], ["id", `${token.id}`, "in the vocabulary"],
     ["provenance", token.provenance, "where it came from"],
   ];
+  if (token.placed) rows.push(["placed text", `turn ${token.turn}`, "of a reply, but the policy did not sample it here"]);
+  if (token.source_logp !== undefined) {
+    rows.push(["source", `${token.source_version}`, "version of the policy that sampled it in another context"],
+      ["source_logp", exactly(token.source_logp), `the engine, when it sampled: ${percent(Math.exp(token.source_logp), 2)}`]);
+  }
   if (!token.sampled) return rows;
   rows.push(["turn", `${token.turn}`, "reply of the policy"], ["version", `${token.version}`, "of the policy that sampled it"],
     ["lag", token.lag === undefined ? NONE : `${token.lag}`, "versions published until it was trained on"],
