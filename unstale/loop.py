@@ -75,7 +75,7 @@ class TechniqueHooks(Protocol):
         """True if a technique uses hidden states of the policy."""
         ...
 
-    def more(
+    async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
         """Return an element for each episode to add to a group whose episodes have all ended.

@@ -411,7 +411,7 @@ def fork_of(
         words = "ab." if params.seed == calls[0][1] else "cd."
         return list(map(ord, words))[params.sampled :]
 
-    def more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
+    async def more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
         return [Fork(0, at)] if len(results) == 1 else []
 
     async def main() -> tuple[Group, Tasks]:
@@ -525,7 +525,7 @@ def test_a_group_is_enlarged_after_its_results_and_a_resumed_one_ends_equal() ->
         seeds.append(params.seed)
         return [END]
 
-    def more(results: Sequence[Trajectory | Failure]) -> Sequence[None]:
+    async def more(results: Sequence[Trajectory | Failure]) -> Sequence[None]:
         return [None] * {2: 1, 3: 2}.get(len(results), 0)
 
     async def main() -> tuple[Group, Group]:

@@ -138,6 +138,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
     (request,) = first(1, selection)
     assert request.sizes == (2,)
     recorded: list[tuple[int, int]] = []
+    no_writer: Any = None
 
     hooks = RunHooks(
         techniques=NO_TECHNIQUES,
@@ -145,6 +146,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
         estimate=lambda groups: [],
         identify=lambda task: task.key,
         answer=lambda episode: "",
+        writer=no_writer,
         lag=torch.zeros_like,
         resize=lambda *row: recorded.append(row),
         hidden_states=None,
@@ -153,7 +155,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
     )
 
     def more(*rewards: float | None) -> int:
-        return len(hooks.more(request, ended(*rewards)))
+        return len(asyncio.run(hooks.more(request, ended(*rewards))))
 
     assert more(0.0, 0.0) == 2 and more(0.0, 0.0, 0.0, None) == 2
     assert recorded == [(0, 4), (0, 6)]

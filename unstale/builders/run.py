@@ -50,6 +50,7 @@ from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.solutions import give_solutions
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.rollout.writer import PolicyWriter
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
 
@@ -176,6 +177,7 @@ def build(
             lag=parts.trainer.lag,
             resize=journal.resize,
             hidden_states=parts.hidden_states,
+            writer=PolicyWriter(generator),
             seed=config.seed,
             replay_experts=config.trainer.routing_replay,
             give_lessons=build_lessons(config, taskset, parts.generator.chat),

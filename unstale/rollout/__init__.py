@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from unstale.rollout.transcript import OpenWriter
 
 
-More = Callable[["Sequence[Trajectory | Failure]"], "Sequence[Fork | None]"]
-"""A function that decides on further episodes of a group (several episodes of one task). Its
-argument is the results so far, in the order in which the episodes started. It returns one element
-for each further episode: the place at which it is forked from an earlier episode, or None for one
-that starts anew. An empty result ends the group.
+More = Callable[["Sequence[Trajectory | Failure]"], Awaitable["Sequence[Fork | None]"]]
+"""A function of the results so far of a group's episodes, in the order of their start. A group is
+several episodes of one task. The function returns an element for each further episode to run: the
+place at which it is forked from an earlier one, or None for an episode with its own beginning. No
+element ends the group.
 """
 
 
-def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-    """Request no further episodes: return (), whatever the results of the group are."""
+async def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+    """Return (): a group of episodes of one task ends when its first episodes have ended."""
     return ()
 
 

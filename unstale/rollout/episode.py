@@ -269,7 +269,7 @@ class Rollout:
                 results += await self.run_episodes(
                     request, indices, records, open_writer, starts=starts
                 )
-                forks += more(results)
+                forks += await more(results)
             self._failures.count(number, results)
         finally:
             self._failures.end(number)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unstale.rollout.seeds import derive_seed
+from unstale.techniques.hooks import Reflector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from unstale.rollout.selection import Selection
-    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques
+    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques, Writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class RunHooks:
     """A function that computes hidden states of the policy. None with several trainer ranks, where
     techniques that need hidden states are refused.
     """
+    writer: Writer
+    """The policy as a writer of texts outside of episodes."""
     seed: int
     replay_experts: bool
     """True if the forward passes for hidden states use the experts that were recorded during
@@ -67,11 +70,14 @@ class RunHooks:
     def reads_states(self) -> bool:
         return bool(self.techniques.states_readers and self.hidden_states)
 
-    def more(
+    async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
         if strategy := self.techniques.strategy:
             roots = request.sizes[0]
+            if isinstance(strategy, Reflector):
+                # a resumed group has those retries that had begun
+                return await strategy.reflect(results, self.writer) if len(results) == roots else ()
             # a resumed group may have some of its forks already; the journal has them as episodes
             return strategy.forks(results[:roots])[len(results) - roots :]
         count = self.selection.more(request, results)

@@ -8,6 +8,7 @@ technique, and can be imported without torch. A technique is an object with the 
     strategy     roots(group_size) -> int           chooses the number of episodes that begin a
                                                     group
                  forks(results) -> forks            and where further ones are forked from these
+                 reflect(results, writer) -> forks  the same, with texts that the policy writes
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
     reward       reward(groups, context)            changes the rewards of a batch's episodes
@@ -334,6 +335,43 @@ class Strategy(Protocol):
         ...
 
 
+class Writer(Protocol):
+    """The policy as a writer of texts outside of episodes, such as reflections."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        ...
+
+    async def write(self, instructions: str, seed: int, **texts: str) -> str:
+        """Return the policy's reply to instructions and named texts."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens of an episode."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text in a reply."""
+        ...
+
+
+@runtime_checkable
+class Reflector(Protocol):
+    """A strategy for which the policy writes texts about finished episodes."""
+
+    def roots(self, group_size: int) -> int: ...
+
+    async def reflect(
+        self, results: Sequence[Trajectory | Failure], writer: Writer
+    ) -> Sequence[Fork]:
+        """Return the places at which further episodes are forked from finished ones.
+
+        Called once, when the episodes that began a group have ended.
+        """
+        ...
+
+
 @runtime_checkable
 class SolutionReader(Protocol):
     """A technique that uses solutions of tasks."""
@@ -592,7 +630,9 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
-        self.strategy = next((each for each in values if isinstance(each, Strategy)), None)
+        self.strategy = next(
+            (each for each in values if isinstance(each, Strategy | Reflector)), None
+        )
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)

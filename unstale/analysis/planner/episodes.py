@@ -230,7 +230,7 @@ class SimulatedRollout:
         results: list[Trajectory | Failure] = []
         while size:
             results += await self._stage(request, size, random, begun=len(results))
-            size = len(more(results))
+            size = len(await more(results))
         first = request.sizes[0] if request.sizes else len(results)
         return Group(
             request.task,

@@ -216,7 +216,7 @@ class SimulatedLimits:
             self._ended[request.number].append((len(cut.turns), cut != whole))
         return made
 
-    def more(self, request: GroupRequest, results: object) -> Sequence[None]:
+    async def more(self, request: GroupRequest, results: object) -> Sequence[None]:
         return ()
 
     def read_states(self, groups: Sequence[Group]) -> None: ...

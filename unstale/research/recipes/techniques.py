@@ -64,8 +64,8 @@ def hard_tasks(**changes: Any) -> RunConfig:
     """Tasks that mostly fail: up to 64 episodes of a task, and its stored successes.
 
     The techniques are allocate (DARS-HW) and replay (only where every new episode failed, DART).
-    The 64 tasks come again every 4 steps, so that stored groups are not too old. Hints and repeated
-    attempts, which would help on such tasks, are missing. The desk and the model are those of
+    The 64 tasks come again every 4 steps, so that stored groups are not too old. With solutions or
+    many replies, try `hints` or `retry` instead of `allocate`. The desk and the model are those of
     `retail`, whose tasks are easy: replace them. The techniques have not been measured together, so
     no result is promised.
     """

@@ -277,8 +277,8 @@ ROWS: Sequence[Row] = (
         34,
         "R3L",
         "reflect, restart, train the suffix",
-        "--techniques opmd is the loss",
-        "Reflection, restarts and training on replies without the advice they had are missing.",
+        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none",
+        "Only failed attempts are reflected on, and the reflections themselves are not trained on.",
     ),
     _partly(
         35,
@@ -478,6 +478,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "least_variance_baseline",
         "novelty",
         "reward_channels",
+        "retry",
         "step_groups",
         "token_entropy_advantage",
         "top_tokens",

@@ -100,7 +100,7 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
             f"{options.turn}: no episode has that many replies, so that none would be forked"
         )
     _check_techniques(config)
-    _check_sequences(config)
+    check_sequences(config)
 
 
 def _check_techniques(config: RunConfig) -> None:
@@ -129,19 +129,19 @@ def _check_techniques(config: RunConfig) -> None:
             )
 
 
-def _check_sequences(config: RunConfig) -> None:
+def check_sequences(config: RunConfig, technique: str = "tree") -> None:
     """Refuse what a shared token lacks, or would be counted in several times."""
     objective = config.objective
     if objective.loss_aggregation == "sequence_mean":
         raise ConfigError(
-            "the technique tree needs another objective.loss_aggregation than sequence_mean: a "
-            "forked episode has only the end of a sequence. Set objective.loss_aggregation "
-            "action_tokens"
+            f"the technique {technique} needs another objective.loss_aggregation than "
+            "sequence_mean: a forked episode has only the end of a sequence. Set "
+            "objective.loss_aggregation action_tokens"
         )
     if config.trainer.routing_replay:
         raise ConfigError(
-            "the technique tree needs trainer.routing_replay = false, got true: a forked episode "
-            "has no record of the experts of its beginning"
+            f"the technique {technique} needs trainer.routing_replay = false, got true: a forked "
+            "episode has no record of the experts of its beginning"
         )
     over_tokens = (
         objective.ratio_unit != "token"
@@ -151,9 +151,9 @@ def _check_sequences(config: RunConfig) -> None:
     )
     if over_tokens and config.engine.truncated_by:
         raise ConfigError(
-            "the technique tree needs sampling from the whole vocabulary if a ratio pi / pi_old is "
-            f"taken over several tokens, got {config.engine.truncated_by}: a forked episode has no "
-            "kept sets of its beginning"
+            f"the technique {technique} needs sampling from the whole vocabulary if a ratio "
+            f"pi / pi_old is taken over several tokens, got {config.engine.truncated_by}: a forked "
+            "episode has no kept sets of its beginning"
         )
 
 
