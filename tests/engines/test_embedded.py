@@ -43,6 +43,7 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     JambaConfig,
+    JambaForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -60,11 +61,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.support.waits import LIMIT_S, wait_until_gone
 from unstale.engines import EngineDied, SamplingParams
-from unstale.engines.embedded import decoder, packed
+from unstale.engines.embedded import decoder, fallback, packed
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -76,6 +78,7 @@ from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
 from unstale.native import NotCompiled
 from unstale.records import Sampled
+from unstale.testing.architectures import ARCHITECTURES
 from unstale.weights import child_process
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -150,6 +153,30 @@ MODELS: dict[str, Callable[[], Module]] = {
             topk_group=1,
             moe_intermediate_size=32,
             first_k_dense_replace=1,
+        )
+    ),
+    "mamba, no parts after a beginning": lambda: MambaForCausalLM(
+        MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    ),
+    "jamba, no parts after a beginning": lambda: JambaForCausalLM(
+        JambaConfig(
+            **{**SIZES, "num_experts_per_tok": 1},
+            num_experts=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_dt_rank=4,
+        )
+    ),
+    "qwen3 next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **SIZES,
+            **EXPERTS,
+            shared_expert_intermediate_size=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
         )
     ),
     "gpt2": lambda: GPT2LMHeadModel(
@@ -258,7 +285,9 @@ def test_float32_log_probabilities_are_those_of_transformers(kind: str, tmp_path
             for number, reply in _run(batcher, *asked.values()).items():
                 request = asked[number]
                 assert reply.stop == "length" and len(reply.tokens) == request.max_tokens
-                assert _error(model, request.tokens, reply, temperature=request.temperature) < 1e-5
+                error = _error(model, request.tokens, reply, temperature=request.temperature)
+                # A delta rule is computed in chunks or token by token, which round differently.
+                assert error < (1e-4 if kind == "qwen3 next" else 1e-5)
                 episodes[number] = [
                     *request.tokens,
                     *reply.tokens,
@@ -274,7 +303,7 @@ def test_float32_log_probabilities_are_those_of_transformers(kind: str, tmp_path
         ("llama", ""),
         (
             "gptj",
-            "GPTJForCausalLM by transformers, prompts one by one.* does not call transformers'",
+            "GPTJForCausalLM by transformers, one sequence at a time.* does not call transformers'",
         ),
     ],
 )
@@ -446,7 +475,7 @@ def test_a_rotary_embedding_that_depends_on_the_longest_position_is_found(tmp_pa
     Phi3ForCausalLM(config).save_pretrained(tmp_path)
     sizes: dict[str, Any] = {"dtype": "float32", "max_slots": 2}
     assert "packed" in build_runner(tmp_path, max_context=64, **sizes).name
-    with pytest.raises(ValueError, match="a lower max_context helps"):
+    with pytest.raises(ValueError, match=r"longest position of a pass\. Lower engine\.max_context"):
         build_runner(tmp_path, max_context=256, **sizes)
 
 
@@ -587,7 +616,7 @@ def test_siblings_share_their_opening(kind: str, tmp_path: Path) -> None:
     assert len({tuple(reply.tokens) for reply in found.values()}) == 8, "each has its own noise"
 
 
-@pytest.mark.parametrize("kind", ["qwen3, tied", "gemma2", "gptj"])
+@pytest.mark.parametrize("kind", ["qwen3, tied", "gemma2", "gptj", "qwen3 next"])
 def test_after_a_load_contexts_are_computed_again_and_counted(kind: str, tmp_path: Path) -> None:
     """The second half of an interrupted reply is sampled by the second weights with a new cache."""
     old, new = _model(kind, seed=1), _model(kind, seed=2)
@@ -605,7 +634,7 @@ def test_after_a_load_contexts_are_computed_again_and_counted(kind: str, tmp_pat
     context = [*prompt, *first.tokens]
     second = _run(batcher, _ask(0, context, 9))[0]
     assert batcher.counters["reprefill_tokens"] == 36 and batcher.counters["reprefill_s"] > 0
-    assert _error(old, prompt, first) < 1e-5 and _error(new, context, second) < 1e-5
+    assert _error(old, prompt, first) < 1e-4 and _error(new, context, second) < 1e-4
 
 
 def test_with_a_kept_cache_whatever_stands_on_older_keys_is_not_clean(tmp_path: Path) -> None:
@@ -1024,22 +1053,6 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         EmbeddedEngine(EngineOptions(tmp_path))
 
 
-def test_a_model_with_another_kind_of_state_is_refused_at_the_start(tmp_path: Path) -> None:
-    MambaForCausalLM(
-        MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-    ).save_pretrained(tmp_path)
-
-    async def live() -> None:
-        engine = EmbeddedEngine(EngineOptions(tmp_path, max_running=2, max_context=64))
-        try:
-            with pytest.raises(ValueError, match=r"needs full attention.*linear_attention"):
-                await engine.start()
-        finally:
-            await engine.close()
-
-    asyncio.run(live())
-
-
 TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
 TINY_ATTENTION = {
     **TINY,
@@ -1051,59 +1064,47 @@ TINY_ATTENTION = {
 
 
 @pytest.mark.parametrize(
-    ("config", "refused"),
+    ("config", "says"),
     [
-        (FalconConfig(**TINY, num_attention_heads=4), ""),
+        (FalconConfig(**TINY, num_attention_heads=4), "one sequence at a time"),
         (MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64), ""),
-        (BloomConfig(**TINY, n_head=4), "cannot run BloomForCausalLM"),
-        (
-            FalconConfig(**TINY, num_attention_heads=4, alibi=True),
-            "cannot run FalconForCausalLM",
-        ),
-        (
-            JambaConfig(
-                **TINY_ATTENTION,
-                num_experts=2,
-                attn_layer_period=2,
-                attn_layer_offset=1,
-                mamba_dt_rank=4,
-                use_mamba_kernels=False,
-            ),
-            "this model has linear_attention",
-        ),
-        (
-            Qwen3NextConfig(
-                **TINY_ATTENTION,
-                num_experts=2,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                layer_types=["linear_attention", "full_attention"],
-            ),
-            "this model has linear_attention",
-        ),
+        (BloomConfig(**TINY, n_head=4), "one sequence at a time"),
+        (FalconConfig(**TINY, num_attention_heads=4, alibi=True), "one sequence at a time"),
         (
             Llama4TextConfig(
                 **TINY_ATTENTION, head_dim=8, num_local_experts=2, attention_chunk_size=16
             ),
-            "this model has chunked_attention",
+            "one sequence at a time",
         ),
+        (ARCHITECTURES["Nemotron-H"].make().config, "each token takes a pass of all tokens"),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
 )
-def test_models_that_cannot_be_packed_are_slow_or_refused(
-    config: Any, refused: str, tmp_path: Path
-) -> None:
-    """The models that docs/engines.md names."""
+def test_models_that_cannot_be_packed_are_slow(config: Any, says: str, tmp_path: Path) -> None:
+    """Recurrent models are in `MODELS`."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     sizes: dict[str, Any] = {"max_slots": 2, "max_context": 64, "device": "cpu"}
-    if refused:
-        with pytest.raises(ValueError, match=refused):
-            build_runner(tmp_path, dtype="float32", **sizes)
-    else:
-        assert "one by one" in build_runner(tmp_path, dtype="float32", **sizes).warning
+    assert says in build_runner(tmp_path, dtype="float32", **sizes).warning
+
+
+def test_a_model_that_looks_ahead_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ahead(*arguments: Any, **options: Any) -> Module:
+        model: Any = _model("llama")
+        forward = model.model.norm.forward
+        model.model.norm.forward = lambda hidden: forward(hidden - hidden.mean(1, keepdim=True))
+        return model  # type: ignore[no-any-return]
+
+    ahead().save_pretrained(tmp_path)  # type: ignore[operator]
+    for module in (packed, fallback):
+        monkeypatch.setattr(module, "load_model", ahead)
+    with pytest.raises(
+        ValueError,
+        match=r"cannot run LlamaForCausalLM.*One by one: .* changes the logits of earlier tokens",
+    ):
+        build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64, device="cpu")
 
 
 def test_before_start_nothing_works_and_close_is_harmless(folder: Path) -> None:

@@ -33,6 +33,8 @@ SIZES: dict[str, Any] = {
 class _Echo:
     """A runner that returns the plain logits of a probe, after `change(number, logits)`."""
 
+    keeps_beginnings = True
+
     def __init__(self, probe: Probe, change: Callable[[int, Tensor], Tensor]) -> None:
         self._probe, self._change, self.count = probe, change, 0
 

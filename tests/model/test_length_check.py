@@ -1,4 +1,4 @@
-"""Test that models whose long sequences cannot be packed are refused, and others are not."""
+"""Test that models whose long sequences cannot be packed are found: computed apart, or refused."""
 
 from copy import copy
 from typing import Any
@@ -24,6 +24,8 @@ from transformers import (
 from unstale.config import ConfigError
 from unstale.model.attention import ATTENTION
 from unstale.model.packing_check import check_length, check_packing
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -78,6 +80,32 @@ def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
     message = "with 65 tokens .* its position embedding depends on the longest position of a pass"
     with pytest.raises(ConfigError, match=message):
         check_length(model, 65)
+
+
+def test_a_policy_computes_chunks_apart_from_that_length_on() -> None:
+    policy = Policy(llama4(), None)  # type: ignore[arg-type]
+    policy.check_length(64)
+    assert not policy.computes_apart
+    with pytest.warns(RuntimeWarning, match=r"in a forward pass of its own.* with 65 tokens"):
+        policy.check_length(65)
+    tokens = torch.arange(100) % 60
+    with torch.no_grad():
+        logits = policy.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        found = policy.logps(Packed(tokens, (0, 100)), temperature=1.0)
+    expected = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+    assert policy.computes_apart
+    torch.testing.assert_close(found[1:], expected, atol=1e-5, rtol=0)
+
+
+def test_a_policy_with_frequencies_of_the_longest_position_is_refused() -> None:
+    config = Phi3Config(**SIZES, original_max_position_embeddings=64, rope_parameters=LONG)
+    policy = Policy(made(Phi3ForCausalLM, config), None)  # type: ignore[arg-type]
+    policy.check_length(64)
+    with (
+        pytest.warns(RuntimeWarning, match="forward pass of its own"),
+        pytest.raises(ConfigError, match=r"cannot be used with 65 tokens .* the longest position"),
+    ):
+        policy.check_length(65)
 
 
 def test_frequencies_that_grow_beyond_the_positions_of_the_model_are_accepted() -> None:

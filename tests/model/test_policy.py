@@ -18,8 +18,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -131,13 +129,6 @@ def test_no_sequence_sees_its_neighbour() -> None:
     one, two = policy.logps(batch, temperature=1.0), policy.logps(other, temperature=1.0)
     assert torch.equal(one[:6], two[:6]) and torch.equal(one[14:], two[14:])
     assert (one[7:14] - two[7:14]).abs().min() > 1e-3
-
-
-def test_a_model_that_mixes_packed_sequences_is_refused() -> None:
-    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
-    told = r"affect each other in BloomForCausalLM.*by \d.* does not use transformers' attention"
-    with pytest.raises(ConfigError, match=told):
-        Policy(model, None)
 
 
 def test_only_asked_for_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

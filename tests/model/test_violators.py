@@ -1,7 +1,7 @@
-"""Test that models whose packed sequences affect each other are refused, however they do it.
+"""Test that models whose packed sequences affect each other are not packed, however they do it.
 
 In float32 and bfloat16, plain and with massive activations, dense and with experts. Unchanged
-models are accepted in each case.
+models are accepted in each case. Those whose sequences are causal can be computed apart.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from unstale.config import ConfigError
 from unstale.config.run import SHIPPED_POLICY
+from unstale.model.apart import check_apart
 from unstale.model.attention import ATTENTION
 from unstale.model.loading import load_tokenizer
 from unstale.model.packing_check import check_packing
@@ -170,3 +171,31 @@ def test_violators_are_refused(
     spoil(model)
     with pytest.raises(ConfigError, match=r"affect each other|of single ones"):
         check_packing(model, TOKENIZER)
+
+
+CAUSAL = {
+    short_convolution,
+    convolution_of_last_layer,
+    running_mean,
+    first_token_of_pass,
+    attention_over_whole_pass,
+    absolute_index,
+    scale_by_index,
+}
+
+
+@pytest.mark.costly(cases=10)
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoil", VIOLATORS)
+def test_apart_they_are_accepted_only_if_no_token_changes_earlier_ones(
+    spoil: Callable[[Any], None], dtype: torch.dtype, planted: bool
+) -> None:
+    model = made("Llama", dtype, planted=planted)
+    model.set_attn_implementation("sdpa")
+    spoil(model)
+    if spoil in CAUSAL:
+        assert check_apart(model, TOKENIZER).noise == 0.0
+    else:
+        with pytest.raises(ConfigError, match="a token changes the logits of earlier tokens"):
+            check_apart(model, TOKENIZER)

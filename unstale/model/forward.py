@@ -110,9 +110,14 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
         chosen: Tensor = (out.last_hidden_state if plain_head else out.logits)[0, rows]
     finally:
         running.reset(token)
-    if (found := _last_states.get()) is not None:
-        found.append(chosen)
+    keep_states(chosen)
     return chosen
+
+
+def keep_states(states: Tensor) -> None:
+    """Append the last hidden states of a pass, `[R, H]`, to the list of `last_states`, if any."""
+    if (found := _last_states.get()) is not None:
+        found.append(states)
 
 
 def announce_layers(model: nn.Module) -> None:

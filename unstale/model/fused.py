@@ -31,6 +31,13 @@ def use(model: nn.Module) -> None:
                 module.__class__ = _fused_class(type(module), forward)  # type: ignore[arg-type]
 
 
+def undo(model: nn.Module) -> None:
+    """Make the modules that `use` changed run the code of transformers again, in place."""
+    for module in model.modules():
+        if getattr(type(module), "is_fused", False):
+            module.__class__ = type(module).__mro__[1]
+
+
 def is_known(kind: type[nn.Module], suffix: str) -> bool:
     """Return True for a module class of `ARCHITECTURES` whose name ends with `suffix`.
 
@@ -54,7 +61,7 @@ def _fused_class(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.
             return base.forward(self, *args, **options)
         return forward(self, base.forward, *args, **options)
 
-    return type(base.__name__, (base,), {"forward": run})
+    return type(base.__name__, (base,), {"forward": run, "is_fused": True})
 
 
 def _norm(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import cast
 
 import torch
 from jinja2 import TemplateError
@@ -70,37 +71,33 @@ def check_packing(
     Raises ConfigError, with the property that does not hold, if the model fails.
     """
     name = type(model).__name__
-    sequences, changed = _probes(tokenizer, vocab_size(model.get_input_embeddings()))
+    sequences, changed = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
     try:
         packed = _run(model, sequences)
         with_other_neighbours = _run(model, changed)
     except NotImplementedError as error:
         raise ConfigError(f"policy: {name} cannot be packed: {error}") from error
-    alone = _run_alone(model, sequences)
+    alone = logits_alone(model, sequences)
     dtype = packed.output.dtype
-    if not all(bool(logits.isfinite().all()) for logits in alone):
-        raise ConfigError(
-            f"policy: logits of {name} are not finite in {_short(dtype)}, packed or not. "
-            "Use a dtype with a larger range, such as bfloat16"
-        )
-    with _in_precision(model, _wider(dtype)):
+    require_finite(model, alone)
+    with in_precision(model, wider(dtype)):
         packed_wide = _run(model, sequences).by_sequence
-        alone_wide = _run_alone(model, sequences)
+        alone_wide = logits_alone(model, sequences)
     has_experts = num_experts(model.config.to_dict()) > 0
-    rounding = _largest(alone, alone_wide, median=has_experts)
+    rounding = largest_error(alone, alone_wide, median=has_experts)
 
     # The middle two sequences are the same in both passes, the outer two are not.
     same = [(packed.by_sequence[i], with_other_neighbours.by_sequence[i]) for i in (1, 2)]
-    influence = _largest(*zip(*same, strict=True), median=has_experts)
+    influence = largest_error(*zip(*same, strict=True), median=has_experts)
     if influence > (_allowed(rounding, dtype) if has_experts else 0):
         raise ConfigError(
             f"policy: packed sequences affect each other in {name}: the logits of a sequence "
             f"differ by {influence:.2g} of their norm if others are packed with it. Its attention "
             "does not use transformers' attention interface, or a layer mixes adjacent tokens"
         )
-    difference = _largest(packed_wide, alone_wide, median=has_experts)
-    if not difference <= _allowed_wide(rounding, dtype):  # either may be NaN
-        with _in_precision(model, _wider(dtype)):
+    difference = largest_error(packed_wide, alone_wide, median=has_experts)
+    if not difference <= allowed_wide(rounding, dtype):  # either may be NaN
+        with in_precision(model, wider(dtype)):
             stretched = _run(model, sequences, stretch=2).by_sequence
         ignored = all(map(torch.equal, packed_wide, stretched))
         reason = (
@@ -109,9 +106,9 @@ def check_packing(
         raise ConfigError(
             f"policy: {name} does not give packed sequences the log-probabilities of single ones: "
             f"the logits differ by {difference:.2g} of their norm, which is not rounding "
-            f"(at most {_allowed_wide(rounding, dtype):.2g}). {reason}"
+            f"(at most {allowed_wide(rounding, dtype):.2g}). {reason}"
         )
-    packed_error = _largest(packed.by_sequence, alone_wide, median=has_experts)
+    packed_error = largest_error(packed.by_sequence, alone_wide, median=has_experts)
     if not packed_error <= _allowed(rounding, dtype):
         raise ConfigError(
             f"policy: {name} rounds more in a packed pass than alone in {_short(dtype)}: the error "
@@ -122,11 +119,26 @@ def check_packing(
     if model.base_model is model:  # as in Llama 4: hidden states cannot be had without logits
         return Packability(False, noise)
     hidden = _run(model, sequences, hidden=True).output
-    head = model.get_output_embeddings()
-    if hidden.shape[-1] != head.weight.shape[1]:
-        return Packability(False, noise)
+    return Packability(is_plain(model.get_output_embeddings(), hidden, packed.output), noise)
+
+
+def is_plain(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
+    """Return True if `logits` `[T, V]` are an output head applied to `hidden` `[T, H]` only."""
+    weight = cast(Tensor, head.weight)
+    if hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        return False
     # Applied to as many rows as in the model: products of another shape round differently.
-    return Packability(torch.equal(head(hidden[None])[0], packed.output), noise)
+    return torch.equal(head(hidden[None])[0], logits)
+
+
+def require_finite(model: PreTrainedModel, logits: Sequence[Tensor]) -> None:
+    """Raise ConfigError if a logit of single sequences is not finite."""
+    if not all(bool(each.isfinite().all()) for each in logits):
+        raise ConfigError(
+            f"policy: logits of {type(model).__name__} are not finite in "
+            f"{_short(logits[0].dtype)}, packed or not. "
+            "Use a dtype with a larger range, such as bfloat16"
+        )
 
 
 @torch.no_grad()
@@ -136,14 +148,14 @@ def check_bitwise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     Raises ConfigError if they change a bit of a sequence's logits, or if the error of the logits is
     too large for rounding.
     """
-    sequences, changed = _probes(tokenizer, vocab_size(model.get_input_embeddings()))
+    sequences, changed = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
     packed, other = (_run(model, each).by_sequence for each in (sequences, changed))
-    alone = _run_alone(model, sequences)
+    alone = logits_alone(model, sequences)
     dtype = next(model.parameters()).dtype
-    with _in_precision(model, _wider(dtype)):
-        alone_wide = _run_alone(model, sequences)
-    error = _largest(packed, alone_wide, median=False)
-    rounding = _largest(alone, alone_wide, median=False)
+    with in_precision(model, wider(dtype)):
+        alone_wide = logits_alone(model, sequences)
+    error = largest_error(packed, alone_wide, median=False)
+    rounding = largest_error(alone, alone_wide, median=False)
     same = all(torch.equal(packed[i], other[i]) for i in (1, 2))
     if not (same and error <= _allowed(rounding, dtype)):
         found = (
@@ -166,7 +178,7 @@ def check_length(
     change other sequences. It does if rotary frequencies depend on the longest position of a pass.
     """
     vocabulary = vocab_size(model.get_input_embeddings())
-    (other, short, *_), _ = _probes(tokenizer, vocabulary)
+    (other, short, *_), _ = probe_sequences(tokenizer, vocabulary)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = min(max_context, positions or max_context)
     token = checked_length.set(length)
@@ -198,7 +210,7 @@ def _too_long(model: PreTrainedModel, length: int, reason: str) -> str:
     )
 
 
-def _probes(
+def probe_sequences(
     tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return four short sequences, and the same four with the first and the last one changed.
@@ -283,17 +295,23 @@ def _run(
     return _Pass(output, list(output[tree.place.to(device)].split(lengths)))
 
 
-def _run_alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits `[T, V]` of each sequence, from one unpacked pass for each."""
+def logits_alone(
+    model: PreTrainedModel, sequences: Sequence[Tensor], **options: Tensor
+) -> list[Tensor]:
+    """Return the logits `[T, V]` of each sequence, from one unpacked pass for each.
+
+    `options` are further arguments of a pass, `[T]` each.
+    """
     device = next(model.parameters()).device
+    rows = {name: value[None].to(device) for name, value in options.items()}
     return [
-        model(input_ids=sequence[None].to(device), use_cache=False).logits[0]
+        model(input_ids=sequence[None].to(device), use_cache=False, **rows).logits[0]
         for sequence in sequences
     ]
 
 
 @contextmanager
-def _in_precision(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Return a context in which the model computes in `dtype`, which is not narrower than its own.
 
     The weights of a layer are converted only while the layer runs, so that little memory is needed.
@@ -337,7 +355,7 @@ def _in_precision(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
+def wider(dtype: torch.dtype) -> torch.dtype:
     narrow = torch.finfo(dtype).bits < 32
     return torch.float32 if narrow else torch.float64
 
@@ -350,8 +368,8 @@ def _allowed(rounding: float, dtype: torch.dtype) -> float:
     return max(MAX_ROUNDING * rounding, MAX_ROUNDING * torch.finfo(dtype).eps)
 
 
-def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest allowed error of logits in the wider precision.
+def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
+    """Return the largest allowed difference of logits in the wider precision, over their norm.
 
     It is a share of the norm of the logits. `rounding` is the error in `dtype`, the narrower
     precision. The result lies between the rounding errors of both precisions: some models compute
@@ -364,8 +382,8 @@ def _allowed_wide(rounding: float, dtype: torch.dtype) -> float:
     return rounding * math.sqrt(eps / torch.finfo(dtype).eps)
 
 
-def _largest(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
-    """Return the largest error of the sequences' logits (`_error`). NaN counts as infinite.
+def largest_error(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
+    """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
 
     With `median`, a sequence's error is the median over its tokens, and the median error of the
     sequences' first tokens counts, too. A layer that mixes adjacent tokens changes the first token

@@ -1,7 +1,7 @@
 """The policy: a language model with its tokenizer, which computes log-probabilities of tokens.
 
 Sequences are packed end to end without padding. A prefix that several sequences share is computed
-once (`prefix_tree`).
+once (`prefix_tree`). Models whose sequences cannot be packed compute each one apart (`apart`).
 """
 
 import copy
@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.config.files import read_mapping
 from unstale.config.hub import count_weights, reading, require_model
-from unstale.model import bitwise, expert_products, fused, linear, sharding
+from unstale.model import apart, bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
@@ -46,7 +46,12 @@ from unstale.model.loading import (
 )
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
-from unstale.model.packing_check import check_bitwise, check_length, check_packing
+from unstale.model.packing_check import (
+    Packability,
+    check_bitwise,
+    check_length,
+    check_packing,
+)
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
@@ -111,7 +116,11 @@ class Policy:
         """
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
-        packability = check_packing(self._short_copy or model, tokenizer)
+        self._run_model = run_model
+        try:
+            packability = check_packing(self._short_copy or model, tokenizer)
+        except ConfigError as refusal:
+            packability = self._compute_apart(refusal)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
         """Largest change of a log-probability, in nats, by other sequences packed with it, as
@@ -187,6 +196,37 @@ class Policy:
             policy.independent_rows = independent_rows
             return policy
 
+    def _compute_apart(self, refusal: ConfigError) -> Packability:
+        """Compute each sequence in a forward pass of its own from now on.
+
+        `refusal` says why sequences cannot be packed. Raises ConfigError if the model cannot be
+        computed in this way either, or is divided among trainer ranks.
+        """
+        name = type(self.model).__name__
+        if self._is_sharded:
+            raise ConfigError(
+                f"{refusal}. Such a model cannot be divided among trainer ranks, got "
+                f"{self.peers.count}"
+            ) from refusal
+        try:
+            apart.use(self.model, self.tokenizer)
+            found = apart.check_apart(self.model, self.tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. It cannot be packed either: {refusal}") from error
+        warnings.warn(
+            f"the trainer computes each sequence of {name} in a forward pass of its own, and "
+            f"prompts once for each sibling: {refusal}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self._run_model = apart.run_apart
+        return found
+
+    @property
+    def computes_apart(self) -> bool:
+        """True if each sequence has a forward pass of its own, because it cannot be packed."""
+        return self._run_model is apart.run_apart
+
     @property
     def _is_sharded(self) -> bool:
         return self.peers.count > 1
@@ -248,17 +288,25 @@ class Policy:
             self._expert_layers = replay_experts(self.model)
 
     def check_length(self, max_context: int) -> None:
-        """Raise ConfigError if sequences of up to `max_context` tokens cannot be packed.
+        """Compute sequences apart if those of `max_context` tokens cannot be packed.
 
         Beyond some length, a model with another attention pattern, or with position embeddings that
-        depend on other sequences, would give wrong log-probabilities.
+        depend on other sequences, would have wrong log-probabilities. Raises ConfigError if they
+        would be wrong in passes of one sequence, too.
         """
         if max_context <= self._checked_length:
             return
         checked = self.model
         if self._is_sharded:
             checked = self._short_copy or _use_packing(sharding.shorter_copy(self.model))
-        check_length(checked, max_context, self.tokenizer)
+        try:
+            if not self.computes_apart:
+                check_length(checked, max_context, self.tokenizer)
+        except ConfigError as refusal:
+            self._plain_head = self._compute_apart(refusal).plain_head
+            self._compile()
+        if self.computes_apart:
+            apart.check_length_apart(self.model, max_context, self.tokenizer)
         self._checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
@@ -701,7 +749,7 @@ class Policy:
         index = (run.follows & where.cpu()).nonzero().squeeze(1)
         rows = run.place[index - 1].to(self.device)
         head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
-        return run_model(self._body, run, rows, self._plain_head), head
+        return self._run_model(self._body, run, rows, self._plain_head), head
 
     @torch.no_grad()
     def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
@@ -714,7 +762,7 @@ class Policy:
         run = self.prefix_tree(Packed(torch.tensor(tokens), (0, len(tokens))))
         last = run.place[-1:].to(self.device)
         with self._weights_in_model():
-            rows = run_model(self._body, run, last, self._plain_head)
+            rows = self._run_model(self._body, run, last, self._plain_head)
             logits = self.model.get_output_embeddings()(rows) if self._plain_head else rows
         whole = logits[0].to(wide(self.dtype))
         scaled = (whole if self._logit_bias is None else whole + self._logit_bias) / temperature
@@ -733,7 +781,7 @@ class Policy:
             if not torch.is_grad_enabled():
                 sharding.release(self.model)
             return answer
-        hidden = run_model(self._body, run, rows, self._plain_head)
+        hidden = self._run_model(self._body, run, rows, self._plain_head)
         head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
         return query_head(head, hidden, query)
 
@@ -763,7 +811,7 @@ class Policy:
             index = (run.follows & where.cpu()).nonzero().squeeze(1)
             with torch.no_grad():
                 rows = run.place[index - 1].to(self.device)
-                hidden = run_model(self._body, run, rows, self._plain_head)
+                hidden = self._run_model(self._body, run, rows, self._plain_head)
             kept_sets = run.kept_sets.at(index) if run.kept_sets else None
             targets = run.tokens[run.place[index]].to(self.device)
             bias = self._logit_bias
@@ -830,7 +878,7 @@ class Policy:
                 self.logps(run, temperature=1.0, where=where)
             return found[0][: len(index)]
         rows = run.place[index - 1].to(self.device)
-        return run_model(self._body, run, rows, self._plain_head)
+        return self._run_model(self._body, run, rows, self._plain_head)
 
     @torch.no_grad()
     def read_states(
@@ -903,10 +951,10 @@ class Policy:
             chosen = (run.follows & where[index]).nonzero().squeeze(1)
             rows = run.place[chosen - 1].to(self.device)
             with outputs_of(layer) as states:  # a compiled model would not call the hook
-                final = run_model(self._whole, run, rows, self._plain_head)
+                final = self._run_model(self._whole, run, rows, self._plain_head)
             for mark, marked in enumerate(marks[index].T):
                 tokens = marked.nonzero().squeeze(1)
-                values = states[0][run.place[tokens].to(self.device)].to(sums)
+                values = torch.cat(states)[run.place[tokens].to(self.device)].to(sums)
                 sums[:, mark].index_add_(0, sequence[index[tokens]], values)
             if len(chosen):
                 head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
@@ -933,11 +981,15 @@ class Policy:
         tokens, unless one span is longer. `where` (`[T]` bool) is True for the tokens whose
         log-probability is needed.
         """
-        if self.passes.share_prompts:
+        if self._shares_prefixes:
             packed, index = cut(self._packed(batch, where), spans)
             wanted = count_tokens(packed.offsets, where[index])
             return pack_shared(packed, max_tokens_per_microbatch, wanted)
         return pack([end - start for start, end in spans], max_tokens_per_microbatch)
+
+    @property
+    def _shares_prefixes(self) -> bool:
+        return self.passes.share_prompts and not self.computes_apart
 
     def prefix_tree(
         self, batch: Batch | Packed | PrefixTree, where: Tensor | None = None
@@ -950,7 +1002,7 @@ class Policy:
         """
         if isinstance(batch, PrefixTree):
             return batch
-        return build_prefix_tree(self._packed(batch, where), share=self.passes.share_prompts)
+        return build_prefix_tree(self._packed(batch, where), share=self._shares_prefixes)
 
     def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
         """Return the sequences of a batch, with recorded experts and kept sets of their tokens."""

@@ -45,11 +45,11 @@ class Architecture:
     model_type: str
     """The name of the architecture in `config.json`."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes in which the small model differs from the common sizes of all small models."""
-    refused: str = ""
-    """Part of the message with which a run refuses the architecture. Empty if a
-    run can train it.
-    """
+    """Sizes that differ from the common sizes of the small models, or are missing there."""
+    apart: bool = False
+    """True if its sequences cannot be packed, so that each has a forward pass of its own."""
+    has_sinks: bool = True
+    """True if `plant` can give the model an attention sink: it projects queries and keys."""
 
     def make(self, *, seed: int = 0) -> PreTrainedModel:
         """Return the small model with random weights, in float32."""
@@ -62,6 +62,13 @@ class Architecture:
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _HALF = ["sliding_attention", "full_attention"] * 2
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Llama": Architecture("llama"),
@@ -93,16 +100,90 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "llama4_text",
         {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
     ),
-    "Gemma 2": Architecture(
-        "gemma2", {"layer_types": _HALF}, refused="packed attention has no softcap"
+    "DeepSeek-V3": Architecture(
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+        has_sinks=False,
     ),
+    "MiniMax-M2": Architecture("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Gemma 4": Architecture(
+        "gemma4_text",
+        {
+            "layer_types": _HALF,
+            "sliding_window": 32,
+            "vocab_size_per_layer_input": 1024,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "Gemma 2": Architecture("gemma2", {"layer_types": _HALF}, apart=True),
     "gpt-oss": Architecture(
         "gpt_oss",
         {"layer_types": _HALF, "num_local_experts": 4, "num_experts_per_tok": 2},
-        refused="packed attention has no s_aux",
+        apart=True,
     ),
-    "Bloom": Architecture("bloom", {"n_layer": 2, "n_head": 4}, refused="affect each other"),
-    "Mamba": Architecture("mamba", refused="affect each other"),
+    "Bloom": Architecture("bloom", {"n_layer": 2, "n_head": 4}, apart=True, has_sinks=False),
+    "Qwen3.5": Architecture("qwen3_5_text", _DELTA, apart=True),
+    "Qwen3.5-MoE": Architecture(
+        "qwen3_5_moe_text",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16},
+        apart=True,
+    ),
+    "Qwen3-Next": Architecture(
+        "qwen3_next", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16}, apart=True
+    ),
+    "OLMo-hybrid": Architecture("olmo_hybrid", apart=True),
+    "LFM2": Architecture("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, apart=True),
+    "Granite 4": Architecture(
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+        },
+        apart=True,
+    ),
+    "Falcon-H1": Architecture(
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+        },
+        apart=True,
+    ),
+    "Nemotron-H": Architecture(
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M*M-",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+        apart=True,
+    ),
     "Jamba": Architecture(
         "jamba",
         {
@@ -111,20 +192,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
             "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
         },
-        refused="affect each other",
+        apart=True,
     ),
-    "Qwen3-Next": Architecture(
-        "qwen3_next",
-        {
-            **_EXPERTS,
-            "shared_expert_intermediate_size": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-        refused="affect each other",
+    "Mamba": Architecture("mamba", apart=True, has_sinks=False),
+    "Mamba 2": Architecture(
+        "mamba2",
+        {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1},
+        apart=True,
+        has_sinks=False,
     ),
 }
 """Every architecture that docs/models.md names."""
@@ -177,7 +253,9 @@ def plant(model: PreTrainedModel, *, sink: int) -> None:
 
 
 def _projects(module: nn.Module) -> bool:
-    return hasattr(module, "qkv_proj") or (hasattr(module, "q_proj") and hasattr(module, "k_proj"))
+    """Return True for attention. Recurrent layers with such projections have no `head_dim`."""
+    has_both = hasattr(module, "q_proj") and hasattr(module, "k_proj")
+    return hasattr(module, "head_dim") and (hasattr(module, "qkv_proj") or has_both)
 
 
 def _attend_to_sink(module: Any, config: Any) -> None:

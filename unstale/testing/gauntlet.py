@@ -1,4 +1,4 @@
-"""The gauntlet: every architecture that docs/models.md names must load, pack, score, sample, train.
+"""The gauntlet: every architecture that docs/models.md names must load, score, sample and train.
 
 python -m unstale.testing.gauntlet --write docs/models.md
 
@@ -48,8 +48,10 @@ from unstale.trainer import train_on
 
 PRECISIONS = tuple(name for name in DTYPES if name in ENGINE_DTYPES)
 """The precisions that both the engine and the trainer have."""
-STEPS = 3
-"""Number of training steps, each on replies that the engine samples with the newest weights."""
+STEPS = {"float32": 3, "bfloat16": 3, "float16": 12}
+"""Number of training steps, each on replies that the engine samples with the newest weights. In
+float16 the first steps are skipped, until the scale of the loss is found.
+"""
 MAX_CONTEXT = 256
 MAX_ERROR = 4.0
 """Largest permitted error of log-probabilities, in units of plain transformers' error. Both errors
@@ -72,16 +74,19 @@ class Trial:
     Values that a failed trial did not reach keep their defaults.
     """
 
+    trainer: str = ""
+    """How the trainer runs sequences: `packed` into one pass, or each `apart`."""
     engine: str = ""
     """The name of the embedded engine's code that runs the model."""
     scored: float = float("nan")
-    """Error of the log-probabilities in packed passes, in units of plain transformers' error."""
+    """Error of the trainer's log-probabilities, in units of plain transformers' error."""
     sampled: float = float("nan")
     """Error of `behavior_logp`, before and after the training steps, in the same units."""
     steps: int = 0
-    """Number of training steps after which all weights are finite; 0 if no step changed a weight.
-    In float16, steps are skipped until the factor on the loss fits.
+    """Number of training steps after which all weights are finite. 0 if no step changed a weight.
     """
+    asked: int = 0
+    """Number of training steps that were to be made."""
     refused: str = ""
     """The message with which the run refuses the model. Empty if the run accepts it."""
     crash: str = ""
@@ -92,7 +97,7 @@ class Trial:
         errors = self.scored, self.sampled
         return (
             not (self.refused or self.crash)
-            and self.steps == STEPS
+            and self.steps == self.asked > 0
             and all(error <= MAX_ERROR for error in errors)
         )
 
@@ -102,32 +107,25 @@ class Row:
     """The trials of one model by precision: plain, and with planted activations."""
 
     name: str
-    expected_refusal: str = ""
     plain: dict[str, Trial] = field(default_factory=dict)
     planted: dict[str, Trial] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
-        """The trials that did not end as expected."""
-        found = []
-        for how, trials in (("plain", self.plain), ("planted", self.planted)):
-            for dtype, trial in trials.items():
-                if self.expected_refusal:
-                    right = self.expected_refusal in trial.refused
-                else:
-                    right = trial.passed
-                if not right:
-                    found.append(f"{self.name}, {how}, {dtype}: {trial}")
-        return found
+        """The trials that did not pass."""
+        return [
+            f"{self.name}, {how}, {dtype}: {trial}"
+            for how, trials in (("plain", self.plain), ("planted", self.planted))
+            for dtype, trial in trials.items()
+            if not trial.passed
+        ]
 
 
 def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
     """Run the small models of one of the `ARCHITECTURES`."""
     architecture = ARCHITECTURES[name]
-    row = Row(name, architecture.refused)
-    for planted in (False, True):
-        if planted and architecture.refused:
-            continue  # the reason lies in the architecture
+    row = Row(name)
+    for planted in (False, True) if architecture.has_sinks else (False,):
         trials = row.planted if planted else row.plain
         with TemporaryDirectory() as folder:
             save_architecture(architecture, Path(folder), planted=planted)
@@ -137,7 +135,7 @@ def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
 
 
 def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
-    """Load, pack, score, sample and train the model in a folder, in one precision.
+    """Load, score, sample and train the model in a folder, in one precision.
 
     An error ends the trial, which then has the error's message.
     """
@@ -155,6 +153,7 @@ def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
 def _run(trial: Trial, folder: Path, dtype: str, *, lr: float) -> None:
     policy = Policy.load(folder, dtype=dtype, device="cpu")
     policy.check_length(MAX_CONTEXT)
+    trial.trainer = "apart" if policy.computes_apart else "packed"
     reference = _Reference(folder, dtype)
     sequences = _conversations(policy.tokenizer)
     packed = Packed(
@@ -171,12 +170,13 @@ def _sample_and_train(
     trial: Trial, folder: Path, policy: Policy, reference: "_Reference", *, lr: float
 ) -> None:
     dtype = str(policy.dtype).removeprefix("torch.")
+    trial.asked = last = STEPS[dtype]
     runner = build_runner(folder, dtype=dtype, max_slots=8, max_context=MAX_CONTEXT, device="cpu")
     trial.engine = runner.name
     batcher = Batcher(runner, max_slots=8, max_context=MAX_CONTEXT)
     config = RunConfig(
         recipe="",
-        max_steps=STEPS,
+        max_steps=last,
         trainer=TrainerConfig(lr=lr, dtype=cast(Dtype, dtype)),
         old_logps=OldLogpsConfig(route="current_recompute"),
     )
@@ -184,16 +184,16 @@ def _sample_and_train(
     prompts = _prompts(policy.tokenizer)
     errors = []
     before = {name: each.clone() for name, each in policy.weights().items()}
-    for step in range(STEPS + 1):
+    for step in range(last + 1):
         with torch.inference_mode():
             batcher.load({name: each.clone() for name, each in policy.weights().items()})
         replies = _sample(batcher, prompts, seed=step)
-        if step in (0, STEPS):
+        if step in (0, last):
             reference.load(policy.weights())
             texts = [[*prompts[i % len(prompts)], *reply.tokens] for i, reply in replies.items()]
             own = [torch.tensor(reply.behavior_logp) for reply in replies.values()]
             errors.append(reference.error(texts, own))
-        if step == STEPS:
+        if step == last:
             break
         train_on(trainer, _batch(prompts, replies, policy.version))
         trainer.start_version()
@@ -208,8 +208,8 @@ class _Reference:
     """A tested model in plain transformers, in the same precision and in float64."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        self._plain = load_model(folder, DTYPES[dtype], attn_implementation="sdpa").eval()
-        self._exact = load_model(folder, DTYPES[dtype], attn_implementation="sdpa").double().eval()
+        self._plain = load_model(folder, DTYPES[dtype]).eval()
+        self._exact = load_model(folder, DTYPES[dtype]).double().eval()
         self._has_experts = num_experts(self._exact.config.to_dict()) > 0
         if self._has_experts:
             self._exact.set_experts_implementation("eager")  # grouped products lack float64
@@ -309,22 +309,18 @@ def _batch(
 
 
 def table(rows: Sequence[Row], dtypes: Sequence[str]) -> list[str]:
-    """Return the lines of a Markdown table.
-
-    A cell has two numbers: for the plain and the planted model.
-    """
-    columns = [f"{what}, {dtype}" for what in ("packed", "sampled") for dtype in dtypes]
-    head = ["model", "engine", *columns, "trains"]
+    """Return the lines of a Markdown table. A cell has two figures: plain and planted."""
+    columns = [f"{what}, {dtype}" for what in ("scored", "sampled") for dtype in dtypes]
+    head = ["model", "trainer", "engine", *columns, "trains"]
     lines = [_line(head), _line(["---"] * len(head))]
     for row in rows:
-        if row.expected_refusal:
-            cells = ["", *["refused"] * len(columns), f"no: {row.expected_refusal}"]
-        else:
-            engines = {trial.engine for trial in (*row.plain.values(), *row.planted.values())}
-            cells = [" or ".join(sorted({_path(engine) for engine in engines if engine}))]
-            cells += [_figures(row, dtype, "scored") for dtype in dtypes]
-            cells += [_figures(row, dtype, "sampled") for dtype in dtypes]
-            cells.append("**no**" if row.failures else "yes")
+        trials = [*row.plain.values(), *row.planted.values()]
+        engines = {_path(trial.engine) for trial in trials if trial.engine}
+        trainers = {trial.trainer for trial in trials if trial.trainer}
+        cells = [" or ".join(sorted(each)) for each in (trainers, engines)]
+        cells += [_figures(row, dtype, "scored") for dtype in dtypes]
+        cells += [_figures(row, dtype, "sampled") for dtype in dtypes]
+        cells.append("**no**" if row.failures else "yes")
         lines.append(_line([row.name, *cells]))
     return lines
 
@@ -391,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the rows into this page")
     chosen = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore", message="a pass holds all logits")
+    warnings.filterwarnings("ignore", message="a pass holds all logits|the trainer computes each")
     names = list(ARCHITECTURES) if chosen.architectures is None else chosen.architectures
     rows = []
     for name in names:

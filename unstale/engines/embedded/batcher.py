@@ -288,8 +288,11 @@ class Batcher:
         if self.runner.adapters:
             common[self._versions != version] = 0
         cached = np.minimum(common, self._cached)
-        best = int(cached.argmax())
         computing = ~idle & (self._cached + 1 < self._length)
+        if not self.runner.keeps_beginnings:  # only an idle slot's whole sequence is continued
+            cached[~idle | (cached < self._cached)] = 0
+            computing[:] = False
+        best = int(cached.argmax())
         if bool((common[computing] > cached[best] + MIN_COPY).any()):
             return None
         extends = idle & (cached == self._cached) & (cached > 0)

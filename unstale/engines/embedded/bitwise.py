@@ -68,6 +68,7 @@ class BitwiseRunner:
 
     warning = ""
     adapters = None
+    keeps_beginnings = True
 
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int

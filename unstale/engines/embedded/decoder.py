@@ -230,6 +230,7 @@ class Qwen3Runner:
 
     name = "qwen3 decoder"
     adapters = None
+    keeps_beginnings = True
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,

@@ -369,6 +369,8 @@ class PackedRunner:
     cache.
     """
 
+    keeps_beginnings = True
+
     def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
         folder: Path,

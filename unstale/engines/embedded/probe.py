@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from unstale.engines.embedded.runner import Chunk, Runner, Step
+from unstale.model.packing_check import in_precision
 from unstale.routed_experts import num_experts
 
 SLOTS = 4
@@ -40,6 +41,10 @@ _NATS = 1e-3
 """Largest allowed difference of a log-probability from a plain pass, in nats. Needed in addition to
 `_SHARE`, because logits can be large.
 """
+_ROUNDINGS = 32.0
+"""With `strict`, largest allowed difference of log-probabilities, as a multiple of the error of a
+plain pass against float64.
+"""
 _OUTLIERS = 0.25
 """Share of the positions at which a model with experts may exceed the allowed difference."""
 _ROUNDING = 4.0
@@ -55,11 +60,17 @@ class Probe:
 
     @torch.no_grad()
     def __init__(
-        self, model: PreTrainedModel, max_context: int, exact: "Probe | None" = None
+        self,
+        model: PreTrainedModel,
+        max_context: int,
+        exact: "Probe | None" = None,
+        *,
+        strict: bool = False,
     ) -> None:
         """Compute the logits of `model` in a plain forward pass.
 
-        `exact` is the probe of the same model in float32, or None if this model is in float32.
+        `exact` is the probe of the same model in float32, or None if this model is in float32. With
+        `strict`, a float32 runner may differ by a few times the error of the plain pass only.
         """
         config = model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
@@ -74,10 +85,21 @@ class Probe:
         self._plain = [
             model(input_ids=row[None], use_cache=False).logits[0].float() for row in self._tokens
         ]
+        self._nats = min(_NATS, _ROUNDINGS * self._rounding(model)) if strict else _NATS
         self.warning = ""
         """A message about positions at which a model with experts differed within the tolerance.
         Set by `error`.
         """
+
+    def _rounding(self, model: PreTrainedModel) -> float:
+        """Return the largest error of a plain log-probability in float32, in nats."""
+        with in_precision(model, torch.float64):
+            exact = [model(input_ids=row[None], use_cache=False).logits[0] for row in self._tokens]
+        errors = [
+            (one.log_softmax(-1) - other.log_softmax(-1)).abs().max()
+            for one, other in zip(exact, self._plain, strict=True)
+        ]
+        return max(float(error) for error in errors)
 
     @torch.no_grad()
     def error(self, runner: Runner) -> str:
@@ -105,9 +127,13 @@ class Probe:
                     found.append((slot, int(at[-1]), row))
 
         run([], [Chunk(0, 0, cut), Chunk(1, 0, end - 1)])
-        runner.copy_prefix(0, 2, min(self._shared, cut))
-        continued = Chunk(0, cut, end), Chunk(2, min(self._shared, cut), end)
-        run([(1, end - 1), (3, self._last)], continued)
+        if runner.keeps_beginnings:
+            runner.copy_prefix(0, 2, min(self._shared, cut))
+            continued = Chunk(0, cut, end), Chunk(2, min(self._shared, cut), end)
+            run([(1, end - 1), (3, self._last)], continued)
+        else:  # a part of a prompt may follow a part, or a token that was sampled
+            run([(0, cut), (1, end - 1)], [Chunk(2, 0, cut)])
+            run([], [Chunk(0, cut + 1, end), Chunk(2, cut, end)])
         run([(0, end), (1, end), (2, end)], [])
         if not all(bool(row.isfinite().all()) for row in self._plain):
             return "a plain forward pass gives logits that are not finite"
@@ -126,7 +152,7 @@ class Probe:
         Both are `[positions, V]`.
         """
         nats = (logits.log_softmax(-1) - plain.log_softmax(-1)).abs().amax(-1)
-        differs = (_shares(logits, plain) > _SHARE) | (nats > _NATS)
+        differs = (_shares(logits, plain) > _SHARE) | (nats > self._nats)
         count, total = int(differs.sum()), len(differs)
         text = (
             f"log-probabilities differ by {float(nats.max()):.1e} from those of a plain forward "

@@ -71,6 +71,11 @@ class Runner(Protocol):
     warning: str
     """A message to the user about the reason why decoding is slow. Empty if it is not slow."""
     vocab_size: int
+    keeps_beginnings: bool
+    """True if the cache still has the beginning of a sequence that was continued. A recurrent layer
+    keeps only the state after the last token. Then `keep` receives 0 or all cached tokens, and
+    `copy_prefix` is not called.
+    """
 
     @property
     def adapters(self) -> VersionedAdapters | None:
