@@ -62,6 +62,7 @@ HEARD = (
     "--old_logps.route interp_prox_loglinear --schedule.max_staleness 6",
 )
 WARNING = (
+    "--objective.placed anchor",
     "--objective.loss_type gspo",
     "--old_logps.route ewma_prox --old_logps.beta 0.9999",
     "--old_logps.route ewma_prox --old_logps.beta 0",
@@ -203,6 +204,7 @@ SILENT += (
     "--correction.mode k3_mask --correction.unit sequence --correction.kl_limit 0.01",
     "--objective.opsm_threshold 0.1",
     "--trainer.dtype float32 --engine.dtype float32 --objective.opsm_threshold 1e-4",
+    "--objective.placed guided",
     "--objective.loss_type drpo",
     "--objective.loss_type vaco",
     "--objective.loss_type vespo",

@@ -253,6 +253,14 @@ def test_gamma_is_a_product_over_the_text() -> None:
     assert stale[:2] == pytest.approx(unhinted[:2], abs=1e-6) and stale[0] > 0.05
 
 
+@pytest.mark.costly
+def test_the_figures_of_the_page_are_those_of_texts_of_three_tokens() -> None:
+    found = errors(100, 2, 3, help=2.0, moved=0.3)
+    expected = [(0.18, 0.98), (0.63, 0.86), (5.1, 0.41)]
+    for row, known in zip(found, expected, strict=True):
+        assert row[:2] == pytest.approx(known, rel=0.02)
+
+
 def a_batch(placed: str) -> tuple[Batch, list[tuple[Piece, ...]]]:
     """Return a batch of two versions, two edits and other sequences, and the episodes' pieces."""
     plans: list[list[Any]] = [[4, (3, 0), 2, (4, 1), 3, (2, 1)], [3, (5, 1)], [6, (2, 0), 2]]

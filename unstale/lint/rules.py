@@ -321,6 +321,17 @@ def _bandless(config: RunConfig) -> Finding | None:
     )
 
 
+def _imitation(config: RunConfig) -> Finding | None:
+    if config.objective.placed != "anchor":
+        return None
+    return Finding(
+        "objective.placed anchor",
+        "placed text is imitated, weighted by its advantage: this is not the gradient of the "
+        "reward, however small the share of the text is (docs/placed.md)",
+        ({"objective.placed": "mask"},),
+    )
+
+
 def _timed(config: RunConfig) -> Finding | None:
     if not config.deterministic or not config.minutes:
         return None
@@ -424,6 +435,7 @@ WARNINGS: Sequence[Rule] = (
     noise.idle_format,
     _wide_reach,
     _bandless,
+    _imitation,
     _free_experts,
     unpractised_desk,
     learning.far_bound,

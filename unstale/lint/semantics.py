@@ -60,6 +60,7 @@ def facts(config: RunConfig) -> dict[str, str]:
         "exact": _exactness(config),
         "costs": proxy.cost + _audit(config),
         "loss": _denominator(config),
+        **_placed(config),
         **techniques,
         **_missing_policy(config),
         "not read": "data, reward and environment: unstale train checks them at its start",
@@ -203,6 +204,19 @@ def _exactness(config: RunConfig) -> str:
         f"yes, to {noise} (audit/logp_noise_rms), for every token whose keys and values have the "
         "same version"
     )
+
+
+def _placed(config: RunConfig) -> dict[str, str]:
+    """Return a sentence on placed text. Empty if it has no loss."""
+    cap = config.objective.placed_cap
+    limit = f"min(Gamma, {cap:g})" if cap else "Gamma"
+    words = {
+        "guided": f"weighted by D {limit}, as are the sampled tokens of its sequence; text without "
+        "a source has no loss",
+        "anchor": "imitated, weighted by its advantage (another gradient)",
+    }
+    mode = config.objective.placed
+    return {"placed text": words[mode]} if mode in words else {}
 
 
 def _denominator(config: RunConfig) -> str:
