@@ -239,6 +239,7 @@ def test_a_judge_may_read_summaries_that_the_policy_writes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"attempts": 1}, "--attempts must be at least 2 to choose, got 1"),
         ({"group": 9}, "--group must be at most --attempts .8."),
         ({"distil": 9}, "--distil must be at most --attempts .8., got 9"),
     ],
@@ -246,6 +247,12 @@ def test_a_judge_may_read_summaries_that_the_policy_writes() -> None:
 def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         attempt_calculator(guess, AttemptOptions(**options), num_tasks=1)
+
+
+def test_attempts_without_chance_are_refused() -> None:
+    config = override(RECIPES["calculator"](), {"eval.tasks": 1, "eval.temperature": 0})
+    with pytest.raises(ConfigError, match=r"eval.temperature must be above 0 .* would be the same"):
+        attempt_all(HeldOut.of("base", config, 2), AttemptOptions(attempts=2), console=quiet())
 
 
 def test_tasks_without_answers_need_a_judge() -> None:

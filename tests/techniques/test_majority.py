@@ -53,11 +53,12 @@ def test_the_most_frequent_answer_is_rewarded_whatever_the_environment_says() ->
     assert metrics["majority/one_answer_share"] == 0
 
 
-def test_success_in_metrics_is_still_that_of_the_environment() -> None:
+def test_what_acts_later_sees_the_label_and_not_the_environment() -> None:
     context = CreditContext(0.0, 0, lambda task: task.key, answer=lambda episode: "7")
-    (graded,) = Majority(MajorityConfig()).reward([five(0, 1)], context)
-    assert [each.success for each in graded.trajectories] == [False, True]
-    assert [each.reward for each in graded.trajectories] == [1, 1]
+    group = five(0, 1)
+    (graded,) = Majority(MajorityConfig()).reward([group], context)
+    assert [each.success for each in graded.trajectories] == [True, True]
+    assert [each.success for each in group.trajectories] == [False, True], "of which metrics are"
 
 
 def test_a_vote_below_the_share_gives_no_label() -> None:
@@ -156,6 +157,18 @@ def test_answers_are_read_from_replies_by_the_task_set() -> None:
     assert task_answer(mixed, task, "7") == "7" and task_answer(mixed, row, "7 Hills") == "7 hills"
 
 
+USES_LABELS: Mapping[str, Mapping[str, object]] = {
+    "beta_sampler": {"selection.pool": 4},
+    "allocate": {"advantage.estimator": "rloo_first"},
+    "replay": {},
+    "limits": {},
+    "hints": {"objective.placed": "anchor", "advantage.estimator": "grpo"},
+    "retry": {"objective.placed": "anchor", "advantage.estimator": "grpo"},
+    "difficulty_bin_weights": {"selection.pool": 4},
+}
+"""Techniques that read the environment's rewards, with the options that they need."""
+
+
 def test_what_would_use_labels_is_refused() -> None:
     calculator = RECIPES["calculator"]()
     test_time = {"selection.pool": 4, "selection.test_time": True}
@@ -168,6 +181,13 @@ def test_what_would_use_labels_is_refused() -> None:
         override(calculator, {"techniques": "majority", "selection.test_time": True})
     with pytest.raises(ConfigError, match="majority must come before tool_bonus"):
         override(calculator, {"techniques": "tool_bonus majority"})
+    for name, values in USES_LABELS.items():
+        with pytest.raises(ConfigError, match=f"majority cannot be used with {name}, .* labels"):
+            override(calculator, {"techniques": f"majority {name}", **values})
+    with pytest.raises(ConfigError, match="resampled_groups must be 0 with the technique majority"):
+        override(calculator, {"techniques": "majority", "schedule.resampled_groups": 2})
+    allowed = {"techniques": "majority tool_bonus segments outer_step episode_filter"}
+    override(calculator, {**allowed, "schedule.group_size": 8})
     require_answers(chosen, CalculatorTasks())
     retail = override(RECIPES["retail"](), {"techniques": "majority"})
     with pytest.raises(ConfigError, match="majority compares answers, and the tasks of retail"):

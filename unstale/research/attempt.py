@@ -66,6 +66,8 @@ class AttemptOptions:
 
     def check(self, taskset: Taskset) -> None:
         """Raise `ConfigError` if attempts at the tasks cannot be compared in this way."""
+        if not self.attempts > 1:
+            raise ConfigError(f"--attempts must be at least 2 to choose, got {self.attempts}")
         if not self.votes and not implements(taskset, Votable):
             raise ConfigError(
                 f"the tasks of {taskset.name} have no answers that can be counted: set --votes to "
@@ -107,6 +109,11 @@ def attempt_all(
 ) -> AttemptResult:
     """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times."""
     options.check(held_out.taskset)
+    if not held_out.config.eval.temperature:
+        raise ConfigError(
+            "eval.temperature must be above 0 to attempt tasks several times, got 0: all attempts "
+            "at a task would be the same"
+        )
 
     async def work(rollout: Rollout, progress: Callable[..., None]) -> AttemptResult:
         return await _Procedure(held_out, options, rollout, progress).run()

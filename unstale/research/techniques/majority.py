@@ -3,7 +3,8 @@
 The reward of an episode is 1 if its answer is the most frequent one of its group, else 0. Groups
 whose most frequent answer has less than the share `least` of the votes get 0 for all episodes, so
 they are not trained on. Forked episodes share the vote of their tree: each branch of a fork counts
-the same. The rewards of the environment are not used. From TTRL (arXiv 2504.16084), where `least`
+the same. The rewards of the environment are not used, and techniques that would use them are
+refused. From TTRL (arXiv 2504.16084), where `least`
 is 0, and ETTRL (arXiv 2508.11356).
 
 With `selection.test_time` the tasks are the held-out tasks themselves: test-time training.
@@ -21,7 +22,13 @@ from unstale.config.checks import ConfigError, Section, Share
 from unstale.config.techniques import Entry, chosen
 from unstale.records import Group
 from unstale.research.techniques.tree_advantage import leaf_weights
-from unstale.techniques.hooks import CreditContext
+from unstale.techniques.hooks import (
+    CreditContext,
+    EpisodeBudgeter,
+    Observer,
+    Reflector,
+    SolutionReader,
+)
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -88,14 +95,14 @@ def _elect(
 def _rewarded(group: Group, answers: Mapping[int, str], label: str) -> Group:
     """Return the group with the reward 1 for episodes whose answer is the label, and 0 for others.
 
-    Whether an episode counts as a success in metrics does not change.
+    For techniques that act later, such an episode is a success.
     """
     return replace(
         group,
         trajectories=tuple(
             each.with_rewards(
                 {"majority": float(bool(label) and answers[each.episode] == label)},
-                {"success": float(each.success)},
+                {"success": float(bool(label) and answers[each.episode] == label)},
             )
             for each in group.trajectories
         ),
@@ -103,13 +110,37 @@ def _rewarded(group: Group, answers: Mapping[int, str], label: str) -> Group:
 
 
 def _check(options: MajorityConfig, config: RunConfig) -> None:
-    """Refuse further rewards: those of the environment would be the labels."""
-    names = [entry.name for entry in chosen(config.techniques) if entry.slot == "reward"]
+    """Refuse what would use the environment's rewards, which are the labels."""
+    entries = chosen(config.techniques)
+    for entry in entries:
+        if _uses_labels(entry, config):
+            raise ConfigError(
+                f"the technique majority cannot be used with {entry.name}, which uses the "
+                "environment's rewards, so labels: remove one of them from --techniques"
+            )
+    if config.schedule.resampled_groups:
+        raise ConfigError(
+            "schedule.resampled_groups must be 0 with the technique majority, got "
+            f"{config.schedule.resampled_groups}: the environment's rewards, so labels, would "
+            "choose the groups"
+        )
+    names = [entry.name for entry in entries if entry.slot == "reward"]
     if names[0] != "majority":
         raise ConfigError(
             f"the technique majority must come before {names[0]}, whose reward it would replace: "
             f"set --techniques 'majority {' '.join(each for each in names if each != 'majority')}'"
         )
+
+
+def _uses_labels(entry: Entry, config: RunConfig) -> bool:
+    """Return True if a technique uses rewards of the environment, before `majority` acts."""
+    if entry.slot in ("sampler", "allocator", "source"):
+        return True
+    made = entry.makes(entry.complete(config.technique_options[entry.name], config))
+    if isinstance(made, SolutionReader | Reflector):
+        return True
+    knows_rewards = entry.slot != "controller" and not isinstance(made, EpisodeBudgeter)
+    return isinstance(made, Observer) and knows_rewards
 
 
 def _describe(options: MajorityConfig) -> str:
