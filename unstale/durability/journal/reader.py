@@ -572,6 +572,7 @@ class JournalReader:
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
                 fork=self._fork(episode),
+                role=self._role(episode),
             )
             return StoredEpisode(trajectory, number, step)
 
@@ -582,6 +583,14 @@ class JournalReader:
         for row in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
             return Fork(*row)
         return None
+
+    def _role(self, episode: int) -> str:
+        """Return the role that the policy has in a conversation. Empty if it has none."""
+        if "roles" not in self._tables:
+            return ""
+        return "".join(
+            row[0] for row in self.rows("SELECT role FROM roles WHERE episode = ?", episode)
+        )
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the pieces (runs of tokens) of an episode, which may not have ended yet."""
@@ -657,7 +666,8 @@ class JournalReader:
         branches = []
         for branch, is_finished in self._branches(episode):
             end = self.episode(branch).trajectory if is_finished else None
-            branches.append(EpisodeRecord(branch, self.pieces(branch), end))
+            role = self._role(branch)
+            branches.append(EpisodeRecord(branch, self.pieces(branch), end, role=role))
         return EpisodeRecord(
             episode=episode,
             pieces=self.pieces(episode),
