@@ -338,10 +338,31 @@ class Trajectory:
     fork: Fork | None = None
     """The place at which the episode was forked from another one. None if it has its own beginning.
     """
+    role: str = ""
+    """The role that the policy has in this conversation, such as "planner". Empty if the task set
+    has no roles.
+    """
 
     @property
     def reward(self) -> float:
         return total_reward(self.rewards)
+
+    @property
+    def role_reward(self) -> float:
+        """The reward that credits this conversation: without the rewards of other roles.
+
+        A reward `<role>/<name>` is that role's. Without a role it is the episode's reward.
+        """
+        if not self.role:
+            return self.reward
+        own = f"{self.role}/"
+        return total_reward(
+            {
+                name: reward
+                for name, reward in self.rewards.items()
+                if "/" not in name or name.startswith(own)
+            }
+        )
 
     @property
     def success(self) -> bool:
@@ -532,7 +553,15 @@ class Group:
         """
         if any(each.fork for each in self.trajectories):
             return len({each.reward for each in self.trajectories}) == 1
-        return len({(each.reward, each.turn_rewards) for each in self.trajectories}) == 1
+        outcomes = {
+            (
+                each.reward,
+                each.turn_rewards,
+                frozenset((one.role, one.role_reward) for one in each.conversations),
+            )
+            for each in self.trajectories
+        }
+        return len(outcomes) == 1
 
     @property
     def episodes(self) -> frozenset[int]:
@@ -600,6 +629,8 @@ class EpisodeRecord:
     """
     branches: tuple["EpisodeRecord", ...] = ()
     """Further conversations of the attempt, such as those of sub-agents."""
+    role: str = ""
+    """The role that the policy has in this conversation."""
     fork: Fork | None = None
     """The place at which the episode was forked from another one. None if it has its own beginning.
     """

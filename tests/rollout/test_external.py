@@ -554,7 +554,7 @@ class Stop(Exception):
     """Raised in place of the death of the run's machine."""
 
 
-def halves(folder: Path, agent: Any, *, after: int) -> tuple[Group, World, World]:
+def halves(folder: Path, agent: Any, *, after: int, **options: Any) -> tuple[Group, World, World]:
     """Run a group, stop it after so many replies, and resume it from its journal."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
@@ -566,7 +566,7 @@ def halves(folder: Path, agent: Any, *, after: int) -> tuple[Group, World, World
         with Journal(folder / "journal.sqlite") as journal:
             try:
                 async with world.open():
-                    rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums"))
+                    rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums", **options))
                     journal.add_request(request)
                     await journal.publishing(0)
                     await rollout.group(request, size=2, open_writer=journal.begin)
@@ -579,7 +579,7 @@ def halves(folder: Path, agent: Any, *, after: int) -> tuple[Group, World, World
             counts = reader.counts()
         with Journal(folder / "journal.sqlite") as journal:
             async with world.open():
-                rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums"))
+                rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums", **options))
                 rollout.restore(counts[2], ())
                 group = await rollout.group(past, size=2, open_writer=journal.begin)
                 await journal.finish(group)
@@ -736,7 +736,7 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-agent.md").read_text()
-SDK, SMOL, CHECKED, OPENAI_AGENTS, ANTHROPIC = [
+SDK, SMOL, CHECKED, OPENAI_AGENTS, ANTHROPIC, TEAM = [
     block.split("```")[0] for block in PAGE.split("```python\n")[1:]
 ]
 

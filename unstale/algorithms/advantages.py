@@ -10,11 +10,15 @@ The reward of an episode is the sum of its named rewards, in float64. Failed epi
 and are left out. Most estimators compare the episodes of one task. For these, an episode that is
 alone, or whose group has equal rewards, has advantage 0. An episode counts once, even if it has
 branches (further conversations). Each branch gets the advantage of its episode.
+
+If the policy has several roles in an episode, an episode counts once for each role. The reward of a
+role (`Trajectory.role_reward`) is compared with the same role's rewards in the other episodes of
+the group, and all conversations of the role get this advantage.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -104,7 +108,10 @@ def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     episodes the result equals `rloo`.
     """
     rewards, group = _outcomes(groups)
-    added = [item.episode in each.added for each in groups for item in each.trajectories]
+    added = [
+        groups[row.group].trajectories[row.place].episode in groups[row.group].added
+        for row in _rows(groups)
+    ]
     first = torch.tensor([not each for each in added], dtype=torch.bool)
     return _score(groups, rloo_first_advantage(rewards, group, first=first))
 
@@ -146,6 +153,7 @@ def turn_level(
     and equal numbers of turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if
     the length of `turn_rewards` is not the number of turns of the trajectory.
     """
+    _refuse_roles(groups, "turn_level")
     trajectories = _trajectories(groups)
     if not trajectories:
         return []
@@ -180,6 +188,7 @@ def gae(
     has the weights. The advantages of this function are those for a critic that always forecasts 0:
     each turn gets the discounted sum of its own and later rewards, also in a group of one episode.
     """
+    _refuse_roles(groups, "gae")
     scored = []
     for item in _trajectories(groups):
         returns = reward_to_go(turn_rewards(item), discount=discount).tolist() or [0.0]
@@ -319,22 +328,55 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
     return [item for group in groups for item in group.trajectories]
 
 
+class _Row(NamedTuple):
+    """The conversations of one role in one episode, which get one advantage."""
+
+    group: int
+    place: int
+    """Index of the episode in its group."""
+    conversations: tuple[Trajectory, ...]
+
+
+def _rows(groups: Sequence[Group]) -> list[_Row]:
+    """Return each role of each episode. Without roles, this is each episode."""
+    rows = []
+    for index, group in enumerate(groups):
+        for place, item in enumerate(group.trajectories):
+            of_role: dict[str, list[Trajectory]] = {}
+            for each in item.conversations:
+                of_role.setdefault(each.role, []).append(each)
+            rows += [_Row(index, place, tuple(each)) for each in of_role.values()]
+    return rows
+
+
+def _refuse_roles(groups: Sequence[Group], name: str) -> None:
+    if any(each.role for item in _trajectories(groups) for each in item.conversations):
+        raise ValueError(f"{name} has no credit by role: use grpo, rloo or opo")
+
+
 def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Return the reward of each episode, `[n]` in float64, and the index of its group, `[n]`."""
+    """Return the reward of each role of each episode, `[n]` in float64, and its comparison, `[n]`.
+
+    The comparison is an integer, equal for the same role in the episodes of a group.
+    """
     for item in _trajectories(groups):
         if not math.isfinite(item.reward):
             raise ValueError(
                 f"episode {item.episode} of {item.task.key} has reward {item.reward}: "
                 f"{dict(item.rewards)}"
             )
-    rewards = [item.reward for item in _trajectories(groups)]
-    owner = [index for index, group in enumerate(groups) for _ in group.trajectories]
+    rows = _rows(groups)
+    rewards = [row.conversations[0].role_reward for row in rows]
+    numbers: dict[tuple[int, str], int] = {}
+    owner = [
+        numbers.setdefault((row.group, row.conversations[0].role), len(numbers)) for row in rows
+    ]
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(owner, dtype=torch.long)
 
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
-    """Return the number of sampled tokens of each episode, `[n]`, with those of its branches."""
-    lengths = [item.num_sampled_in_all for item in _trajectories(groups)]
+    """Return the number of sampled tokens of each role of each episode, `[n]`."""
+    lengths = [sum(each.num_sampled for each in row.conversations) for row in _rows(groups)]
     return torch.tensor(lengths, dtype=torch.float64)
 
 
@@ -358,11 +400,17 @@ def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
 
 
 def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]:
-    """Return every trajectory and its branches with the advantage of the episode, in order."""
-    scored = []
-    for item, value in zip(_trajectories(groups), advantage.tolist(), strict=True):
-        scored += [ScoredTrajectory(one, (value,)) for one in (item, *item.branches)]
-    return scored
+    """Return every trajectory and its branches with the advantage of their role, in order."""
+    values = {
+        (row.group, row.place, row.conversations[0].role): value
+        for row, value in zip(_rows(groups), advantage.tolist(), strict=True)
+    }
+    return [
+        ScoredTrajectory(one, (values[index, place, one.role],))
+        for index, group in enumerate(groups)
+        for place, item in enumerate(group.trajectories)
+        for one in item.conversations
+    ]
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:

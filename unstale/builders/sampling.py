@@ -336,6 +336,7 @@ def build_rollout(
             f"the technique {forking[0]} cannot be used with an ExternalAgent, which cannot be "
             "started again in the middle of an episode: remove it from techniques"
         )
+    _require_credit_by_role(config, taskset)
     if config.deterministic:
         raise ConfigError(
             "deterministic must be false with an ExternalAgent: "
@@ -349,6 +350,23 @@ def build_rollout(
     except ModuleNotFoundError as error:
         raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
     return partial(AgentRollout, endpoint=endpoint, on_event=on_event)
+
+
+def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
+    """Raise `ConfigError` if a task set has roles and the advantages know none."""
+    if not getattr(taskset, "roles", ()):
+        return
+    if config.advantage.estimator in ("turn_level", "gae"):
+        raise ConfigError(
+            f"advantage.estimator = {config.advantage.estimator} has no credit by role, and the "
+            "task set has roles: use grpo, rloo or opo"
+        )
+    slots = ("estimator", "recredit")
+    if unaware := [each.name for each in chosen(config.techniques) if each.slot in slots]:
+        raise ConfigError(
+            f"the technique {unaware[0]} has no credit by role, and the task set has roles: remove "
+            "it from techniques"
+        )
 
 
 def ends_freely(taskset: Taskset) -> bool:

@@ -17,6 +17,15 @@ it runs in a new thread.
 """
 
 
+def role_url(base_url: str, role: str) -> str:
+    """Return the base URL for the calls of one role of an agent.
+
+    >>> role_url("http://127.0.0.1:8000/e/0a1b/v1", "planner")
+    'http://127.0.0.1:8000/e/0a1b/planner/v1'
+    """
+    return f"{base_url.removesuffix('/v1')}/{role}/v1"
+
+
 class ExternalAgent(ListedTasks):
     """A task set whose episodes are runs of `agent`, an external program or function.
 
@@ -35,9 +44,17 @@ class ExternalAgent(ListedTasks):
         *,
         held_out: Sequence[Any] = (),
         name: str = "external",
+        roles: Sequence[str] = (),
         timeout_s: float = 3600.0,
         concurrency: int = 64,
     ) -> None:
+        """`roles` are the names of the roles that the policy has in an episode."""
+        for role in roles:
+            if not role.isidentifier() or role == "v1" or [*roles].count(role) > 1:
+                raise ValueError(
+                    f"roles must be different names of letters, digits and _, got {role!r}"
+                )
+        self.roles = tuple(roles)
         if not tasks:
             raise ValueError("tasks is empty: an agent needs at least one task")
         if concurrency < 1:

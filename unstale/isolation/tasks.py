@@ -1,7 +1,7 @@
 """A task set whose environments run in worker processes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Self
@@ -183,6 +183,7 @@ class IsolatedTasks:
             self.tools_of = inner.tools_of
         if implements(inner, HasIdentities):
             self.identity = inner.identity
+        self.roles: Sequence[str] = getattr(inner, "roles", ())
         self.place_of = getattr(inner, "place_of", None)
         if implements(inner, HasTexts):
             self.text = inner.text

@@ -185,6 +185,8 @@ class Rollout:
         """
         self.generator = generator
         self.taskset = taskset
+        self.roles: Sequence[str] = getattr(taskset, "roles", ())
+        """Roles of the policy in an episode. The main conversation has the first one."""
         self.config = config
         self.on_piece = on_piece
         self.on_end = on_end
@@ -417,6 +419,7 @@ class Rollout:
                 on_piece=self.on_piece,
                 fork=fork,
                 prefix=prefix,
+                role=next(iter(self.roles), ""),
             )
             record = None
             try:

@@ -49,21 +49,14 @@ OpenWriter = Callable[..., EpisodeWriter]
 and `again`. `again` is True if the journal already has the attempt. For a forked episode it also
 gets `fork`, the place of the fork, and `prefix`, the recorded tokens before it, which it writes at
 once.
+For a conversation with a role it gets `role`.
 """
 
 
 class NullWriter:
     """An `EpisodeWriter` that discards the record."""
 
-    def __init__(
-        self,
-        *_: int,
-        episode: int,
-        seed: int,
-        again: bool = False,
-        fork: Fork | None = None,
-        prefix: Sequence[Piece] = (),
-    ) -> None: ...
+    def __init__(self, *_: int, **__: Any) -> None: ...
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -94,6 +87,7 @@ class Transcript:
         "episode",
         "fork",
         "pieces",
+        "role",
         "seed",
         "tokens",
         "writer",
@@ -110,9 +104,12 @@ class Transcript:
         is_branch: bool = False,
         fork: Fork | None = None,
         prefix: Sequence[Piece] = (),
+        role: str = "",
     ) -> None:
         self.episode = episode
         self.fork = fork
+        self.role = role
+        """The role that the policy has in this conversation. Empty if it has none."""
         self.seed = seed
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
@@ -133,19 +130,23 @@ class Transcript:
         if not self._opens_at_reply:
             self._open(again=record is not None)
         for branch in record.branches if record else ():
-            self.add_branch(branch.episode, branch)
+            self.add_branch(branch.episode, branch, role=branch.role)
 
     def _open(self, *, again: bool) -> None:
         start: dict[str, Any] = {"episode": self.episode, "seed": self.seed, "again": again}
         if self.fork and not again:
             start |= {"fork": self.fork, "prefix": tuple(self._recorded)}
+        if self.role:
+            start["role"] = self.role
         self.writer = self._open_writer(**start)
         for position, piece in enumerate(self.pieces):
             self.writer.write_piece(position, piece)
         self._opens_at_reply = False
 
-    def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a further conversation of the attempt, with a separate seed for sampling.
+    def add_branch(
+        self, episode: int, record: EpisodeRecord | None = None, *, role: str = ""
+    ) -> "Transcript":
+        """Begin a branch (further conversation), with a separate seed for sampling.
 
         It is recorded as episode number `episode`. `record` is its earlier record, if there is one.
         """
@@ -156,6 +157,7 @@ class Transcript:
             record=record,
             on_piece=self._on_piece,
             is_branch=True,
+            role=role,
         )
         self.branches.append(branch)
         return branch

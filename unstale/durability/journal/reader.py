@@ -584,6 +584,7 @@ class JournalReader:
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
                 fork=self.fork(episode),
+                role=self._role(episode),
             )
             return StoredEpisode(trajectory, number, step)
 
@@ -604,6 +605,14 @@ class JournalReader:
                 text.append(piece)
                 last = len(text) if isinstance(piece, Placed) else last
         return tuple(text[:last])
+
+    def _role(self, episode: int) -> str:
+        """Return the role that the policy has in a conversation. Empty if it has none."""
+        if "roles" not in self._tables:
+            return ""
+        return "".join(
+            row[0] for row in self.rows("SELECT role FROM roles WHERE episode = ?", episode)
+        )
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the recorded tokens of an episode, which may not have ended yet.
@@ -696,7 +705,8 @@ class JournalReader:
         branches = []
         for branch, is_finished in self._branches(episode):
             end = self.episode(branch).trajectory if is_finished else None
-            branches.append(EpisodeRecord(branch, self.pieces(branch), end))
+            role = self._role(branch)
+            branches.append(EpisodeRecord(branch, self.pieces(branch), end, role=role))
         return EpisodeRecord(
             episode=episode,
             pieces=self.pieces(episode),

@@ -70,6 +70,8 @@ TABLES = {
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
     "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
+    "roles": "episode INTEGER PRIMARY KEY REFERENCES episodes, role TEXT NOT NULL, "
+    "after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
     "at REAL NOT NULL, after INTEGER NOT NULL",
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -91,7 +93,7 @@ _KEYS = {
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7}
+ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7, "roles": 7}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
@@ -114,6 +116,7 @@ REPEATED = (
     "failures",
     "restarts",
     "forks",
+    "roles",
     "finished",
     "episodes",
     "groups",

@@ -236,6 +236,7 @@ class Journal:
         again: bool = False,
         fork: Fork | None = None,
         prefix: Sequence[Piece] = (),
+        role: str = "",
     ) -> "_EpisodeWriter":
         """Record an attempt at an episode of a group. Return the writer of its tokens.
 
@@ -250,6 +251,8 @@ class Journal:
             records = [insert("episodes", *row)]
             if fork:
                 records.append(insert("forks", episode, fork.parent, fork.at, after))
+            if role:
+                records.append(insert("roles", episode, role, after))
             for position, piece in enumerate(prefix):
                 records += piece_rows(episode, position, piece, after)
             self.transaction(records)

@@ -4,7 +4,7 @@ The calls of one run of an agent become a trajectory.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
@@ -64,6 +64,7 @@ class AgentRollout(Rollout):
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
                         turn = await caller.turn(env.drive, address, self.endpoint.token)
+                        _require_roles(turn, self.roles)
                         turn = await self.combine(turn)
             except EpisodeFailed as error:
                 failed = error
@@ -98,6 +99,16 @@ class AgentRollout(Rollout):
             await env.close()
 
 
+def _require_roles(turn: Turn, roles: Sequence[str]) -> None:
+    """Raise `EnvError` for a reward of a role that the task set does not have."""
+    for name in turn.rewards if roles else ():
+        if "/" in name and name.partition("/")[0] not in roles:
+            raise EnvError(
+                f"the reward {name!r} is of a role that does not exist; the roles are "
+                f"{', '.join(roles)}"
+            )
+
+
 @asynccontextmanager
 async def _open_both(
     one: AbstractAsyncContextManager[Any], other: AbstractAsyncContextManager[Any]
@@ -124,6 +135,7 @@ def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) ->
             task=task,
             seed=transcript.seed,
             episode=transcript.episode,
+            role=transcript.role,
             facts={
                 **turn.facts,
                 **{name: float(count) for name, count in session.facts.items()},

@@ -24,11 +24,12 @@ _END_S = 1.0
 """Longest time in seconds until threads, tasks and connections of an episode have ended."""
 
 
-def check_agent(
+def check_agent(  # noqa: PLR0913 - the agent, what it gets and its limits
     agent: Agent,
     task: Any,
     replies: Sequence[str] = ("Done.",),
     *,
+    roles: Sequence[str] = (),
     seed: int = 0,
     timeout_s: float = 30.0,
 ) -> None:
@@ -38,9 +39,10 @@ def check_agent(
 
     The agent runs twice, and once with only one call allowed. The n-th reply of each conversation
     is `replies[n]`, and the last reply is repeated. A tool call is written `<tool_call>{"name":
-    ..., "arguments": {...}}</tool_call>`.
+    ..., "arguments": {...}}</tool_call>`. `roles` are those of `ExternalAgent`.
     """
-    asyncio.run(_check(ExternalAgent(agent, [task], timeout_s=timeout_s), replies, seed))
+    tasks = ExternalAgent(agent, [task], roles=roles, timeout_s=timeout_s)
+    asyncio.run(_check(tasks, replies, seed))
 
 
 async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> None:

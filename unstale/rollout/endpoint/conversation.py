@@ -60,6 +60,8 @@ class Call:
     """Variables of the chat template for this request, in addition to the run's
     `chat_template_kwargs`.
     """
+    role: str = ""
+    """The role that makes the call. Each role has its own conversations."""
     _chats: dict[Chat, Chat] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -123,6 +125,7 @@ class Branch:
     number: int
     form: str
     exchanges: list[Exchange]
+    role: str = ""
     pieces: list[Piece] = field(default_factory=list)
     pending: bool = False
     """True while a client waits for the last answer of this conversation."""
@@ -218,7 +221,7 @@ class Conversation:
         prefix = _as_context(match.branch.pieces[: shared[-1].end]) if match and shared else ()
         exchanges = [replace(exchange) for exchange in shared]
         exchanges.append(Exchange(prompt, len(prefix) + len(context)))
-        branch = Branch(len(self.branches), call.form, exchanges, pending=True)
+        branch = Branch(len(self.branches), call.form, exchanges, call.role, pending=True)
         self.branches.append(branch)
         return Continuation(branch, (*prefix, *context), fork=match)
 
@@ -250,7 +253,7 @@ class Conversation:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> Match | None:
-        """Return how a call agrees with the branch that has most answers in common with it.
+        """Return how a call agrees with the branch of its role that has most answers in common.
 
         Of several such branches (conversations), one that the call can continue is preferred, then
         the oldest. None if there is no branch.
@@ -260,7 +263,8 @@ class Conversation:
             continues = match.resumes or not match.difference
             return match.exchanges, continues, -match.branch.number
 
-        return max((_match(branch, call) for branch in self.branches), key=rank, default=None)
+        own = (_match(branch, call) for branch in self.branches if branch.role == call.role)
+        return max(own, key=rank, default=None)
 
     def _render(
         self, call: Call, prompt: History, after: Exchange | None

@@ -2,8 +2,8 @@
 
 `/e/<episode>/v1/` has `chat/completions`, `responses`, `messages`, `messages/count_tokens`,
 `completions`, `models`, and `record`, which returns all tokens so far with version, log-probability
-and origin. `/v1/` has the same paths for the episode that the header X-Episode names. On loopback,
-`/healthz` needs no token.
+and origin. `/e/<episode>/<role>/v1/` has them for a role of the agent, and `/v1/` for the episode
+that the header X-Episode names. On loopback, `/healthz` needs no token.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -159,16 +160,17 @@ class RecordingEndpoint:
             "/models": self._models,
             "/record": self._record,
         }
+        # Anthropic's clients add /v1 to their base URL. So an agent's base URL suits them, too.
         routes = [
+            Route(f"{prefix}/v1/v1{path}", handler, methods=["POST"])
+            for path, handler in handlers.items()
+            for prefix in ("/e/{episode}", "/e/{episode}/{role}")
+            if path.startswith("/messages")
+        ]
+        routes += [
             Route(f"{prefix}/v1{path}", handler, methods=["GET" if PATHS[path] is None else "POST"])
             for path, handler in handlers.items()
-            for prefix in ("", "/e/{episode}")
-        ]
-        # Anthropic's clients add /v1 to their base URL. So an agent's base URL suits them, too.
-        routes += [
-            Route(f"/e/{{episode}}/v1/v1{path}", handler, methods=["POST"])
-            for path, handler in handlers.items()
-            if path.startswith("/messages")
+            for prefix in ("", "/e/{episode}", "/e/{episode}/{role}")
         ]
         routes += [Route("/healthz", _healthz)]
         errors = {Refused: _refused, HTTPException: _http_error}
@@ -210,10 +212,12 @@ class RecordingEndpoint:
         self, read: Callable[..., wire.CompletionRequest], request: Request
     ) -> tuple[AgentSession, dict[str, Any], wire.CompletionRequest]:
         session, data = await self._receive(request)
+        role = session.role(request.path_params.get("role", ""))
 
         def parse() -> tuple[dict[str, Any], wire.CompletionRequest]:
             body = wire.load(data)
-            return body, read(body, temperature=session.temperature, config=self.config)
+            completion = read(body, temperature=session.temperature, config=self.config)
+            return body, replace(completion, call=replace(completion.call, role=role))
 
         return session, *await off_loop(parse, "the request")
 

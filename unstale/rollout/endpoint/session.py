@@ -127,6 +127,17 @@ class AgentSession:
         task.add_done_callback(self._running.discard)
         return task
 
+    def role(self, name: str) -> str:
+        """Return the role of a call whose base URL has the role `name`, or none.
+
+        Raises `Refused` if the task set has no such role.
+        """
+        roles = self.rollout.roles
+        if name and name not in roles:
+            known = ", ".join(roles) or "none: ExternalAgent(roles=...) names them"
+            raise Refused(f"there is no role {name!r}; the roles are {known}", status=404)
+        return name or next(iter(roles), "")
+
     async def count_tokens(self, request: CompletionRequest) -> int:
         """Return the number of tokens that the prompt of a call would have. Record nothing.
 
@@ -355,12 +366,17 @@ class AgentSession:
         In a resumed episode, this is the recorded branch that begins with the same context, if
         there is one.
         """
-        matching = [t for t in self._unclaimed if _begins_with(t.all_pieces, place.context)]
+        role = place.branch.role
+        matching = [
+            each
+            for each in self._unclaimed
+            if each.role == role and _begins_with(each.all_pieces, place.context)
+        ]
         if matching:
             transcript = matching[0]
             self._unclaimed.remove(transcript)
         else:
-            transcript = self.transcript.add_branch(self.rollout.next_episode())
+            transcript = self.transcript.add_branch(self.rollout.next_episode(), role=role)
         if place.fork and not transcript.replaying:
             self.on_event(
                 "forked",
