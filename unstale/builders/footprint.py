@@ -69,7 +69,9 @@ class Footprint:
     elsewhere: bool = False
     """True if the ranks may be on other machines. Their memory is then not in the sum."""
     scorers: int = 0
-    """Number of processes of the second model of `old_logit_model`."""
+    """Number of processes that hold the second model of the route `old_logit_model`. 0 with other
+    routes.
+    """
     scorer: float = 0.0
     """Memory of each of these processes while it loads a version, in bytes."""
 
@@ -231,10 +233,12 @@ def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, f
 def _scoring_footprint(
     config: RunConfig, policy: Policy, *, total: float, sent: float
 ) -> dict[str, Any]:
-    """Return `Footprint.scorers` and `Footprint.scorer`.
+    """Return the values of `Footprint.scorers` (a number) and `Footprint.scorer` (bytes) by name.
 
-    `total` is the size of the model in bytes. `sent` are the bytes of a version that arrive at
-    once: all, or the part of one trainer rank.
+    They describe the processes whose copy of the model computes old log-probabilities. Empty if the
+    route has none. `total` is the size of the model in bytes. `sent` is the number of bytes of new
+    weights that such a process receives in one message: all weights, or the part of one trainer
+    rank.
     """
     if not config.old_logps.needs.own_process:
         return {}

@@ -37,8 +37,8 @@ GAPS = {"bfloat16": 2.4e-4, "float16": 3.1e-5}
 weights.
 """
 LOST_STEPS = 5
-"""Number of optimizer steps in one direction. If so many do not change a weight of 0.06, rounding
-to nearest loses most updates of Adam.
+"""If this number of optimizer steps in one direction do not change a weight of 0.06, a usual size,
+the linter warns that rounding to nearest loses most updates of Adam.
 """
 TEMPERATURES = (0.01, 50.0)
 """Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are

@@ -45,10 +45,12 @@ class Eager(OldLogps):
         episode that has ended.
         """
         self._ended: dict[int, ScoreQueue] = {}
-        """By version, tokens of ended episodes without an old log-probability."""
+        """Tokens of ended episodes that still need an old log-probability. The key is the version
+        of the weights that sampled them.
+        """
         self._open: dict[int, ScoreQueue] = {}
-        """By version, tokens of unfinished episodes without an old log-probability. No more tokens
-        of these versions will be sampled.
+        """Tokens of unfinished episodes that still need an old log-probability. The key is the
+        version of the weights that sampled them.
         """
         self._num_tokens = 0
         self._num_covered = 0

@@ -484,7 +484,9 @@ class StepPlan:
     skip: bool = False
     """True if the weights must not change in this step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the batch, by full name."""
+    """Metrics of the batch to log. The key is the whole name, such as `ess_lr/effective_share`; no
+    prefix is added.
+    """
 
 
 @runtime_checkable

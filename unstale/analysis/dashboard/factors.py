@@ -346,7 +346,10 @@ def outcome_codes(flags: Any, *, run: Any) -> Any:
 
 
 class ChosenTokens:
-    """The chosen tokens of a run, one part per row of the journal."""
+    """The trained tokens of a run that fit a `TokenChoice` (a filter by step, lag and exactness).
+
+    They are held in parts, one for each group in each step that trained on it.
+    """
 
     def __init__(self, parts: Sequence[TokenColumns], read: RowsToRead) -> None:
         self.read = read

@@ -35,8 +35,8 @@ OPEN = 0.15
 the step.
 """
 MAX_STEPS = 200
-"""Largest number of steps for which a run's own settings are simulated, after those that fill the
-queue.
+"""Largest number of optimizer steps in the simulation of a recorded run with its settings. Steps at
+the start, in which the queue of finished groups fills, are not counted.
 """
 
 
