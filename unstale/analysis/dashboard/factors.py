@@ -177,7 +177,8 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowsToRead:
-    """The rows to read for an answer, and the numbers of tokens in these and in all rows."""
+    """The journal's rows to read for an answer, the number of their tokens, and that of all rows.
+    """
 
     rows: Sequence[TokenRow]
     num_tokens: int
@@ -185,7 +186,8 @@ class RowsToRead:
 
 
 def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
-    """Return the rows of the chosen steps, in order, with at most `limit` tokens in all.
+    """Return the journal's rows of the steps in `choice`, in order, with at most `limit` tokens in
+    all.
 
     If the steps have more tokens, rows are left out evenly over the steps. One row is always read.
     """
@@ -226,7 +228,7 @@ class TokenCache:
         return self._size
 
     def read(self, folder: Path, choice: TokenChoice, *, limit: int = MAX_READ) -> "ChosenTokens":
-        """Return the chosen tokens of a run, about `limit` at most.
+        """Return the trained tokens of a run that `choice` selects, about `limit` at most.
 
         A row in the cache is not read again, because a changed row has another checksum. Raises
         `JournalError`, and OSError without a journal.
