@@ -220,7 +220,8 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
 def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, float]:
     """Return the bytes of the teachers in the trainer, and of those in a checkpoint.
 
-    `copy` is the size of a copy of the policy. A teacher that must be downloaded counts nothing.
+    `copy` is the size of a copy of the policy in bytes, `width` that of one weight. A teacher that
+    must be downloaded counts nothing.
     """
     options = config.technique_options.get("distil")
     if not isinstance(options, DistilConfig):
@@ -268,7 +269,10 @@ def _gathered_weights(policy: Policy, config: RunConfig | None = None) -> float:
 
 
 def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
-    """Return the bytes of the difference between the weights of two consecutive versions."""
+    """Return the bytes of the difference between two consecutive versions of `weights` weights.
+
+    `width` is the number of bytes of one weight.
+    """
     if width > WORD:
         return FLOAT32_DELTA * weights
     return delta_bytes(weights, delta_rate(config.trainer.lr, config.trainer.rounding))
@@ -285,7 +289,11 @@ def _multiplied_bytes(dtype: str) -> int:
 
 
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
-    """Return the memory of embedded engines in bytes. Servers are not counted."""
+    """Return the memory of embedded engines on this machine in bytes. Servers are not counted.
+
+    `total` is the number of weights of the model, `copy` the size in bytes of a copy of the
+    weights.
+    """
     engine = config.engine
     if engine.backend != "embedded":
         return 0.0
