@@ -261,8 +261,7 @@ def _thinned(rows: list[Row4]) -> list[Row4]:
 
 
 def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
-    """Return the four values of a row whose keys are `names`. None unless all of them are numbers.
-    """
+    """Return the four values of a row that have the keys `names`. None unless all are numbers."""
     values = [value for name in names if (value := number(row.get(name))) is not None]
     return (values[0], values[1], values[2], values[3]) if len(values) == 4 else None
 
