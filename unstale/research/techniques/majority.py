@@ -103,7 +103,9 @@ def _rewarded(group: Group, answers: Mapping[int, str], label: str) -> Group:
 
 
 def _check(options: MajorityConfig, config: RunConfig) -> None:
-    """Refuse further rewards: those of the environment would be the labels."""
+    """Raise `ConfigError` if another technique changes rewards before `majority`, which replaces
+    them.
+    """
     names = [entry.name for entry in chosen(config.techniques) if entry.slot == "reward"]
     if names[0] != "majority":
         raise ConfigError(

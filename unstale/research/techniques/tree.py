@@ -104,7 +104,9 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
 
 
 def _check_techniques(config: RunConfig) -> None:
-    """Refuse a run without `tree_advantage`, and techniques that count shared tokens wrongly."""
+    """Raise `ConfigError` without `tree_advantage`, or for a technique that cannot be used with
+    forks.
+    """
     entries = chosen(config.techniques)
     if "tree_advantage" not in [entry.name for entry in entries]:
         raise ConfigError(
@@ -130,7 +132,10 @@ def _check_techniques(config: RunConfig) -> None:
 
 
 def _check_sequences(config: RunConfig) -> None:
-    """Refuse what a shared token lacks, or would be counted in several times."""
+    """Raise `ConfigError` for options that need whole sequences.
+
+    A forked episode has only its own tokens, without those that it shares with another episode.
+    """
     objective = config.objective
     if objective.loss_aggregation == "sequence_mean":
         raise ConfigError(
