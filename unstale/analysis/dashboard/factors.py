@@ -177,7 +177,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowsToRead:
-    """The journal's rows to read for an answer, and the numbers of tokens in these and in all rows."""
+    """The journal's rows to read for an answer, and the numbers of their and of all tokens."""
 
     rows: Sequence[TokenRow]
     num_tokens: int
