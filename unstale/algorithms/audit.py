@@ -19,16 +19,16 @@ from torch import Tensor
 from unstale.algorithms.corrections import renumber
 
 MIN_TOKENS = 100
-"""Smallest number of tokens for which the shares of staleness and discrepancy in the wrong ratio
-are fitted.
+"""Smallest number of tokens to which `leaks` fits the shares of log S and log D that an
+approximation puts into the wrong ratio.
 """
 SIGNAL = 10.0
 """A log-ratio is treated as constant if its standard deviation is less than this many times the
 numerical noise.
 """
 ALIKE = 0.9999
-"""Largest correlation of two log-ratios that are fitted together. A fit could not separate the
-effects of more correlated log-ratios.
+"""Largest correlation of log S and log D with which `leaks` fits both together. It could not
+separate the effects of more correlated log-ratios.
 """
 
 

@@ -135,7 +135,7 @@ def unit_ids(
 
 
 def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
-    """Return the ids as numbers 0, 1, ... in sorted order, flattened, and their count.
+    """Return the ids as numbers 0, 1, ... in sorted order, flattened, and how many ids differ.
 
     >>> renumber(torch.tensor([-7, 2**60, -7]))
     (tensor([0, 1, 0]), 2)
@@ -249,7 +249,9 @@ def k3(
 
 
 DIVERGENCES = {"two_way_kl": two_way_kl, "k3": k3}
-"""Divergences between pi_old and mu at a token, from its log D and its `behavior_logp`."""
+"""Divergences between pi_old and mu at a token, as functions of its log D and its `behavior_logp`.
+The key is the parameter by which a correction asks for the divergence.
+"""
 
 
 @dataclass(frozen=True, slots=True)

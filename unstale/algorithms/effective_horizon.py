@@ -19,7 +19,7 @@ from torch import Tensor
 END = -1
 """The next state of an action that ends the episode."""
 TOLERANCE = 1e-9
-"""Values that differ by less, relative to the largest return, are equal."""
+"""Values that differ by less, as a share of the largest return, count as equal."""
 MISTAKE = 0.5
 """Probability with which `EffectiveHorizon.rollouts` may be too few."""
 
@@ -170,8 +170,10 @@ def _visited(
 
 
 def _rollouts(task: Tabular, gaps: Float[Tensor, "steps states"], *, depth: int) -> int:
-    """Return the number of random episodes after which an error of half the gap is unlikely. `gaps`
-    are differences of returns.
+    """Return m, the number of random episodes after each sequence of `depth` actions.
+
+    With m, all means are wrong by less than half of their gap with a probability of at least 1/2.
+    `gaps` are the differences of Q^k between the best action and the next best one.
 
     Bernstein's inequality: a mean of m returns with variance v in a range R is wrong by e with a
     probability of at most 2 exp(-m e^2 / (2 v + 2 R e / 3)). All T A^k means must be right.

@@ -74,7 +74,8 @@ def value_loss(
     """Return half of the squared error of each forecast, with PPO's clipping of values.
 
     A forecast that has moved from `before`, its value at the start of the batch, by more than
-    `clip` has the larger error of itself and of `before` plus or minus `clip`. 0 does not clip.
+    `clip` has the larger error of itself and of `before` plus or minus `clip`. With `clip` 0 no
+    forecast is clipped.
     """
     error = (value - target).square()
     if clip:

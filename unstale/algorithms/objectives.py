@@ -322,12 +322,12 @@ def mask_sequences(  # noqa: PLR0913 - the values of tokens
     sampled: Bool[Tensor, "*shape"],
     threshold: float,
 ) -> Surrogate:
-    """Take the gradient of tokens with A < 0 in sequences that pi has moved away from.
+    """Set the loss of tokens with A < 0 to 0 in sequences that pi has moved away from.
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): such a sequence has a mean of log
     mu - log pi over its sampled tokens above `threshold`, in nats. mu is the engine's policy, so
-    the mean contains discrepancy and staleness. The loss of its tokens with a negative advantage A
-    is 0, and they count as clipped from below.
+    the mean contains discrepancy and staleness. Its tokens with a negative advantage A have no
+    gradient then, and count as clipped from below.
     """
     log_ratio = log_discrepancy(logp, behavior_logp, sampled=sampled)
     far = aggregate(-log_ratio, sequence, sampled=sampled) > threshold

@@ -69,7 +69,9 @@ class Footprint:
     elsewhere: bool = False
     """True if the ranks may be on other machines. Their memory is then not in the sum."""
     scorers: int = 0
-    """Number of processes of the second model of `old_logit_model`."""
+    """Number of processes that hold the second model of the route `old_logit_model`. 0 with other
+    routes.
+    """
     scorer: float = 0.0
     """Memory of each of these processes while it loads a version, in bytes."""
 
@@ -218,7 +220,8 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
 def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, float]:
     """Return the bytes of the teachers in the trainer, and of those in a checkpoint.
 
-    `copy` is the size of a copy of the policy. A teacher that must be downloaded counts nothing.
+    `copy` is the size of a copy of the policy in bytes, `width` that of one weight. A teacher that
+    must be downloaded counts nothing.
     """
     options = config.technique_options.get("distil")
     if not isinstance(options, DistilConfig):
@@ -231,10 +234,12 @@ def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, f
 def _scoring_footprint(
     config: RunConfig, policy: Policy, *, total: float, sent: float
 ) -> dict[str, Any]:
-    """Return `Footprint.scorers` and `Footprint.scorer`.
+    """Return the values of `Footprint.scorers` (a number) and `Footprint.scorer` (bytes) by name.
 
-    `total` is the size of the model in bytes. `sent` are the bytes of a version that arrive at
-    once: all, or the part of one trainer rank.
+    They describe the processes whose copy of the model computes old log-probabilities. Empty if the
+    route has none. `total` is the size of the model in bytes. `sent` is the number of bytes of new
+    weights that such a process receives in one message: all weights, or the part of one trainer
+    rank.
     """
     if not config.old_logps.needs.own_process:
         return {}
@@ -264,7 +269,10 @@ def _gathered_weights(policy: Policy, config: RunConfig | None = None) -> float:
 
 
 def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
-    """Return the bytes of the difference between the weights of two consecutive versions."""
+    """Return the bytes of the difference between two consecutive versions of `weights` weights.
+
+    `width` is the number of bytes of one weight.
+    """
     if width > WORD:
         return FLOAT32_DELTA * weights
     return delta_bytes(weights, delta_rate(config.trainer.lr, config.trainer.rounding))
@@ -281,7 +289,11 @@ def _multiplied_bytes(dtype: str) -> int:
 
 
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
-    """Return the memory of embedded engines in bytes. Servers are not counted."""
+    """Return the memory of embedded engines on this machine in bytes. Servers are not counted.
+
+    `total` is the number of weights of the model, `copy` the size in bytes of a copy of the
+    weights.
+    """
     engine = config.engine
     if engine.backend != "embedded":
         return 0.0

@@ -199,7 +199,7 @@ def rollout_setup(
 ) -> Setup:
     """Return what all rollout processes of a run begin with.
 
-    `ends` are the tokens that end a reply, by the policy's generation config.
+    `ends` are the tokens that end a reply, as the policy's generation config names them.
     """
     count = config.rollout.processes
     sizes = hub.engines[0].engine.sizes

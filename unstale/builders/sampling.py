@@ -183,8 +183,8 @@ def build_chat(
 ) -> Chat:
     """Return the chat format of a policy with the tools of a task set.
 
-    `ends` are the tokens that end a reply, by the policy's generation config. Raises `ConfigError`
-    if the policy's tokenizer or template cannot be used.
+    `ends` are the tokens that end a reply, as the policy's generation config names them. Raises
+    `ConfigError` if the policy's tokenizer or template cannot be used.
     """
     try:
         with (

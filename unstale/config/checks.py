@@ -275,9 +275,10 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def readers(cls, option: str) -> list[str]:
-        """Return the values of the selector, such as `route`, with which an option is used.
+        """Return the values of the section's selector for which `option` is used.
 
-        Empty if the option is always used.
+        A selector is an option, such as `route`, whose value decides which other options are used.
+        Empty if `option` is always used.
         """
         if cls.read_by or not cls.selector:
             return list(cls.read_by.get(option, ()))

@@ -254,7 +254,7 @@ def redirect_order(desk: Desk, order_id: str, point_id: str) -> str:
 
 
 def add_stock(draw: Draw) -> None:
-    """Add six products in four colours each."""
+    """Add six random products, in four colours each, to the shop that is being drawn."""
     for name in draw.random.sample(NAMES, 6):
         kinds: tuple[Terms, ...] = ("regular", "sale", "final")
         (terms,) = draw.random.choices(kinds, weights=(0.6, 0.2, 0.2))

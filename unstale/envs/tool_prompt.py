@@ -34,9 +34,11 @@ class ToolText:
     the description.
     """
     writes_calls: bool
-    """True if the template writes tool calls. Otherwise, they become content of the reply."""
+    """True if the chat template renders tool calls. Otherwise, they become content of the reply."""
     writes_results: bool
-    """True if the template renders messages of tools. Otherwise, they become user messages."""
+    """True if the chat template renders messages with the role `tool`. Otherwise, results of tools
+    are sent as user messages.
+    """
 
     def prompt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a prompt with the description of the tools at the start."""

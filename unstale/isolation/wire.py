@@ -89,7 +89,10 @@ def read_turn(row: Any) -> Turn:
 
 
 def check_length(name: str, texts: Sequence[str]) -> None:
-    """Raise `EnvError` if the texts have more than `MAX_CHARACTERS` characters together."""
+    """Raise `EnvError` if the texts have more than `MAX_CHARACTERS` characters together.
+
+    `name` says in the error whose texts they are.
+    """
     characters = sum(map(len, texts))
     if characters > MAX_CHARACTERS:
         raise EnvError(
@@ -99,7 +102,9 @@ def check_length(name: str, texts: Sequence[str]) -> None:
 
 
 def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
-    """Return the text `row[name]`. Raises ValueError if it is longer, or not a text."""
+    """Return the text `row[name]`. Raises ValueError if it is no text of at most `max_length`
+    characters.
+    """
     text = row.get(name)
     if not isinstance(text, str) or len(text) > max_length:
         raise ValueError(f"{name} is no text of at most {max_length} characters")
@@ -107,8 +112,8 @@ def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
 
 
 def read_line(row: Mapping[str, Any], name: str) -> str:
-    """Return the short text `row[name]`. Raises ValueError if it is longer or has control
-    characters.
+    """Return the text `row[name]`. Raises ValueError if it is longer than `MAX_ERROR` or has
+    control characters.
     """
     line = read_text(row, name, MAX_ERROR)
     if not line.isprintable():

@@ -272,7 +272,10 @@ class Server:
             self._send({**answer, "code": _code_name(episode.caller), "error": error})
 
     async def _answer(self, episode: Episode, previous: Call | None, row: Row) -> None:
-        """Carry out a call and send its result, also if the environment raises an error."""
+        """Carry out the call in the message `row`, after the call `previous` of the same episode.
+
+        Send the result, or the error that the environment raised.
+        """
         episode.blocked_s = 0.0
         answer: Row = {"op": "answer", "call": row["call"]}
         try:
@@ -327,7 +330,9 @@ class Server:
         episode.caller = await make_env(self._taskset, task, seed, episode.on_blocked)
 
     async def _close(self, episode: Episode, key: int) -> Row:
-        """Close an environment, and remove its episode from the worker."""
+        """Close an environment, and remove its episode, which has the number `key`, from the
+        worker.
+        """
         caller = episode.caller
         del self._episodes[key]
         try:

@@ -16,7 +16,9 @@ PRACTISED = {
     "base": ("retail",),
     "base-desks": ("airline", "delivery", "instore", "retail", "telecom"),
 }
-"""The desks on which each small model was trained."""
+"""The desks (customer-service environments) on which each small model of the package was trained,
+by the name of the model.
+"""
 
 
 def unpractised_desk(config: RunConfig) -> Finding | None:

@@ -39,8 +39,9 @@ def find(
 ) -> dict[Rule, Finding]:
     """Return the problems that the rules find, by rule, with fixes that were tried and work.
 
-    A fix works if it gives a valid configuration without the problem. Fixes that make another rule
-    refuse the configuration are left out if some do not. Fixes that cause new warnings come last.
+    A fix works if it gives a valid configuration without the problem. Only the fixes after which
+    the fewest other rules refuse the configuration are kept. Fixes that cause new warnings come
+    last.
     """
     found = {rule: finding for rule in (*refusals, *warnings) if (finding := rule(config))}
     severe = [rule for rule in refusals if rule not in found]

@@ -37,8 +37,8 @@ GAPS = {"bfloat16": 2.4e-4, "float16": 3.1e-5}
 weights.
 """
 LOST_STEPS = 5
-"""Number of optimizer steps in one direction. If so many do not change a weight of 0.06, rounding
-to nearest loses most updates of Adam.
+"""If this number of optimizer steps in one direction do not change a weight of 0.06, a usual size,
+the linter warns that rounding to nearest loses most updates of Adam.
 """
 TEMPERATURES = (0.01, 50.0)
 """Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are
@@ -62,11 +62,15 @@ NO_LIMIT = (
     "rollout.timeout_s",
     "trainer.grad_clip",
 )
-"""Options for which infinity means that there is no limit. An objective has more in `no_limit`."""
+"""Options for which infinity means that there is no limit. The class of an objective names further
+ones of its options in `no_limit`.
+"""
 
 
 def no_comparison(config: RunConfig) -> Finding | None:
-    """Refuse an advantage estimator that gives 0 to every episode in groups of this size."""
+    """Refuse an advantage estimator that gives every episode the advantage 0 in groups of one
+    episode.
+    """
     schedule = config.schedule
     replaced = any(each.slot == "estimator" for each in chosen(config.techniques)) or any(
         not getattr(config.technique_options[each.name], "advantage_coef", 0)

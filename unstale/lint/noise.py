@@ -44,10 +44,10 @@ rounding in the engine only, the second with rounding in the trainer, too. It is
 docs/quantisation.md.
 """
 BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
-"""Limits on D that are wider than the noise."""
+"""The limits on the discrepancy D that fixes suggest. They are wider than its numerical noise."""
 TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
 TOKEN_RATIO: Fix = {"objective.loss_type": "ppo_clip", "objective.unit": "token", **TOKEN_CLIP}
-"""Options with which the staleness ratio is that of a single token and has a usual clip."""
+"""Options that fixes suggest: the staleness ratio is that of a single token, with a usual clip."""
 
 
 def _noise_of_d(config: RunConfig) -> float:
@@ -167,6 +167,7 @@ def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | N
     """Return a problem if the veto's limit on log D is `low` to `high` times the noise of log D.
 
     The veto drops sequences with a token whose D is below `correction.token_veto_threshold`.
+    `wrong` is the text of the problem, with `{}` in the place of this threshold.
     """
     threshold = config.correction.token_veto_threshold
     if not threshold or d_is_one(config):

@@ -27,7 +27,7 @@ uses 3e-4 and 4e-4.
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Largest upper limit on the discrepancy D that still limits staleness."""
+"""Largest upper limit on the discrepancy D that counts as a limit on the staleness in D."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _SEQUENCE_RATIO: Fix = {

@@ -16,15 +16,15 @@ CHAINS: Mapping[Slot, str] = {
 }
 """Slots (kinds of techniques) whose techniques act on each other's results -> what they change."""
 LOW_RATE = 5
-"""A learning rate is low if it is below the usual one by this factor."""
+"""A learning rate counts as low if it is below the usual one divided by this number."""
 MAX_SHIFT = 20.0
 """Largest sensible `confident_error_penalty.max_shift`. Above it, a negative advantage may be
 multiplied by more than 20, and a single long sequence outweighs a batch.
 """
 
 MAX_ENTROPY_FACTOR = 1 / 3
-"""Largest sensible `token_entropy_advantage.a`. An entropy of 3 standard deviations under the mean
-is common.
+"""Largest sensible `token_entropy_advantage.a`. With a larger one, a token whose entropy is 3
+standard deviations under the mean has no gradient, and such tokens are common.
 """
 MIN_MAD_FLOOR = 0.01
 """Smallest sensible `baseline.mad_floor`. Below it, an advantage may be more than 90 times the

@@ -148,9 +148,10 @@ def is_quantised(name: str, weight: Tensor) -> bool:
 
 
 def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
-    """Return a weight, rounded to the format `kind` if `is_quantised`, else unchanged.
+    """Return a weight rounded to the format `kind`.
 
-    With the `kind` "none" it is returned unchanged.
+    It is unchanged if `kind` is "none", or if weights of this name and shape are not rounded (see
+    `is_quantised`).
     """
     if kind == "none" or not is_quantised(name, weight):
         return weight

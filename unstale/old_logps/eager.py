@@ -26,11 +26,12 @@ class Eager(OldLogps):
     """A route that computes `old_logp` of each token once, while the trainer waits for episodes.
 
     For tokens of the current version it uses the trainer's weights, when their episode has ended.
-    If the route `fallback` keeps versions, the tokens of unfinished episodes get values from its
-    weights when no further token of their version can arrive, so that no context is computed again
-    for every turn. Otherwise they get values before the optimizer step. The route `fallback`
-    computes the values of the remaining tokens with their batch. The metric
-    `old_logps/scored_in_time_share` is the share of exact values that were known before.
+    If the route `fallback` keeps past versions, the tokens of unfinished episodes get values from
+    the kept weights when no further token of their version can arrive. So no context is computed
+    again for every turn. Otherwise these tokens get values before the optimizer step. The route
+    `fallback` computes the values of the remaining tokens with their batch. The metric
+    `old_logps/scored_in_time_share` is the share of sampled tokens with an exact value that the
+    route `fallback` did not have to compute.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -45,10 +46,12 @@ class Eager(OldLogps):
         episode that has ended.
         """
         self._ended: dict[int, ScoreQueue] = {}
-        """By version, tokens of ended episodes without an old log-probability."""
+        """Tokens of ended episodes that still need an old log-probability. The key is the version
+        of the weights that sampled them.
+        """
         self._open: dict[int, ScoreQueue] = {}
-        """By version, tokens of unfinished episodes without an old log-probability. No more tokens
-        of these versions will be sampled.
+        """Tokens of unfinished episodes that still need an old log-probability. The key is the
+        version of the weights that sampled them.
         """
         self._num_tokens = 0
         self._num_covered = 0

@@ -130,9 +130,10 @@ class OldLogitModel(SecondModelScores):
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
     def on_published(self, live: Collection[int]) -> None:
-        """Send the weights of the current version to the process of the second model.
+        """Send the current weights to the process whose copy of the model computes `old_logp`.
 
-        With `lockstep`, wait until the process has loaded them.
+        With `lockstep`, wait until the process has loaded them. `live` are the versions that
+        unfinished episodes or waiting tokens still need.
         """
         from unstale.weights.codec import file_of
 

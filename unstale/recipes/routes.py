@@ -1,7 +1,7 @@
-"""One recipe for each route to old log-probabilities, to compare the routes.
+"""One recipe for each way to obtain old log-probabilities, which the option `route` selects.
 
-The recipes differ only in the route. Their tokens are so stale that an unsuitable route lowers the
-reward.
+They compare these ways. The recipes differ only in the route and in the options that it needs. They
+train on tokens so stale that an unsuitable route lowers the reward.
 """
 
 from collections.abc import Callable

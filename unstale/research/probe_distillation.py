@@ -165,10 +165,12 @@ def probe_distillation(
     """Measure whether distillation from a teacher would raise a student's success.
 
     Prefixes are the beginnings of finished episodes in the journal of `run`, half of them successes
-    if there are enough. At each prefix, the `top` most probable next tokens of both policies are
-    tried, with `rollouts` episodes of the student for each token. Raises `ConfigError` before any
-    episode if models or episodes do not fit, and if an environment cannot be played again up to a
-    prefix; `RunFailed` if a component fails.
+    if there are enough. At each prefix, the `top` most probable next tokens of the teacher and of
+    the student are tried, with `rollouts` episodes of the student for each token. The result
+    compares the token changes that raise success with those that distillation would make. Raises
+    `ConfigError` before any episode if `engine.max_context` is too long for a model, if the
+    tokenizers of the two differ, or if the journal has no finished episode. It is also raised if an
+    environment cannot be played again up to a prefix. Raises `RunFailed` if a component fails.
     """
     console = console or Console(soft_wrap=True)
     began = time.monotonic()

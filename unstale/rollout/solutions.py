@@ -41,9 +41,10 @@ class Solutions:
 
 
 def give_solutions(techniques: Techniques, config: RunConfig, taskset: Taskset, chat: Chat) -> None:
-    """Give the strategy of a run the solutions of tasks, if it uses them.
+    """Give a run's strategy a function that returns solutions of tasks, if the strategy uses them.
 
-    Raises `ConfigError` if the first training task has none.
+    A strategy is the technique that decides how groups of episodes are sampled. Raises
+    `ConfigError` if the strategy uses solutions and the first training task has none.
     """
     strategy = techniques.strategy
     if isinstance(strategy, SolutionReader):

@@ -72,7 +72,9 @@ class DistilConfig(Section):
 
     @property
     def teachers(self) -> Mapping[str, str]:
-        """The folder, address or word of each teacher, by name. A single one has no name."""
+        """The folder or address of each teacher, or `start` or `self`, by name. A single teacher
+        has the name "".
+        """
         if "=" not in self.teacher.partition("://")[0]:
             return {"": self.teacher}
         return dict(_named(each) for each in self.teacher.split())

@@ -82,7 +82,9 @@ class CreditContext:
     if the episode gives none.
     """
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the batch, by full name. Techniques add theirs."""
+    """Metrics of the batch, by whole name such as `long_reply_penalty/share`. Techniques add
+    theirs.
+    """
     whole: bool = True
     """False if the groups are only the first of a batch whose others are not finished
     (`trainer.stream`). They are passed again with the whole batch.
@@ -483,7 +485,7 @@ class Diagnostic(Protocol):
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return metrics of the groups of a batch, by full name.
+        """Return metrics of the groups of a batch. The key is the whole name; no prefix is added.
 
         The method is called before filters act. `groups` have the environment's rewards. `graded`
         are the same groups with the rewards that reward techniques have changed.
@@ -522,7 +524,9 @@ class StepPlan:
     skip: bool = False
     """True if the weights must not change in this step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the batch, by full name."""
+    """Metrics of the batch to log. The key is the whole name, such as `ess_lr/effective_share`; no
+    prefix is added.
+    """
 
 
 @runtime_checkable
@@ -544,7 +548,9 @@ class Outcome:
     It equals the version number of these weights, unless a resumed run has skipped numbers.
     """
     lag: int
-    """Number of batches between those weights and the weights that the step started from."""
+    """Number of batches between the weights that sampled the group's newest tokens and the weights
+    from which the step started.
+    """
     rewards: tuple[float, ...]
     """The rewards of the finished episodes. Episodes forked from others are left out."""
     failures: int
@@ -582,7 +588,7 @@ class Source(Protocol):
     def take(self, fresh: Sequence[FreshGroup], *, seed: int) -> Sequence[Batch]:
         """Return batches of stored groups that join the fresh groups.
 
-        Their sampled tokens have the provenance REPLAYED, and `stored` has their old
+        Their sampled tokens have the provenance REPLAYED, and `Batch.stored` their old
         log-probabilities. The result depends only on the state, the fresh groups and `seed`.
         """
         ...

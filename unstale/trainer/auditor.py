@@ -39,8 +39,9 @@ NOISE_SEQUENCES = 4
 numerical noise.
 """
 SHIFT = 0.6180339887
-"""The golden ratio minus 1. The fractional parts of its multiples are evenly spread for any number
-of steps.
+"""Each audit moves the indices of the audited sequences by this share of their distance. It is the
+golden ratio minus 1: the fractional parts of its multiples are evenly spread after any number of
+audits.
 """
 
 

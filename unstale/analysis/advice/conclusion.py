@@ -17,7 +17,8 @@ class Conclusion:
     figures: tuple[str, ...] = ()
     """Names of the figures in `Evidence` that show the conclusion."""
     options: Fix = field(default_factory=dict)
-    """Options to set, by full name. Empty if there is nothing to change."""
+    """Options to set, by full name such as `old_logps.route`. Empty if there is nothing to change.
+    """
     command: str = ""
     """A command that measures what this run did not measure. Empty if none is needed."""
 

@@ -124,7 +124,8 @@ MIN_OF_BLOCK = 100
 standard errors are computed from such blocks.
 """
 MIN_OF_LAG = 50
-"""Smallest number of equally stale tokens from which the reach of a clip is computed."""
+"""Smallest number of equally stale tokens from which the pi / mu at which a clip acts is computed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +261,7 @@ def _thinned(rows: list[Row4]) -> list[Row4]:
 
 
 def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
-    """Return the four numbers `names` of a row. None unless the row has all of them."""
+    """Return the four values of a row that have the keys `names`. None unless all are numbers."""
     values = [value for name in names if (value := number(row.get(name))) is not None]
     return (values[0], values[1], values[2], values[3]) if len(values) == 4 else None
 
@@ -402,7 +403,9 @@ def _changes(name: str, changed: Difference) -> dict[str, float]:
 
 
 def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
-    """Return the 99th and the 99.9th percentile (nearest rank) of the absolute log ratio."""
+    """Return two percentiles (nearest rank) of |`log_ratio`|: the 99th as `NAME_p99`, the 99.9th as
+    `NAME_p999`.
+    """
     ordered = numpy.sort(numpy.abs(log_ratio))
     return {
         f"{name}_p99": ordered[nearest_rank(len(ordered), 0.99)].item(),

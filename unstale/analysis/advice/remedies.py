@@ -74,7 +74,9 @@ def accepted(config: RunConfig, fix: Fix) -> Fix:
 
 
 def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
-    """Return `fix` if the linter accepts the run with it without a new warning, otherwise {}."""
+    """Return `fix` if the linter accepts the run with these options and warns of nothing new, else
+    {}.
+    """
     if not accepted(config, fix):
         return {}
     old, new = (check(each).warnings for each in (config, override(config, fix)))
@@ -128,7 +130,10 @@ def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
 
 
 def _again(evidence: Evidence, values: Mapping[str, Any]) -> str:
-    """Return a command that repeats the run with other options, and without its time limit."""
+    """Return a command that repeats the run with the options in `values` changed.
+
+    The command sets no time limit and makes no evaluations.
+    """
     name = f"{evidence.config.name or evidence.run}-advise"
     options = as_options({**values, "minutes": 0.0, "eval.tasks": 0, "name": name})
     return f"unstale train {shlex.quote(f'{evidence.folder}/config.json')} {options}"

@@ -32,15 +32,16 @@ SAME_OF_STOPPED = 0.05
 if that is larger. A clip on sequences may stop half of the tokens.
 """
 PART = 0.05
-"""Smallest share of D in the variances of log D and log S for which D is worth removing."""
+"""Smallest share of var log D in var log D + var log S for which advice to remove D is given."""
 LARGE_ERROR = 0.1
-"""The size of log D, or of an error, matters from this part of the distance to the nearest
-threshold.
+"""Conclusions about the size of log D, or of errors of `old_logp`, are drawn only from this size
+on. It is a share of the distance of the nearest threshold from 0, in the logarithm.
 """
 CORRELATED = 0.2
-"""Size of a correlation of log D and log S that is worth naming."""
+"""Smallest absolute correlation of log D and log S that a conclusion names."""
 BUSY = 0.03
-"""Share of a step's time below which the time to compute `old_logp` is not worth a change."""
+"""If computing `old_logp` takes less than this share of a step's time, no other route is advised.
+"""
 SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
 """The end of a reason that counts stopped tokens. `advise` prints the table of comparisons last."""
 

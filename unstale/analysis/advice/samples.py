@@ -319,9 +319,10 @@ class Difference:
 
 
 def difference(reference: Column, other: Column, *, effective: int) -> Difference:
-    """Compare the tokens that two kinds of ratios stop.
+    """Compare the tokens that thresholds stop with two kinds of ratios.
 
-    `reference` and `other` are bool arrays of any one shape, True for a stopped token.
+    `reference` and `other` are bool arrays of any one shape, True for a stopped token. `effective`
+    is the number of independent decisions.
     """
     return Difference(
         share=(reference != other).mean().item(),

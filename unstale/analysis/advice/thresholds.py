@@ -31,7 +31,7 @@ FEW = 4000
 
 
 def other_reach(evidence: Evidence) -> Conclusion | None:
-    """Report the pi / mu at which the clip acts with an inexact `old_logp`, if not at its limit.
+    """Report the pi / mu at which the clip acts with an inexact `old_logp`, if far from its limit.
 
     The suggested options make the clip act at the limit.
     """

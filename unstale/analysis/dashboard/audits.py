@@ -67,7 +67,10 @@ def audit(index: RunIndex) -> Row:
 
 
 def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
-    """Return the page's part of `audit.json`, or None, and sentences on what could not be read."""
+    """Return what the page shows of `audit.json`, and sentences on what could not be read.
+
+    The first is None if there is no readable file.
+    """
     try:
         status = os.lstat(index.folder / AUDIT)
     except OSError:

@@ -9,7 +9,9 @@ MAX_EVENT = 100_000
 """Largest number of characters of an event that are kept, as JSON. A line may have 4 MiB."""
 
 MAX_EVENT_TEXT = 4000
-"""Largest number of characters of a text in a longer event. Pages show at most 2,000 of them."""
+"""Largest number of characters of a text in an event of more than `MAX_EVENT` characters. Pages
+show at most 2,000 of them.
+"""
 
 
 def add_event(writer: sqlite3.Connection, row: Row) -> None:

@@ -177,7 +177,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowsToRead:
-    """The rows to read for an answer, and the numbers of tokens in these and in all rows."""
+    """The journal's rows to read for an answer, and the numbers of their and of all tokens."""
 
     rows: Sequence[TokenRow]
     num_tokens: int
@@ -185,7 +185,8 @@ class RowsToRead:
 
 
 def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
-    """Return the rows of the chosen steps, in order, with at most `limit` tokens in all.
+    """Return the journal's rows of the steps in `choice`, in order, with at most `limit` tokens in
+    all.
 
     If the steps have more tokens, rows are left out evenly over the steps. One row is always read.
     """
@@ -226,7 +227,7 @@ class TokenCache:
         return self._size
 
     def read(self, folder: Path, choice: TokenChoice, *, limit: int = MAX_READ) -> "ChosenTokens":
-        """Return the chosen tokens of a run, about `limit` at most.
+        """Return the trained tokens of a run that `choice` selects, about `limit` at most.
 
         A row in the cache is not read again, because a changed row has another checksum. Raises
         `JournalError`, and OSError without a journal.
@@ -346,7 +347,10 @@ def outcome_codes(flags: Any, *, run: Any) -> Any:
 
 
 class ChosenTokens:
-    """The chosen tokens of a run, one part per row of the journal."""
+    """The trained tokens of a run that fit a `TokenChoice` (a filter by step, lag and exactness).
+
+    They are held in parts, one for each group in each step that trained on it.
+    """
 
     def __init__(self, parts: Sequence[TokenColumns], read: RowsToRead) -> None:
         self.read = read

@@ -203,9 +203,10 @@ def _run(index: RunIndex, name: str) -> Row:
 
 
 def _series(index: RunIndex) -> Row:
-    """Return the values of all metrics as `[position in steps, values]`, and the lists `steps`.
+    """Return the values of all metrics over the steps, thinned.
 
-    `means` has the averaged learning curve.
+    `series` has for each metric its values and the position in `steps` of their list of steps.
+    `means` has the learning curve, averaged over `MEAN_STEPS` steps, in the same form.
     """
     main: list[str] = ["time_s"]
     other: list[str] = []

@@ -105,7 +105,9 @@ class RunIndex:
         self._has_backlog = False
         """True if some episodes that have ended are not copied yet."""
         self._siblings: tuple[int, dict[int, Row]] = (-1, {})
-        """The group whose training was read last, and the columns of its episodes."""
+        """The number of the group that `_training` read last, and the columns about training of its
+        episodes, by episode. -1 before the first group.
+        """
         self._decode: Decode | None = None
         self._counted: tuple[int, ...] = ()
         """State (`_state`) of the journal when its episodes were counted last."""
@@ -355,9 +357,10 @@ class RunIndex:
         return copied, is_last
 
     def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
-        """Return the columns of an episode that was trained on, and cache those of its group.
+        """Return the columns about training of one episode, for the table of episodes.
 
-        `oldest` is the oldest version that sampled the episode, or None.
+        They are read for the whole group and cached. `end` is a row of `_ends`. `oldest` is the
+        oldest version that sampled the episode, or None.
         """
         episode, step, group, version = end[0], *end[-3:]
         if self._siblings[0] != group:

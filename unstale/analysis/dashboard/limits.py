@@ -41,7 +41,9 @@ scale of the axes (`to_axis`). An axis is about 20 long, so this is a fifth of a
 """
 
 LAGS = 6
-"""Lines are drawn for this many lags (staleness in versions), from 0."""
+"""Largest number of lags (staleness in versions), from 0 on, for which a curve of the route is
+drawn.
+"""
 
 
 def in_loss(config: RunConfig) -> list[Entry]:
@@ -140,8 +142,8 @@ def _of_route(config: RunConfig, lag_max: int) -> Iterator[Row]:
 def _factors(spec: OldLogpsConfig, lag: int, ratio: Any) -> tuple[Any, Any]:
     """Return log D and log S of a route at values of log pi - log mu, for tokens of one lag.
 
-    The route (way to get `old_logp`) of `settings` computes them. `ratio` and both results are
-    `[n]` float64.
+    The route (way to get `old_logp`) with the options `spec` computes them. `ratio` has these
+    values. It and both results are `[n]` float64.
     """
     import torch
 

@@ -123,7 +123,9 @@ class TrainingSetup:
 
     @property
     def delta_rate(self) -> float:
-        """The learning rate to pass to the functions of `weights.delta_sizes`."""
+        """The learning rate from which the size of deltas is computed: `lr`, or a larger one with
+        stochastic rounding.
+        """
         return delta_sizes.delta_rate(self.lr, self.rounding)
 
     @property

@@ -134,7 +134,9 @@ class LinearCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Factors by which the durations of one recorded step differ from its `Costs`."""
+    """Factors by which the durations of one recorded step differ from those that `Costs` predicts:
+    of the engines, of training, and of computing `old_logp`.
+    """
 
     engine: float = 1.0
     train: float = 1.0

@@ -54,7 +54,8 @@ class SimulatedReply:
     engine: "SimulatedEngine | None" = None
     """The engine that sampled for this reply last. None before the first."""
     weight: int = 1
-    """The number of replies that it counts for when the engine with the least load is chosen."""
+    """The number of replies that this one counts as when the engine with the least load is chosen.
+    """
     since: int = 0
     """The number of the engine's step at which the reply began to run."""
     requested_at: float = -1.0

@@ -195,7 +195,9 @@ class SimulatedRollout:
         seed: int,
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Make the rollout. Of `overheads` it reads those of a reply."""
+        """Make the rollout. Of `overheads`, it uses the seconds of replies and turns, and
+        `processes`.
+        """
         self._overheads = overheads
         self._loops_free = [0.0] * (overheads.processes + 1)
         """When the event loop of each rollout process is free, and last that of the run's."""

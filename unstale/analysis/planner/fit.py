@@ -15,7 +15,9 @@ from scipy.stats import t as student_t
 
 Values = NDArray[np.float64]
 _RANK = 1e-9
-"""Singular values of the scaled terms below this share of the largest count as 0."""
+"""Singular values of the matrix of scaled terms that are below this share of the largest count as
+0.
+"""
 
 
 @dataclass(frozen=True, slots=True)

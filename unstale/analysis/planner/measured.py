@@ -169,7 +169,9 @@ def pace(step: RecordedStep, run: RecordedRun, fitted: FittedCosts) -> Pace:
 
 
 def engine_work(step: RecordedStep) -> dict[str, float]:
-    """Return the amounts of the engines' work in a step, by the names of the costs per unit."""
+    """Return the amounts of the engines' work in a step, such as decoding steps, by the name of the
+    coefficient of `LinearCosts` that they are multiplied by.
+    """
     decoding = step["engine/steps"]
     return {
         "decode": decoding,

@@ -22,8 +22,9 @@ LIMIT = 0.1
 when a run is simulated with its own settings.
 """
 SHARE_LIMIT = 0.1
-"""Largest allowed deviation of the share of a step that a part takes, such as training. Errors of
-several parts can cancel in the seconds per step, but need not cancel with other settings.
+"""Largest allowed deviation of the share of a step's time that a part of the step, such as
+training, takes. Errors of several parts can cancel in the seconds per step, but need not cancel
+with other settings.
 """
 DECODING_LIMIT = 0.25
 """Largest allowed deviation of the simulated number of decoding steps, as a share of the run's
@@ -35,8 +36,8 @@ OPEN = 0.15
 the step.
 """
 MAX_STEPS = 200
-"""Largest number of steps for which a run's own settings are simulated, after those that fill the
-queue.
+"""Largest number of optimizer steps in the simulation of a recorded run with its settings. Steps at
+the start, in which the queue of finished groups fills, are not counted.
 """
 
 

@@ -21,9 +21,11 @@ WRITE_S = 0.49e-9
 adapters into them is included.
 """
 PROBE_PROMPT, PROBE_REPLY = 32, 32
-"""Numbers of tokens of the probe: a random prompt, and the reply that the server samples to it."""
+"""Numbers of tokens of a probe, with which a server's new weights are tested after a publication.
+The prompt is random, and the server samples the reply.
+"""
 _REFERENCE_FLOPS = 200e9
-"""Operations per second of the processor core that computes the probe's log-probabilities. Assumed.
+"""Operations per second of the processor core that computes a probe's log-probabilities. Assumed.
 """
 _REFERENCE_BANDWIDTH = 11e9
 """Bytes of weights per second that the core of `_REFERENCE_FLOPS` reads. Assumed."""

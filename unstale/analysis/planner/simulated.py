@@ -467,9 +467,9 @@ class SimulatedRecorder:
         return self._seconds[-1].get(name, 0.0) - self._seconds[since].get(name, 0.0)
 
     def share(self, lane: str, since: int) -> float:
-        """Return the share of the time after step `since` in which `lane` was busy.
+        """Return the share of the time after step `since` that the activity `lane` took.
 
-        `lane` names an activity. For engines, the shares of all engines are added up.
+        For an activity of engines it is the sum over all engines, so it can be above 1.
         """
         return self.total(lane, since) / (self.ends[-1] - self.ends[since])
 

@@ -96,7 +96,9 @@ AGENTMATH_CONTEXT, AGENTMATH_CALLS, AGENTMATH_EPISODES = 96_000, 96, 256
 are the defaults of `segments` in a simulation without a recorded run.
 """
 _CHANGES = frozenset({"tasks", "count", "turns", "groups"})
-"""A technique that declares one of these as changed also changes how long a run takes."""
+"""What a technique may declare that it changes. A technique with one of these words also changes
+how long a run takes.
+"""
 
 
 def option_kinds() -> dict[str, Any]:

@@ -36,7 +36,8 @@ KEPT, CLIPPED, EXACT_SHARE = (
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "rollout/sampled_tokens"
 TRAINED = "trainer/action_tokens"
-"""Name of the metric that old runs have instead of `TOKENS`, with the same value."""
+"""Name of the metric that old runs have instead of the metric `TOKENS`. Both have the same meaning.
+"""
 UNCOUNTED = "The number of sampled tokens was not recorded."
 
 Point = tuple[float, float]

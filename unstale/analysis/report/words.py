@@ -62,7 +62,7 @@ def is_exact(setting: Any) -> bool:
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return two sentences on what log D and log S contain with a route (way to `old_logp`)."""
+    """Return two sentences on what log D and log S contain with a way to get `old_logp` (route)."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "

@@ -147,7 +147,8 @@ class Probe:
         return self._rounded(logits, plain, exact)
 
     def _compared(self, logits: Tensor, plain: Tensor) -> str:
-        """Return a message if float32 `logits` differ from those of a plain pass, else "".
+        """Return a message if a runner's float32 `logits` differ from those of a plain pass, else
+        "".
 
         Both are `[positions, V]`.
         """
@@ -165,9 +166,11 @@ class Probe:
         return ""
 
     def _rounded(self, logits: Tensor, plain: Tensor, exact: Tensor) -> str:
-        """Return a message if bfloat16 `logits` are much less exact than `plain` ones, else "".
+        """Return a message if a runner's bfloat16 `logits` are much less exact than `plain`, else
+        "".
 
-        All are `[positions, V]`. `exact` has the float32 logits.
+        `plain` are the bfloat16 logits of a plain forward pass of the model. The error of both is
+        measured against `exact`, the logits of a plain float32 pass. All are `[positions, V]`.
         """
         rank = 1.0 - _OUTLIERS if self._has_experts else 1.0
         error, usual = (

@@ -174,8 +174,10 @@ class LogpCache:
             self._logps[key] = torch.cat([had, logp[len(had) :]])
 
     def _add_runs(self, batch: Batch, values: Tensor, where: Tensor) -> None:
-        """Add the log-probabilities `values` of a batch's tokens `where`, of the current
-        version.
+        """Add the log-probabilities `values` `[T]` of the batch's tokens that the mask `where`
+        selects.
+
+        All of them were sampled by the current version.
         """
         for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
             edges = torch.nn.functional.pad(where[begin:end], (1, 1)).int().diff()

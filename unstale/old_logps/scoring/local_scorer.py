@@ -228,7 +228,10 @@ class LocalScorer:
     def score_average(
         self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
-        """Return log-probabilities under a moving average that this scorer created."""
+        """Return the log-probabilities of a batch's tokens under a moving average of this scorer.
+
+        They are 0 at tokens that the mask `where` does not select.
+        """
         if isinstance(average, HostAverage):
             return self._score(self.policy.with_weights(average.tensors), batch, where)
         assert self._averaged is not None
@@ -265,9 +268,10 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, so that the one nearer to the loaded version comes first.
+        """Return versions in ascending or descending order, whichever begins nearer to the loaded
+        one.
 
-        The store moves from version to version by deltas, so this order needs the fewest.
+        The store moves from version to version by deltas. With this order it applies the fewest.
         """
         path = sorted(versions)
         if path and self.store is not None:

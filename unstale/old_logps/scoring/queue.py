@@ -96,7 +96,8 @@ class ScoreQueue:
 
 
 class ScoringOrder:
-    """A second model's work in order: log-probabilities of a version's tokens, then the next one.
+    """A second model's work in order: all tokens of one version, then the weights of the next
+    version.
 
     `max_tokens` is the largest number of tokens in a forward pass.
     """

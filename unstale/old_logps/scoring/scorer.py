@@ -102,7 +102,10 @@ class WeightAverage(Protocol):
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
-        """Return log-probabilities `[T]` under the averaged weights at `where`, else 0."""
+        """Return the log-probabilities `[T]` of the tokens of `batch` under the averaged weights.
+
+        They are 0 at tokens that the mask `where` does not select.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]: ...

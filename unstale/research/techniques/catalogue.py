@@ -465,7 +465,7 @@ ROWS: Sequence[Row] = (
         "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
     ),
 )
-"""All rows, by number."""
+"""All rows of the table, in the order of their numbers."""
 
 WISHES: Mapping[str, Sequence[str]] = {
     "more signal per token": (

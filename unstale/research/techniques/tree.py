@@ -104,7 +104,9 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
 
 
 def _check_techniques(config: RunConfig) -> None:
-    """Refuse a run without `tree_advantage`, and techniques that count shared tokens wrongly."""
+    """Raise `ConfigError` without `tree_advantage`, or for a technique that cannot be used with
+    forks.
+    """
     entries = chosen(config.techniques)
     if "tree_advantage" not in [entry.name for entry in entries]:
         raise ConfigError(

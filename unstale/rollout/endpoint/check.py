@@ -19,7 +19,7 @@ from unstale.rollout.generator import Generator
 _REPLY_START = "<|im_start|>assistant\n"
 _UNLIMITED = 1 << 30
 _KEPT = ("asyncio_", "hook")
-"""Beginnings of the names of threads that are kept for later calls."""
+"""Beginnings of the names of threads that are kept for later calls, and so count as no leak."""
 _END_S = 1.0
 """Longest time in seconds until threads, tasks and connections of an episode have ended."""
 

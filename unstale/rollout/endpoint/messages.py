@@ -71,8 +71,8 @@ def read_messages(
 def _without_overridden(
     body: Mapping[str, Any], temperature: float, config: EndpointConfig
 ) -> tuple[Mapping[str, Any], tuple[str, ...], wire.ReplyFormat | None]:
-    """Return a request without what `endpoint.lenient` ignores, the names of that, and the format
-    that the reply must have.
+    """Return a request without what `endpoint.lenient` ignores, the names of what was left out, and
+    the format that the reply must have, or None.
     """
     if not config.lenient:
         return body, (), None

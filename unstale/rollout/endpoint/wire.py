@@ -136,7 +136,7 @@ class SentMessage(NamedTuple):
 
 
 class ResultTerms(NamedTuple):
-    """Words of errors about results of tool calls."""
+    """The words of one API with which errors describe results of tool calls."""
 
     id_field: str
     """Name of the field of a result that has the id of its call."""
