@@ -17,7 +17,10 @@ from unstale.config.techniques import techniques
 from unstale.lint import check
 
 BAD = ("-1", "nan", "inf", "1e300", "9" * 20, "9" * 400)
-ZERO_IS_VALID = {"--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step"}
+ZERO_IS_VALID = {
+    *("--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step"),
+    *("--votes", "--distil"),
+}
 NEGATIVE_IS_VALID = {"--beta"}
 PLAN = ("plan", "--model", "4B", "--gpus", "8")
 

@@ -1105,6 +1105,9 @@ def test_jsonl_has_one_row_a_trajectory_and_one_entry_a_token(
         "version": [-1, -1, 0, 1, -1, 1],
         "provenance": ["ENVIRONMENT", "ENVIRONMENT", "SAMPLED", "SAMPLED", "FORCED", "REPLAYED"],
         "turn": [-1, -1, 0, 0, -1, 1],
+        "source_logp": [None] * 6,
+        "parent": None,
+        "forked_at": None,
     }
     assert json.loads(said(capsys, "export-trajectories", str(tmp_path))) == expected
     out = tmp_path / "rows.jsonl"
