@@ -232,7 +232,7 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Name a way to get `old_logp` without forward passes that stops more of the right tokens."""
+    """Name a way to get `old_logp` without forward passes that stops tokens more as exact ones do."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
         name: figure
@@ -282,7 +282,7 @@ def _large_error(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_exact(evidence: Evidence) -> Conclusion | None:
-    """Alarm if the `old_logp` of a route that claims to be exact has errors in the audit."""
+    """Report errors that the audit found in the `old_logp` of a route that claims to be exact."""
     error, noise = evidence.get("audit_error"), evidence.get("audit_noise")
     if not evidence.config.old_logps.exact or error is None or noise is None:
         return None

@@ -308,7 +308,8 @@ class Difference:
 
     share: float
     passed: float
-    """Share of tokens that the reference stops and the other passes."""
+    """Share of tokens that are stopped with the reference ratios, and pass with the other ratios.
+    """
     effective: int
     """Number of independent decisions, from which the interval follows."""
 

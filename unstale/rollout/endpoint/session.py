@@ -250,8 +250,9 @@ class AgentSession:
         return await self._in_thread(partial(self._ask_all, request), undo)
 
     async def _in_thread(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
-        """Change the conversation in a thread. If the caller is cancelled, wait for the thread and
-        undo its work.
+        """Run `work`, which changes the conversation, in a thread, and return its result.
+
+        If the caller is cancelled, wait for the thread and call `undo` with the result.
         """
         asking = asyncio.create_task(off_loop(work, "the chat template"))
         try:
@@ -290,7 +291,8 @@ class AgentSession:
 
     @contextmanager
     def _refusing(self, field: str) -> Iterator[None]:
-        """Raise `Refused` for a history that the model cannot reply to, or the template not write.
+        """Raise `Refused` for a history that the model cannot reply to or the chat template cannot
+        write.
 
         `field` is the request's field with the history.
         """
