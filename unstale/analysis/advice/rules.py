@@ -232,7 +232,7 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Name a way to get `old_logp` without forward passes that stops tokens more as exact ones do."""
+    """Name a way to get `old_logp` without forward passes that stops tokens more as exact ones."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
         name: figure

@@ -44,7 +44,7 @@ UNIT = 1e-3
 """Log ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
 
 MAX_LAG = 5
-"""Lag (staleness) of the last colour, which also stands for all larger lags."""
+"""Lag (staleness) of the last of the colours of tokens, which also stands for all larger lags."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
 """Names of the outcomes of a token. Arrays have the positions of outcomes in this list."""

@@ -82,8 +82,8 @@ class RecordedStep:
     between: float | None
     """Seconds in which the event loop built and recorded the batch while the trainer waited.
 
-    None if they cannot be separated from other waits. They include the pass in which a technique
-    reads hidden states before advantages are computed.
+    None if these seconds cannot be separated from other waits. They include the pass in which a
+    technique reads hidden states before advantages are computed.
     """
     versions: float
     """Mean number of versions that sampled a trajectory."""

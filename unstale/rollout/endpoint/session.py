@@ -112,8 +112,8 @@ class AgentSession:
         """Start a task that answers a call, and return the task. Call `on_prompt` with the number
         of the prompt's tokens before the first text.
 
-        Its result is the list of answers, or the refusal. The caller must cancel the task if the
-        client disconnects. Raises `Refused` if the episode or the run has ended.
+        The task's result is the list of answers, or the refusal. The caller must cancel the task if
+        the client disconnects. Raises `Refused` if the episode or the run has ended.
         """
         self._require_open()
         self.facts.update(f"overridden_{name}" for name in request.overridden)
