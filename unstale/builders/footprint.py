@@ -293,7 +293,7 @@ def _multiplied_bytes(dtype: str) -> int:
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     """Return the memory of embedded engines on this machine in bytes. Servers are not counted.
 
-    `total` is the number of weights of the model, `copy` the size in bytes of a copy of the
+    `total` is the number of weights of the model, `copy` the bytes of a copy of the trained
     weights.
     """
     engine = config.engine

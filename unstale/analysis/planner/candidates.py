@@ -243,8 +243,8 @@ class ThroughputEstimate(NamedTuple):
     """Mean number of versions of the weights that sample one episode."""
 
     def alive(self, tail: float) -> float:
-        """Return the share of the time from an episode's start to its training in which it still
-        runs.
+        """Return the share of the time from an episode's start to its training in which it is
+        unfinished.
 
         A finished episode waits for the longest episode of its group, which takes `tail` times the
         mean. Then it waits half a step for the other groups of its batch.
