@@ -407,7 +407,7 @@ def veto(
 ) -> CorrectionWeights:
     """Drop each sequence that has a sampled token with a discrepancy below `below`; 0 drops none.
 
-    The discrepancy is old_logp - behavior_logp as a ratio. `log_discrepancy` is per token, not
+    The discrepancy is D = exp(old_logp - behavior_logp). `log_discrepancy` is per token, not
     aggregated. Tokens that an earlier correction dropped count, too. One token that the trainer
     finds impossible shows that engine and trainer had different contexts, which affects the whole
     sequence.

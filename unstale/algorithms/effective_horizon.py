@@ -191,7 +191,9 @@ def _rollouts(task: Tabular, gaps: Float[Tensor, "steps states"], *, depth: int)
 def _spread(
     task: Tabular, depth: int
 ) -> tuple[Float[Tensor, "steps states"], Float[Tensor, "steps states"]]:
-    """Return variance and range of the return after any `depth` actions, the largest of each.
+    """Return, for each step and state, the largest variance and range of the return.
+
+    They are the largest over all sequences of `depth` actions.
 
     The later actions are random, the first ones are not.
     """

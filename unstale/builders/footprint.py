@@ -65,9 +65,11 @@ class Footprint:
     ranks: int = 0
     """Number of trainer ranks. 0 if the trainer is in the process of the run."""
     driver: float = 0.0
-    """Memory of the process of a run with trainer ranks, in bytes."""
+    """Memory of the run's own process beside the trainer ranks, in bytes. 0 without ranks."""
     elsewhere: bool = False
-    """True if the ranks may be on other machines. Their memory is then not in the sum."""
+    """True if the ranks may be on other machines. Their memory is then no part of the expected
+    memory.
+    """
     scorers: int = 0
     """Number of processes that hold the second model of the route `old_logit_model`. 0 with other
     routes.
@@ -291,7 +293,7 @@ def _multiplied_bytes(dtype: str) -> int:
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     """Return the memory of embedded engines on this machine in bytes. Servers are not counted.
 
-    `total` is the number of weights of the model, `copy` the size in bytes of a copy of the
+    `total` is the number of weights of the model, `copy` the bytes of a copy of the trained
     weights.
     """
     engine = config.engine

@@ -63,10 +63,10 @@ def load_policy(
 
 
 def check_expert_ranks(cluster: ClusterConfig, experts: int) -> None:
-    """Raise ConfigError unless trainer ranks can have whole experts, if they must.
+    """Raise ConfigError if `cluster.expert_parallel` cannot divide the experts among trainer ranks.
 
-    `experts` is the number of experts in a layer. Without `cluster.expert_parallel`, warn if FSDP
-    would fill up the experts of the ranks by more than a tenth.
+    `experts` is the number of experts in a layer, 0 for a model without experts. Without that
+    option, warn if FSDP would fill up the experts of the ranks by more than a tenth.
     """
     ranks = cluster.trainers // cluster.replicas
     if cluster.expert_parallel and not experts:

@@ -62,7 +62,9 @@ def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
 
 @dataclass(frozen=True, slots=True)
 class RankedComponents(Components):
-    """Components whose trainer is divided among ranks. `policy` is the driver's copy."""
+    """Components whose trainer is divided among ranks. `policy` is the copy of the run's own
+    process.
+    """
 
     policy: Policy
     taskset: Taskset

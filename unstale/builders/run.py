@@ -244,7 +244,9 @@ def _evaluation(
 def _best_policy(
     config: RunConfig, parts: Components, folder: Path, start: ResumeState
 ) -> BestPolicy | None:
-    """Return what keeps the best policy in a run folder. None if the run does not keep it."""
+    """Return the object that keeps the best policy in a run folder. None if `eval.keep_best` is
+    none.
+    """
     if config.eval.keep_best == "none":
         return None
     return BestPolicy(folder, config.eval, parts.save_policy, step=start.progress.step)

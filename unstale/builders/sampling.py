@@ -216,10 +216,11 @@ def warn_of_giveaways(taskset: Taskset) -> None:
 
 
 def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:
-    """Print a warning if no prompt describes the tools.
+    """Print a warning if the chat template describes no tools in prompts, and the run does not,
+    either.
 
-    The package's own policies were trained on their tools. The tools of an external agent are sent
-    with its calls.
+    There is no warning for the package's own policies, which were trained on their tools. With an
+    external agent, the tools are not known yet: the agent sends them with its calls.
     """
     folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
     prompts, names = f"the prompts of {config.task.env}", "which tools there are"

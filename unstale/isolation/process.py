@@ -38,7 +38,9 @@ MAX_DESCRIPTORS_SHARE = 0.75
 _ABORT_S = 0.5
 """Seconds in which a silent worker must print the line of code at which it hangs."""
 _KILL_S = 2.0
-"""Seconds in which a process that closed its socket must end, and then again a killed process."""
+"""Seconds for which the end of a process is awaited: after it closed its socket, and again after it
+was killed.
+"""
 _OUTPUT_BYTES = 1 << 20
 """Size of the file with a worker's output at which the file is emptied."""
 _READ_BYTES = 1 << 18

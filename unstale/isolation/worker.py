@@ -200,7 +200,7 @@ class FollowingLoop(VirtualLoop):
         return timers
 
     def _jump(self, seconds: float | None) -> None:
-        """Return from `run_forever`, because no task can continue."""
+        """Return from `run_forever`, because no task can continue. `seconds` is not used."""
         self.stop()
 
 

@@ -17,8 +17,9 @@ from unstale.lint.policy_files import local_folder, num_weights, width
 MAX_BOUND = 16
 """Largest staleness bound, in versions, without a warning. No published result exceeds it."""
 LORA_RATE = 1e-5
-"""A usual learning rate for training all weights. LoRA adapters need about ten times as much
-(Schulman, LoRA Without Regret, 2025).
+"""A usual learning rate for training all weights. A run that trains LoRA adapters is warned of
+rates up to this, because adapters need about ten times as much (Schulman, LoRA Without Regret,
+2025).
 """
 RATE_TIMES_WEIGHTS = 1e4
 """Product of the largest sensible learning rate of Adam and the number of weights. That rate is 20

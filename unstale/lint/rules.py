@@ -37,7 +37,7 @@ _SEQUENCE_RATIO: Fix = {
     "objective.clip_high": 4e-4,
     "objective.loss_aggregation": "sequence_mean",
 }
-"""Options with which the staleness ratio is that of a whole sequence, as in the GSPO paper."""
+"""Options that fixes suggest: the staleness ratio is that of a sequence, as in the GSPO paper."""
 
 
 def _exact_route(config: RunConfig) -> Fix:

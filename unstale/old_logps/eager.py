@@ -51,7 +51,7 @@ class Eager(OldLogps):
         """
         self._open: dict[int, ScoreQueue] = {}
         """Tokens of unfinished episodes that still need an old log-probability. The key is the
-        version of the weights that sampled them.
+        version of the weights that sampled them, which samples no more tokens.
         """
         self._num_tokens = 0
         self._num_covered = 0

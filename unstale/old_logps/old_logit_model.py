@@ -132,8 +132,8 @@ class OldLogitModel(SecondModelScores):
     def on_published(self, live: Collection[int]) -> None:
         """Send the current weights to the process whose copy of the model computes `old_logp`.
 
-        With `lockstep`, wait until the process has loaded them. `live` are the versions that
-        unfinished episodes or waiting tokens still need.
+        With `lockstep`, first wait for the log-probabilities of all tokens of the versions sent
+        before. `live` are the versions that sampled tokens which are still to be trained on.
         """
         from unstale.weights.codec import file_of
 

@@ -78,7 +78,7 @@ class SnapshotOld(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
-    """Options of the route that keeps the weights of each version with unused tokens."""
+    """Options of the route that keeps the weights of each version whose tokens await training."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld

@@ -168,9 +168,10 @@ def probe_distillation(
     if there are enough. At each prefix, the `top` most probable next tokens of the teacher and of
     the student are tried, with `rollouts` episodes of the student for each token. The result
     compares the token changes that raise success with those that distillation would make. Raises
-    `ConfigError` before any episode if `engine.max_context` is too long for a model, if the
-    tokenizers of the two differ, or if the journal has no finished episode. It is also raised if an
-    environment cannot be played again up to a prefix. Raises `RunFailed` if a component fails.
+    `ConfigError` before any episode if a model cannot score sequences of `engine.max_context`
+    tokens, if the tokenizers of the two differ, if an external agent calls the policy, or if the
+    journal has no finished episode. It is also raised if an environment cannot be played again up
+    to a prefix. Raises `RunFailed` if a component fails.
     """
     console = console or Console(soft_wrap=True)
     began = time.monotonic()

@@ -43,7 +43,7 @@ class Solutions:
 def give_solutions(techniques: Techniques, config: RunConfig, taskset: Taskset, chat: Chat) -> None:
     """Give a run's strategy a function that returns solutions of tasks, if the strategy uses them.
 
-    A strategy is the technique that decides how groups of episodes are sampled. Raises
+    A strategy is a technique that chooses the tokens with which episodes of a group begin. Raises
     `ConfigError` if the strategy uses solutions and the first training task has none.
     """
     strategy = techniques.strategy

@@ -510,8 +510,8 @@ class StepSeen:
     kl: float = math.nan
     """KL(pi_old || pi) per sampled token, in nats (k3). pi_old is the policy of `old_logp`."""
     kl_of_batch: float = math.nan
-    """The same KL over only the tokens that lag by one batch. It shows how far the previous batch
-    changed the policy. NaN without such tokens.
+    """KL(pi_old || pi) as in `kl`, over only the tokens that lag by one batch. It shows how far the
+    previous batch changed the policy. NaN without such tokens.
     """
 
 

@@ -34,13 +34,13 @@ if that is larger. A clip on sequences may stop half of the tokens.
 PART = 0.05
 """Smallest share of var log D in var log D + var log S for which advice to remove D is given."""
 LARGE_ERROR = 0.1
-"""Conclusions about the size of log D, or of errors of `old_logp`, are drawn only from this size
-on. It is a share of the distance of the nearest threshold from 0, in the logarithm.
+"""Smallest size of log D, or of an error of `old_logp`, that leads to a conclusion. It is a share
+of the distance, in nats, from a ratio of 1 to the nearest threshold.
 """
 CORRELATED = 0.2
 """Smallest absolute correlation of log D and log S that a conclusion names."""
 BUSY = 0.03
-"""If computing `old_logp` takes less than this share of a step's time, no other route is advised.
+"""If computing `old_logp` takes less than this share of a step's time, no cheaper route is advised.
 """
 SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
 """The end of a reason that counts stopped tokens. `advise` prints the table of comparisons last."""
@@ -232,7 +232,7 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Name a way to get `old_logp` without forward passes that stops more of the right tokens."""
+    """Name a way to get `old_logp` without forward passes that stops tokens more as exact ones."""
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
         name: figure
@@ -282,7 +282,7 @@ def _large_error(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_exact(evidence: Evidence) -> Conclusion | None:
-    """Alarm if the `old_logp` of a route that claims to be exact has errors in the audit."""
+    """Report errors that the audit found in the `old_logp` of a route that claims to be exact."""
     error, noise = evidence.get("audit_error"), evidence.get("audit_noise")
     if not evidence.config.old_logps.exact or error is None or noise is None:
         return None

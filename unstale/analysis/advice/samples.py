@@ -110,7 +110,7 @@ def _d_share(factors: Factors) -> float | None:
 def _jackknife(factors: Factors, figure: Callable[[Factors], float | None]) -> float | None:
     """Return the jackknife standard error of a figure, leaving out one block of steps at a time.
 
-    None with fewer than three steps, or if the figure is once None.
+    None with fewer than three steps, or if the figure is None without one of the blocks.
     """
     steps = numpy.unique(factors.step)
     count = min(BLOCKS, len(steps))
@@ -234,12 +234,18 @@ class Thresholds:
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
 
     def clipped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log S is outside the clip. `rows` is as in `dropped`."""
+        """Return True for tokens whose log S is outside the clip, in the shape of `rows`.
+
+        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`.
+        """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.clip is None else self.clip.outside(factors.log_s[rows])
 
     def stopped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens that limits on D or the clip stop. `rows` is as in `dropped`."""
+        """Return True for tokens that limits on D or the clip stop, in the shape of `rows`.
+
+        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`.
+        """
         return self.dropped(factors, rows) | self.clipped(factors, rows)
 
 
@@ -308,7 +314,8 @@ class Difference:
 
     share: float
     passed: float
-    """Share of tokens that the reference stops and the other passes."""
+    """Share of tokens that are stopped with the reference ratios, and pass with the other ratios.
+    """
     effective: int
     """Number of independent decisions, from which the interval follows."""
 

@@ -44,7 +44,7 @@ UNIT = 1e-3
 """Log ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
 
 MAX_LAG = 5
-"""Lag (staleness) of the last colour, which also stands for all larger lags."""
+"""Lag (staleness) of the last of the colours of tokens, which also stands for all larger lags."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
 """Names of the outcomes of a token. Arrays have the positions of outcomes in this list."""
@@ -498,14 +498,14 @@ def _by_lag(parts: Sequence[TokenColumns]) -> list[list[int]]:
 _MIX = 0x9E3779B97F4A7C15
 
 MERGED = 50_000
-"""Approximate number of tokens that are sorted together to choose the sample."""
+"""Approximate number of tokens that `_sample` sorts together to choose the points of the plot."""
 
 
 def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], limit: int) -> Row:
-    """Return at most `limit` tokens as lists by name.
+    """Return at most `limit` tokens to draw as points: a list of values for each column, by name.
 
-    One token of each cell of the grid is taken first, then a second one, and so on. Within a cell
-    the order is that of a hash, so the choice is random but the same each time.
+    One token of each cell of the grid over the plane is taken first, then a second one, and so on.
+    Within a cell the order is that of a hash, so the choice is random but the same each time.
     """
     names = [each.name for each in fields(TokenColumns)[1:]]
     best: dict[str, Any] = {}

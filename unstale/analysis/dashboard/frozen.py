@@ -253,7 +253,7 @@ def _factors(folder: Path) -> Row | None:
 
 
 def _episode(index: RunIndex, number: int) -> Row | None:
-    """Return the first tokens of an episode. None if the episode is damaged or not read."""
+    """Return the first tokens of an episode. None if it is damaged or not in the index yet."""
     try:
         return dict(_short(tokens.episode(index, number, limit=EPISODE_TOKENS), 5))
     except (JournalError, OSError, tokens.UnknownEpisode, tokens.NotYet):

@@ -340,7 +340,7 @@ class RunIndex:
     def _copy_ended(
         self, journal: JournalReader, writer: sqlite3.Connection, open_: Sequence[int]
     ) -> tuple[int, bool]:
-        """Copy those of the episodes `open_` that have ended, up to the limits of a part.
+        """Copy those of the episodes `open_` that have ended, up to the limits of a transaction.
 
         Return their number, and True if none are left.
         """

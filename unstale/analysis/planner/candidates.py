@@ -243,7 +243,8 @@ class ThroughputEstimate(NamedTuple):
     """Mean number of versions of the weights that sample one episode."""
 
     def alive(self, tail: float) -> float:
-        """Return the share of an episode's time in the queue before it is finished.
+        """Return the share of the time from an episode's start to its training in which it is
+        unfinished.
 
         A finished episode waits for the longest episode of its group, which takes `tail` times the
         mean. Then it waits half a step for the other groups of its batch.
@@ -278,7 +279,8 @@ def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> S
 def candidates(
     request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every division of the devices that fits into memory.
+    """Yield a candidate with the route `name` for every division of the devices that fits into
+    memory.
 
     Each is tried with and without gradient checkpointing. Two means to save memory are used only if
     a division does not fit otherwise: several devices divide a microbatch, and the optimizer's

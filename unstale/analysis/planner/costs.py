@@ -164,7 +164,7 @@ class Overheads(Section):
     turn_s: NonNegative = 0.0
     """Seconds that each turn takes of the event loop of its rollout process."""
     run_turn_s: NonNegative = 0.0
-    """Seconds that each turn then takes of the event loop of the run's process."""
+    """Seconds that each turn takes of the event loop of the run's process, after `turn_s`."""
     processes: PositiveInt = 1
     """Number of rollout processes among which the groups are divided."""
     paces: tuple[Pace, ...] = ()

@@ -491,7 +491,7 @@ class SimulatedEnginePool:
         self.first_tokens: list[tuple[float, float]] = []
         """For each request: the time of its first token, and the seconds since the request."""
         self.rejects = 0
-        """Number of engines that would have been chosen for a request, but had no free place."""
+        """How often an engine would have been chosen for a request but had no free place."""
         self.transferred = 0
         """Number of tokens whose keys and values were sent to another engine."""
         self._costs = costs

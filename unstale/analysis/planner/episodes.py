@@ -200,7 +200,9 @@ class SimulatedRollout:
         """
         self._overheads = overheads
         self._loops_free = [0.0] * (overheads.processes + 1)
-        """When the event loop of each rollout process is free, and last that of the run's."""
+        """The simulated time at which the event loop of each rollout process is free again. The
+        last entry is that of the run's process.
+        """
         self.slots = limits.slots
         self._limits = limits
         self.clock = clock

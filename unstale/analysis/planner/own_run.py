@@ -241,7 +241,8 @@ class _Part:
     title: str
     fit: Fit
     work: Mapping[str, float]
-    """The amounts of its work in a simulated step, by the names of the fit's coefficients."""
+    """The amounts of the part's work in a simulated step, by the names of the fit's coefficients.
+    """
     servers: int
     """Number of engines that divide the work. 1 for the trainer."""
     remedy: str

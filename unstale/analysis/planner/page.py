@@ -48,7 +48,8 @@ _ON_CORES = {
     "sample GPUs": "sample cores",
     "score GPUs": "score cores",
 }
-"""Headings of the table on processor cores, by those on GPUs. The memory of cores is main memory.
+"""Headings of the table of routes in a plan for processor cores. The key is the heading in a plan
+for GPUs. The memory of cores is main memory.
 """
 Row = dict[str, float | int | str]
 
@@ -227,7 +228,7 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
 
 def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
     """Yield sentences that compare memory and time of the suggested exact route (way to get
-    `old_logp`) with `AVERAGE`.
+    `old_logp`) with those of the route `AVERAGE`.
     """
     best = suggestion.best.candidate
     average = suggestion.simulated.get(AVERAGE)

@@ -23,8 +23,8 @@ _CONTEXT_PIECES = (
     "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
 )
 RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""SQL query for two numbers: the answers of tools and users in finished episodes, and in all
-episodes.
+"""SQL query for two numbers: how many answers of tools and users the finished episodes have, and
+how many all episodes have.
 """
 _METRICS = (
     "audit/duration_s",
@@ -82,8 +82,8 @@ class RecordedStep:
     between: float | None
     """Seconds in which the event loop built and recorded the batch while the trainer waited.
 
-    None if they cannot be separated from other waits. They include the pass in which a technique
-    reads hidden states before advantages are computed.
+    None if these seconds cannot be separated from other waits. They include the pass in which a
+    technique reads hidden states before advantages are computed.
     """
     versions: float
     """Mean number of versions that sampled a trajectory."""

@@ -54,9 +54,7 @@ class SimulationResult:
     first_token_p99_s: float
     """The 99th percentile of the seconds from a request to the first token of its reply."""
     rejects: int
-    """Number of engines that would have been chosen for a request but had no free place, over all
-    requests.
-    """
+    """How often an engine would have been chosen for a request but had no free place."""
     longest_queue: int
     """Largest number of replies that waited on one engine while it sampled."""
     transferred_tokens: int

@@ -57,9 +57,9 @@ class SimulatedTrainer:
         self.version = 0
         """Number of steps so far. If `every` > 1, fewer versions are published."""
         self.owed: dict[str, float] = defaultdict(float)
-        """Seconds by activity that the trainer's thread is still to wait."""
+        """Seconds that the trainer's thread is still to wait, by activity."""
         self.spent: dict[str, float] = defaultdict(float)
-        """Seconds by activity that the trainer's thread has waited so far."""
+        """Seconds that the trainer's thread has waited so far, by activity."""
         self.batches: list[tuple[int, int]] = []
         """Number of tokens and of sampled tokens in each batch."""
         self.replayed: list[int] = []
@@ -213,7 +213,7 @@ class SimulatedThread:
 
 
 class InstantThread:
-    """A thread whose calls take no time. Only those with a checkpoint take `checkpoint_s`
+    """A thread whose calls take no time, except that writing a checkpoint takes `checkpoint_s`
     seconds.
     """
 

@@ -84,7 +84,9 @@ def _places(value: float | None) -> str:
 
 
 def _agreement(row: Mapping[str, Any], name: str) -> str:
-    """Return an F1 as text: "none" if it is None, which means that neither side has a token."""
+    """Return the F1 `row[name]` as text. It is "none" for None: neither kind of ratios stops a
+    token.
+    """
     return "none" if name in row and row[name] is None else _places(number(row.get(name)))
 
 

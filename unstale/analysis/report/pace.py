@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def engine(self) -> list[tuple[str, str, float]]:
-        """The activities of the engine, in the form of `trainer`. Empty if they are not known."""
+        """The engine's activities, as (name, colour, share of the time). Empty if not known."""
         idle = self.wait.engine
         return [] if idle is None else [("generating", "engine", 1 - idle), ("idle", "wait", idle)]
 

@@ -20,7 +20,8 @@ Measure = Literal["steps", "tokens", "minutes"]
 MEASURES: tuple[Measure, ...] = ("steps", "tokens", "minutes")
 """Measures of training after equal amounts of which configurations (arms) are compared."""
 ALPHA = 0.05
-"""Probability of a false result: in all planned differences together, or in one other difference.
+"""Probability of finding a difference where there is none: in any of the planned differences
+together, or in a single difference that was not planned.
 """
 SOUGHT = 0.05
 """Difference in success, as a share, for which the number of needed seeds is computed."""

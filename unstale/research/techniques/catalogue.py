@@ -508,7 +508,7 @@ WISHES: Mapping[str, Sequence[str]] = {
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
 }
-"""What a user may want, and the techniques and commands for it. Each has one place."""
+"""What a user may want -> the techniques and commands for it. Each of these is listed once."""
 COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
 }

@@ -232,7 +232,9 @@ def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
 
 
 def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset[int]:
-    """Return the indices of `size` lowest and highest rewards, with a mean nearest to `target`.
+    """Return the indices of `size` rewards: some of the lowest and the rest of the highest.
+
+    Their mean is the one nearest to `target`.
 
     >>> sorted(balanced([0.9, 0.8, 0.2, 0.1], 2, target=0.5))
     [0, 3]

@@ -16,9 +16,9 @@ Array = NDArray[np.float64]
 DIMENSIONS = 512
 """Length of the vector of word features of a text."""
 TEMPERATURES = (0.01, 10.0)
-"""Smallest and largest temperature of a calibration, as in DOTS."""
+"""Smallest and largest temperature T with which forecasts are calibrated, as in DOTS."""
 MAX_SHIFT = 1.0
-"""Largest absolute shift of a calibration, as in DOTS."""
+"""Largest absolute shift b with which forecasts are calibrated, as in DOTS."""
 
 
 def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:

@@ -151,8 +151,8 @@ class ProbedBatch:
     of its group. None before the first fit.
     """
     alone: Tensor | None
-    """The same prediction, made from the prompt's features only, `[n]`. None before the first
-    fit.
+    """The predicted mean reward of each episode's siblings, from the features of the prompt only,
+    `[n]`. None before the first fit.
     """
 
     def rows_of(self, group: Group) -> Tensor:

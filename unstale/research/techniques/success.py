@@ -154,7 +154,9 @@ class SuccessTracker:
         return BetaCounts(a, b, num_batches)
 
     def successes(self, rewards: Sequence[float]) -> list[float]:
-        """Return the success of each episode, 0 to 1, as the function `successes` defines it."""
+        """Return the success of each episode, from 0 to 1, by its reward (see the function
+        `successes`).
+        """
         return successes(self._name, rewards, self._success_at)
 
     def state(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _CHAT_TERMS = {
     "max_completion_tokens": "max_output_tokens",
     ".function.": ".",
 }
-"""Terms in errors about chat requests, and the Responses API's terms that replace them."""
+"""Terms in errors about chat requests -> the terms of the Responses API that replace them."""
 
 
 def read_response(

@@ -112,8 +112,8 @@ class AgentSession:
         """Start a task that answers a call, and return the task. Call `on_prompt` with the number
         of the prompt's tokens before the first text.
 
-        Its result is the list of answers, or the refusal. The caller must cancel the task if the
-        client disconnects. Raises `Refused` if the episode or the run has ended.
+        The task's result is the list of answers, or the refusal. The caller must cancel the task if
+        the client disconnects. Raises `Refused` if the episode or the run has ended.
         """
         self._require_open()
         self.facts.update(f"overridden_{name}" for name in request.overridden)
@@ -261,8 +261,9 @@ class AgentSession:
         return await self._in_thread(partial(self._ask_all, request), undo)
 
     async def _in_thread(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
-        """Change the conversation in a thread. If the caller is cancelled, wait for the thread and
-        undo its work.
+        """Run `work`, which changes the conversation, in a thread, and return its result.
+
+        If the caller is cancelled, wait for the thread and call `undo` with the result.
         """
         asking = asyncio.create_task(off_loop(work, "the chat template"))
         try:
@@ -301,7 +302,8 @@ class AgentSession:
 
     @contextmanager
     def _refusing(self, field: str) -> Iterator[None]:
-        """Raise `Refused` for a history that the model cannot reply to, or the template not write.
+        """Raise `Refused` for a history that the model cannot reply to or the chat template cannot
+        write.
 
         `field` is the request's field with the history.
         """
