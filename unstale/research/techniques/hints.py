@@ -1,4 +1,4 @@
-"""`hints`: the longer a hint, the harder the task, at the start of some replies of a group.
+"""`hints`: the start of a solution as the start of some replies, the longer the harder the task.
 
 A group begins with episodes without hints. Their mean reward is 1 - D, where D is the difficulty of
 the task. Then `number` episodes follow whose first reply begins with the share w of a solution:
