@@ -5,6 +5,7 @@ of its shared tokens is left to the episode that sampled them.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from unstale.records import (
     ContextPiece,
     Fork,
     Piece,
+    PlacedTokens,
     Sampled,
     ScoredTrajectory,
     Task,
@@ -31,6 +33,7 @@ from unstale.techniques.hooks import StepPlan, StepSeen, Techniques
 from unstale.testing import nudge, tiny_policy
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
+from unstale.weights.recording import FailedStep
 
 TASK = Task("toy", "train", 0)
 ASKED, TOLD = ContextPiece((5, 6, 7)), ContextPiece((8, 9))
@@ -225,6 +228,22 @@ def test_kl_and_entropy_weight_a_token_by_the_branches_before_it() -> None:
             found.append(gradient(trainer, each))
         torch.testing.assert_close(found[1], 2 * found[0])
         assert (found[2] - found[0]).norm() > 0.01 * found[0].norm()
+
+
+def test_a_saved_step_has_shared_and_placed_tokens(tmp_path: Path) -> None:
+    batch = a_batch(forked=True)
+    placed = PlacedTokens(
+        batch.turn < 0, batch.turn < 0, batch.turn, batch.advantage, ((),) * batch.num_sequences
+    )
+    weights = tiny_policy().whole_weights()
+    for each in (batch, replace(batch, placed=placed)):
+        FailedStep(each, {}, weights, {"stage": "step"}).save(tmp_path / "step")
+        read = FailedStep.load(tmp_path / "step").batch
+        assert read.trained.equal(each.trained) and (read.placed is None) == (each.placed is None)
+        found, whole = read.whole_sequences(), each.whole_sequences()
+        assert found.sampled.equal(whole.sampled) and found.turn.equal(whole.turn)
+        assert found.behavior_logp.equal(whole.behavior_logp)
+        assert read.of_owners(read.tokens).equal(each.of_owners(each.tokens))
 
 
 def test_a_fork_is_scored_with_the_parent_whose_tokens_it_shares() -> None:

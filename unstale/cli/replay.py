@@ -41,8 +41,6 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     text = "the step did not fail again: every number of this batch is finite here"
     if config.advantage.estimator == "gae" or "distil" in config.techniques.split():
         text += ". The critic's loss and the weights of a teacher are not saved, so not repeated"
-    if config.objective.placed != "mask" or "tree" in config.techniques.split():
-        text += ". Placed text and what forked episodes share are not saved, so not repeated"
     console.print(text, highlight=False)
     return False
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from unstale.config import ConfigError
 from unstale.kept_sets import KeptSets
 from unstale.model.whole_weights import WholeWeights
-from unstale.records import Batch, Lesson, StoredLogps
+from unstale.records import Batch, Lesson, PlacedTokens, SharedTokens, StoredLogps
 from unstale.routed_experts import ExpertTable, RoutedExperts
 from unstale.weights.bits import bytes_of
 from unstale.weights.codec import file_header
@@ -214,13 +214,21 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
         columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
     if kept := columns.pop("kept_sets"):
         columns |= zip(_KEPT_SETS, kept.to_tensors(), strict=True)
+    for prefix, part in (("placed_", columns.pop("placed")), ("shared_", columns.pop("shared"))):
+        names = [each.name for each in fields(part) if each.type == "Tensor"] if part else []
+        columns |= {f"{prefix}{name}": getattr(part, name) for name in names}
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
     return columns | _expert_columns(table) if table else columns
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
     apart = (*_ROUTED_EXPERTS, *_STORED, *_KEPT_SETS, _LESSONS)
-    values: dict[str, Any] = {key: value for key, value in columns.items() if key not in apart}
+    placed, shared = (_under(prefix, columns) for prefix in ("placed_", "shared_"))
+    values: dict[str, Any] = {
+        key: value
+        for key, value in columns.items()
+        if key not in apart and not key.startswith(("placed_", "shared_"))
+    }
     for name in _LISTS:
         values[name] = tuple(columns[name].tolist())
     if _LESSONS in columns:
@@ -236,7 +244,20 @@ def _batch(columns: Mapping[str, Tensor]) -> Batch:
         values["stored"] = StoredLogps(*(columns[name] for name in _STORED))
     if _KEPT_SETS[0] in columns:
         values["kept_sets"] = KeptSets.of_tensors(*(columns[name] for name in _KEPT_SETS))
+    if placed:  # its edits are needed only to score it, and the step has its scores
+        values["placed"] = PlacedTokens(**placed, edits=((),) * len(values["episodes"]))
+    if shared:
+        values["shared"] = SharedTokens(**shared)
     return Batch(**values)
+
+
+def _under(prefix: str, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the columns whose names begin with `prefix`, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): column
+        for name, column in columns.items()
+        if name.startswith(prefix)
+    }
 
 
 def _expert_columns(table: ExpertTable) -> dict[str, Tensor]:
