@@ -101,6 +101,7 @@ TECHNIQUES = {
     "baseline/prior_abs_error_mean",
     "difficulty_bin_weights/weight_mean",
     "baseline/forward_tokens",
+    "baseline/kept_share",
     "baseline/loo_squared_error_mean",
     "baseline/probe_squared_error_mean",
     "rollout/context_limit_mean",

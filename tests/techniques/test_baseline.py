@@ -22,7 +22,7 @@ from unstale.research.techniques.baseline import (
     make_baseline,
     shrink,
 )
-from unstale.techniques.hooks import Observer, Outcome, Techniques
+from unstale.techniques.hooks import Observer, Outcome, StepController, StepSeen, Techniques
 
 
 def numbers(*values: float) -> Tensor:
@@ -281,6 +281,34 @@ def test_the_linter_warns_where_groups_of_a_median_may_become_even() -> None:
         techniques="hard_task_stages baseline",
         **{"hard_task_stages.size": 8, "hard_task_stages.steps": 2},
     )
+
+
+def test_the_prior_forgets_faster_while_the_policy_moves() -> None:
+    """The numbers of MSSR: four successes and failures before, and a share of 0.875 to 0.96."""
+    options = BaselineConfig(
+        centre="prior", prior=4, decay=1, keep=0.96, discount_prior=True, kl_target=0.06
+    )
+
+    def after(kl: float) -> float:
+        made = make_baseline(options)
+        assert isinstance(made, PriorBaseline) and isinstance(made, StepController)
+        plan = made.plan(StepSeen(torch.zeros(1), 1.0, kl=kl))
+        assert plan.lr_factor == 1 and not plan.skip
+        made.observe([Outcome("a", 0, 0, (1.0,), 0, 5)])
+        assert made.value("a") == pytest.approx(
+            (4 * plan.metrics["baseline/kept_share"] + 1)
+            / (8 * plan.metrics["baseline/kept_share"] + 1)
+        )
+        return plan.metrics["baseline/kept_share"]
+
+    assert after(0.0) == after(0.003) == 0.96
+    assert after(0.06 * math.log2(1 / 0.9)) == pytest.approx(0.9)
+    assert after(0.06) == 0.875
+    assert after(math.nan) == 0.96, "a step without sampled tokens has no KL"
+    still = make_baseline(BaselineConfig(centre="prior"))
+    assert not isinstance(still, StepController), "a controller costs forward passes"
+    with pytest.raises(ConfigError, match=r"keep_min must be <= baseline.keep .0.8."):
+        BaselineConfig(centre="prior", keep=0.8, kl_target=0.06)
 
 
 def test_single_episodes_are_accepted_with_a_prior_and_a_pool() -> None:

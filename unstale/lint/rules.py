@@ -324,11 +324,16 @@ def _bandless(config: RunConfig) -> Finding | None:
 def _imitation(config: RunConfig) -> Finding | None:
     if config.objective.placed != "anchor":
         return None
+    # hints and retries refuse mask, so the fix is a run without them
+    others = [each.name for each in chosen(config.techniques) if each.slot != "strategy"]
     return Finding(
         "objective.placed anchor",
         "placed text is imitated, weighted by its advantage: this is not the gradient of the "
         "reward, however small the share of the text is (docs/placed.md)",
-        ({"objective.placed": "mask"},),
+        (
+            {"objective.placed": "mask"},
+            {"objective.placed": "mask", "techniques": " ".join(others)},
+        ),
     )
 
 

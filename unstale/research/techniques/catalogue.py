@@ -409,13 +409,13 @@ ROWS: Sequence[Row] = (
         "Its offline objective for image models is missing.",
         "--techniques proxy reports proxy reward and corrected score together, as it does",
     ),
-    _partly(
+    _works(
         53,
         "MSSR",
         "one episode per task with a Beta baseline",
         "--techniques 'beta_sampler baseline unlikely_token_bonus' --baseline.centre prior "
-        "--baseline.scale batch --schedule.group_size 1",
-        "The discount of past results does not depend on the measured KL.",
+        "--baseline.scale batch --baseline.discount_prior true --baseline.prior 4 --baseline.keep "
+        "0.96 --baseline.kl_target 0.06 --schedule.group_size 1",
     ),
     _works(
         54,

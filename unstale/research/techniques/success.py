@@ -103,7 +103,8 @@ class SuccessTracker:
         self._name = name
         self._prior = prior
         self._decay = decay
-        self._keep = keep
+        self.keep = keep
+        """Share of the earlier counts that is left at a visit. It may change between batches."""
         self._kept_prior = 0.0 if discount_prior else prior
         self._success_at = success_at
         self._counts: dict[str, BetaCounts] = {}
@@ -141,7 +142,7 @@ class SuccessTracker:
             now = self._decayed(before, max(before.num_batches, outcome.num_batches))
             weight = self._decay ** (now.num_batches - outcome.num_batches)
             a, b = (
-                self._kept_prior + self._keep * (count - self._kept_prior)
+                self._kept_prior + self.keep * (count - self._kept_prior)
                 for count in (now.a, now.b)
             )
             self._counts[outcome.task] = BetaCounts(
