@@ -6,12 +6,14 @@ refused, packed or not.
 """
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from unstale.config import ConfigError
 from unstale.config.run import SHIPPED_POLICY
@@ -20,6 +22,7 @@ from unstale.model.loading import load_tokenizer
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.testing.architectures import ARCHITECTURES, save_architecture
 
 KINDS = ["Qwen3.5", "Mamba", "gpt-oss", "Bloom"]
@@ -33,6 +36,13 @@ def made(name: str, **options: Any) -> Policy:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return Policy(ARCHITECTURES[name].make(), None, **options)  # type: ignore[arg-type]
+
+
+def chunked() -> PreTrainedModel:
+    """Return a small model that attends in chunks of 32 tokens."""
+    llama4 = ARCHITECTURES["Llama 4"]
+    sizes = {**llama4.sizes, "attention_chunk_size": 32}
+    return replace(llama4, sizes=sizes).make()
 
 
 def packed(*answers: Tensor) -> Packed:
@@ -129,6 +139,22 @@ def test_recorded_experts_are_replayed_for_each_sequence() -> None:
                 weight[2:] = 0
         assert torch.equal(policy.logps(replayed, temperature=1.0), found)
     assert (found - chosen).abs().max() > 1e-3
+
+
+def test_a_scorer_in_another_process_computes_apart_from_the_same_length_on(
+    tmp_path: Path,
+) -> None:
+    """Attention in chunks of 32 tokens can be packed only up to that length."""
+    policy = Policy(chunked(), load_tokenizer(SHIPPED_POLICY))
+    with pytest.warns(RuntimeWarning, match="forward pass of its own"):
+        policy.check_length(64)
+    scorer = LocalScorer(policy, temperature=1.0, max_tokens=512)
+    with pytest.warns(RuntimeWarning, match="forward pass of its own"):
+        other = LocalScorer.load(scorer.export(tmp_path / "exported"))
+    batch = packed(FIRST, SECOND)
+    where = torch.ones(len(batch.tokens), dtype=torch.bool)
+    assert policy.computes_apart and other.policy.computes_apart
+    assert torch.equal(scorer.score(batch, where).logp, other.score(batch, where).logp)
 
 
 def test_the_reason_is_told_once(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Policy:
         self._version = 0
         self.weights_match_version = True
         self.version_gaps: VersionGaps = ()
-        self._checked_length = 0
+        self.checked_length = 0
         """The largest number of tokens for which `check_length` has checked the model."""
         self._short_copy: PreTrainedModel | None = None
         """For a sharded model: a whole model with few layers, which exists until `check_length` has
@@ -294,7 +294,7 @@ class Policy:
         depend on other sequences, would have wrong log-probabilities. Raises ConfigError if they
         would be wrong in passes of one sequence, too.
         """
-        if max_context <= self._checked_length:
+        if max_context <= self.checked_length:
             return
         checked = self.model
         if self._is_sharded:
@@ -307,7 +307,7 @@ class Policy:
             self._compile()
         if self.computes_apart:
             apart.check_length_apart(self.model, max_context, self.tokenizer)
-        self._checked_length, self._short_copy = max_context, None
+        self.checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
         """Raise ConfigError unless the tokens of a pass can be divided among `ranks` ranks."""

@@ -77,6 +77,7 @@ class LocalScorer:
             independent_rows=exported["independent_rows"],
             chat_template=exported["chat_template"],
         )
+        policy.check_length(exported["checked_length"])  # it may have to compute sequences apart
         if exported["replays_experts"]:
             policy.replay_experts()
         policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
@@ -189,6 +190,7 @@ class LocalScorer:
             "device": str(policy.device),
             "lora": policy.lora and asdict(policy.lora),
             "forward_options": asdict(policy.passes),
+            "checked_length": policy.checked_length,
             "independent_rows": policy.independent_rows,
             "chat_template": policy.tokenizer.chat_template,
             "replays_experts": policy.replays_experts,
