@@ -26,8 +26,9 @@ from unstale.rollout.seeds import derive_seed
 
 MAX_RUNS = 32
 """Number of training runs that a tenant may have at once."""
+MAX_SESSIONS = 1000
 IDLE_S = 600.0
-"""Seconds without a sign of life after which a session's runs give way to new ones."""
+"""Seconds without a sign of life after which a session gives way to new ones."""
 ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -73,6 +74,16 @@ class Tenant:
         self._get(self.seen, session_id, "session")
         self.seen[session_id] = time.monotonic()
 
+    def add_session(self) -> str:
+        """Begin a session and return its id. Raises `Refused` if there are too many."""
+        if len(self.seen) >= MAX_SESSIONS:
+            self._drop_idle()
+        if len(self.seen) >= MAX_SESSIONS:
+            raise Refused(f"there are {MAX_SESSIONS} sessions: end some", status=429)
+        session_id = secrets.token_hex(16)
+        self.seen[session_id] = time.monotonic()
+        return session_id
+
     def add_run(self, model_id: str, run: TrainingRun) -> None:
         if len(self.runs) >= MAX_RUNS:
             self._drop_idle()
@@ -82,15 +93,16 @@ class Tenant:
 
     def _drop_idle(self) -> None:
         long_ago = time.monotonic() - IDLE_S
-        idle = {each for each, seen in self.seen.items() if seen < long_ago}
-        for each in idle:
-            self.end_session(each)
+        for each, seen in list(self.seen.items()):  # two threads use it
+            if seen < long_ago:
+                self.end_session(each)
 
     def end_session(self, session_id: str) -> None:
         self.seen.pop(session_id, None)
         for held in (self.runs, self.samplers):
-            for each in [each for each in held if each.startswith(f"{session_id}:")]:
-                del held[each]
+            for each in list(held):
+                if each.startswith(f"{session_id}:"):
+                    held.pop(each, None)
 
     def _get(self, held: Mapping[str, _T], key: str, kind: str) -> _T:
         if key not in held:
@@ -125,8 +137,7 @@ class Service:
         return {"supported_models": [{**self._facts, "trainable": True, "sampleable": True}]}
 
     async def create_session(self, tenant: Tenant, body: Body) -> Answer:
-        session_id = secrets.token_hex(16)
-        tenant.seen[session_id] = time.monotonic()
+        session_id = tenant.add_session()
         return {"type": "create_session", "session_id": session_id, "info_message": _NOTE}
 
     async def heartbeat(self, tenant: Tenant, body: Body) -> Answer:
