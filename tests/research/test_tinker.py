@@ -24,8 +24,11 @@ from unstale.model.lora import adapters as adapters_of
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.research.tinker import jobs
+from unstale.research.tinker.checkpoints import KEPT_UNNAMED, Checkpoints
 from unstale.research.tinker.protobuf import Fields, Value, decode, double, encode, integers
 from unstale.research.tinker.server import TinkerServer
+from unstale.research.tinker.trainer import Saved, Shape
+from unstale.rollout.endpoint.schemas import Refused
 
 RANK = 4
 TOKENS = ("tml-aaaaaaaaaaaaaaaaaaaaaa", "tml-bbbbbbbbbbbbbbbbbbbbbb")
@@ -392,6 +395,32 @@ def steps_of(client: Client, run: str) -> list[float]:
         losses.append(loss_of(client.train(run, [supervised()], "cross_entropy")))
         client.step(run)
     return losses
+
+
+def test_saved_versions_outlive_the_service(tmp_path: Path) -> None:
+    saved = Saved({"a": torch.randn(3, 2)}, {"exp_avg/a": torch.randn(3, 2)}, steps=7)
+    shape = Shape(2, 1, train_mlp=False)
+    path = Checkpoints(tmp_path, base=5).write("me", "s:train:0", "weights", "end", saved, shape)
+    found, of_shape = Checkpoints(tmp_path, base=5).read("me", path)
+    assert of_shape == shape and found.steps == 7
+    assert found.adapters["a"].equal(saved.adapters["a"])
+    assert found.moments["exp_avg/a"].equal(saved.moments["exp_avg/a"])
+    for tenant, base, words in (("other", 5, "there are no weights"), ("me", 6, "another base")):
+        with pytest.raises(Refused, match=words):
+            Checkpoints(tmp_path, base=base).read(tenant, path)
+
+
+def test_only_the_last_unnamed_versions_are_kept(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, base=5)
+    saved, shape = Saved({"a": torch.ones(1)}), Shape(1, 1)
+    paths = [
+        kept.write_unnamed("me", "s:train:0", number, saved, shape)
+        for number in range(KEPT_UNNAMED + 2)
+    ]
+    for gone in paths[:2]:
+        with pytest.raises(Refused, match=f"the last {KEPT_UNNAMED} are kept"):
+            kept.facts("me", gone)
+    assert all(kept.facts("me", each).shape == shape for each in paths[2:])
 
 
 def test_smaller_ranks_and_chosen_layers_stay_small(client: Client, model: Path) -> None:
