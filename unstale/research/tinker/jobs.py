@@ -1,0 +1,77 @@
+"""The work of a tenant that its client waits for by polling."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from unstale.engines import EngineDied
+from unstale.rollout.endpoint.schemas import Refused
+
+POLL_S = 20.0
+"""Seconds that a poll waits for a result. Clients end a poll after 45."""
+MAX_PENDING = 2048
+MAX_PENDING_BYTES = 256 << 20
+"""Bytes of the requests that wait. Beyond that and `MAX_PENDING`, clients have to wait."""
+KEPT_RESULTS = 4096
+Result = bytes | dict[str, Any]
+"""A message in Protocol Buffers' format, or an object of JSON."""
+
+
+class Jobs:
+    """The jobs of one tenant, by the id of their request. The same request is done once."""
+
+    def __init__(self) -> None:
+        self._tasks: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
+        self._pending: dict[str, int] = {}
+
+    def submit(self, request_id: str, size: int, work: Callable[[], Awaitable[Result]]) -> None:
+        """Begin a job, unless the request is known. `size` is that of its body, in bytes.
+
+        Raises `Refused` if too many jobs are pending.
+        """
+        if request_id in self._tasks:
+            return
+        if len(self._pending) >= MAX_PENDING or sum(self._pending.values()) > MAX_PENDING_BYTES:
+            raise Refused(
+                f"{len(self._pending)} requests are pending: wait for some of them",
+                status=429,
+                code="too_many_requests",
+            )
+        self._pending[request_id] = size
+        task = asyncio.ensure_future(_guarded(work()))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda _: self._pending.pop(request_id))
+        for old in list(self._tasks)[: max(len(self._tasks) - KEPT_RESULTS, 0)]:
+            if old not in self._pending:
+                del self._tasks[old]
+
+    async def result(self, request_id: str) -> Result | None:
+        """Return the result of a job, or None if it is not done within `POLL_S`."""
+        task = self._find(request_id)
+        await asyncio.wait({task}, timeout=POLL_S)
+        return task.result() if task.done() else None
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a job. A pass that has begun is completed."""
+        self._find(request_id).cancel()
+
+    def _find(self, request_id: str) -> asyncio.Task[Result]:
+        task = self._tasks.get(request_id)
+        if task is None or task.cancelled():
+            raise Refused(
+                f"there is no request {request_id[:200]!r}, or its result is no longer kept",
+                status=404,
+                code="no_request",
+            )
+        return task
+
+
+async def _guarded(work: Awaitable[Result]) -> Result:
+    """Return a job's result, or its error in the client's format."""
+    try:
+        return await work
+    except (Refused, ValueError) as error:
+        return {"error": str(error), "category": "user"}
+    except (EngineDied, RuntimeError, OSError, MemoryError) as error:
+        return {"error": f"{type(error).__name__}: {error}", "category": "server"}

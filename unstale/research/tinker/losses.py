@@ -1,0 +1,60 @@
+"""The losses of Tinker. Each is a sum over tokens, of which the client chooses the terms.
+
+The ratio is exp(logp - behavior_logp), where behavior_logp are the client's `logprobs`: the
+log-probabilities under which it sampled.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor]
+"""The client's values `[R]` for each of R tokens, by name."""
+CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+"""Default bounds of the ratio. A client may give other ones, for all tokens or for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss: the inputs that it needs for each token, its options, and its terms."""
+
+    needs: tuple[str, ...]
+    options: Mapping[str, float]
+    terms: Callable[[Tensor, Inputs], Tensor]
+    """A function of logp `[R]` and the inputs, with its options among them. Returns `[R]`."""
+
+
+def _cross_entropy(logp: Tensor, given: Inputs) -> Tensor:
+    return -logp * given["weights"]
+
+
+def _importance_sampling(logp: Tensor, given: Inputs) -> Tensor:
+    return -_ratio(logp, given) * given["advantages"]
+
+
+def _ppo(logp: Tensor, given: Inputs) -> Tensor:
+    ratio, advantages = _ratio(logp, given), given["advantages"]
+    return -(ratio * advantages).minimum(_clipped(ratio, given) * advantages)
+
+
+def _cispo(logp: Tensor, given: Inputs) -> Tensor:
+    weight = _clipped(_ratio(logp, given), given).detach()
+    return -weight * logp * given["advantages"]
+
+
+def _ratio(logp: Tensor, given: Inputs) -> Tensor:
+    return (logp - given["logprobs"]).exp()
+
+
+def _clipped(ratio: Tensor, given: Inputs) -> Tensor:
+    return ratio.clamp(given["clip_low_threshold"], given["clip_high_threshold"])
+
+
+_SAMPLED = ("logprobs", "advantages")
+LOSSES = {
+    "cross_entropy": Loss(("weights",), {}, _cross_entropy),
+    "importance_sampling": Loss(_SAMPLED, {}, _importance_sampling),
+    "ppo": Loss(_SAMPLED, CLIP, _ppo),
+    "cispo": Loss(_SAMPLED, CLIP, _cispo),
+}
