@@ -1135,12 +1135,15 @@ def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:
 def _reaches(
     trajectories: Sequence[Trajectory], by_episode: Mapping[int, Trajectory]
 ) -> "list[NDArray[Any]]":
-    """Return for each token the product of 1 / branches over the forks before it, `[T]` each."""
+    """Return for each token the product of 1 / branches over the forks before it, `[T]` each.
+
+    A fork that begins with placed text is no branch: what it samples has another context.
+    """
     import numpy as np
 
     forks: dict[int, Counter[int]] = {}
     for each in trajectories:
-        if each.fork:
+        if each.fork and not each.fork.text:
             parent, at = _fork_place(each.fork, by_episode)
             forks.setdefault(parent, Counter())[at] += 1
     found = []

@@ -46,6 +46,7 @@ from unstale.old_logps.scoring.cache import LogpCache, by_key, score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, key_of
 from unstale.records import Batch, PendingPiece, Sampled, ScoredTrajectory, collate, walk
+from unstale.rewriting import remove_text
 from unstale.rollout.episode import Rollout
 from unstale.testing import (
     checkpoint_round_trip,
@@ -847,3 +848,17 @@ def test_the_first_score_of_a_token_stays_however_late_another_one_comes() -> No
     cache.add_rows([[(0, 1, 9), [-3.0] * 4]])
     values, _ = cache.lookup(collate([episode(1, [3, (4, 0), 2, (4, 0)])]))
     assert torch.equal(values[:12], first) and values[12] == -3.0
+
+
+def test_scores_of_rewritten_text_are_not_those_of_the_next_episode() -> None:
+    """Without its advice, an episode is shorter than the places of its scores say."""
+    policy = tiny_policy()
+    policy.weights_match_version = False  # nothing is computed for the lookup
+    cache = LogpCache(LocalScorer(policy, 1.0, 64))
+    cache.add_rows([[(0, 1, 11), [-1.0] * 3]])
+    advised = episode(1, [3, 8, (3, 0)]).trajectory
+    cut = replace(advised, pieces=remove_text(advised.pieces, 3, 11))
+    short, other = ScoredTrajectory(cut, (1.0,)), episode(2, [3, (6, 0)])
+    for batch in (collate([short, other], placed="anchor"), collate([short], placed="anchor")):
+        values, known = cache.lookup(batch)
+        assert not values.any() and not known.any()

@@ -65,6 +65,22 @@ def test_ear_multiplies_by_the_entropy_relative_to_the_group() -> None:
         )
 
 
+def test_ear_leaves_out_sequences_without_sampled_tokens() -> None:
+    """The first group has one, beside three others whose mean is 2. The second has no others."""
+    batch = packed(8, 2, group_size=4)
+    advantage = torch.tensor([1.0, 1, -1, -1, 2, 2, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1])
+    batch = with_advantage(batch, advantage)
+    batch = replace(batch, sampled=batch.sampled & (batch.sequence < 3))
+    entropy = torch.tensor([1.0, 1, 2, 2, 3, 3])
+    shaper = EntropyAdvantageReweighting(EntropyAdvantageReweightingConfig())
+    assert shaped(shaper, batch, entropy=entropy).tolist() == pytest.approx(
+        [1.5, 1.5, -1, -1, 1, 1]
+    )
+    out = shaper.shape(batch, made(batch, entropy=at_sampled(batch, entropy)))
+    late = batch.sequence >= 3
+    assert torch.equal(out.advantage[late], batch.advantage[late])
+
+
 def test_ear_moves_weight_to_replies_of_low_entropy_and_keeps_signs() -> None:
     noise = torch.Generator().manual_seed(0)
     batch = packed(24 * 8, 1, group_size=8)

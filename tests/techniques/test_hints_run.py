@@ -77,3 +77,13 @@ def test_tasks_without_solutions_are_refused_before_the_run(tmp_path: Path) -> N
             ),
             console=quiet(),
         )
+
+
+def test_a_solution_with_a_banned_token_is_refused_before_the_run(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    policy = Policy.load(tmp_path / "model", dtype="float32")
+    token = policy.tokenizer.encode(EVEN_WORDS, add_special_tokens=False)[-1]
+    banned = {"engine.logit_bias": f"{token}=-inf"}
+    config = configure(tmp_path / "model", tmp_path, EVEN_TASKS, **banned)
+    with pytest.raises(ConfigError, match=f"has token {token}, which engine.logit_bias bans"):
+        session.train(config, console=quiet())

@@ -120,6 +120,10 @@ def test_several_advantages_in_a_sequence_are_an_error() -> None:
             {"schedule.group_size": 1},
             "least_variance_baseline.scope = group needs schedule.group_size >= 2, got 1",
         ),
+        (
+            {"objective.placed": "anchor", "old_logps.route": "snapshot_old"},
+            "least_variance_baseline needs objective.placed = mask, got anchor",
+        ),
         ({"cluster.trainers": 2}, "least_variance_baseline needs cluster.trainers = 0, got 2"),
     ],
 )

@@ -21,7 +21,9 @@ from unstale.records import (
     ContextPiece,
     Fork,
     Piece,
+    Placed,
     PlacedTokens,
+    Provenance,
     Sampled,
     ScoredTrajectory,
     Task,
@@ -228,6 +230,26 @@ def test_kl_and_entropy_weight_a_token_by_the_branches_before_it() -> None:
             found.append(gradient(trainer, each))
         torch.testing.assert_close(found[1], 2 * found[0])
         assert (found[2] - found[0]).norm() > 0.01 * found[0].norm()
+
+
+def test_episodes_with_placed_text_have_the_kl_and_entropy_of_independent_ones() -> None:
+    fork = Fork(0, 3, (Placed((31, 32), Provenance.FORCED),))
+    pieces = {0: TRUNK, 1: (*fork.prefix_of(TRUNK), *OWN), 2: (*fork.prefix_of(TRUNK), *DEEP)}
+    for coefficient in ("entropy_coef", "kl_coef"):
+        found = []
+        for each in (fork, None):
+            forks = {1: each, 2: each}
+            items = [
+                Trajectory(own, {"r": 1.0}, "done", TASK, number, number, fork=forks.get(number))
+                for number, own in pieces.items()
+            ]
+            trainer = make(**{coefficient: 0.5})
+            nudge(trainer.policy, seed=3, size=0.05)  # away from the reference
+            batch = collate([ScoredTrajectory(item, (0.0,)) for item in items])
+            batch = replace(batch, behavior_logp=batch.behavior_logp.double())
+            found.append(gradient(trainer, batch))
+        assert found[1].norm() > 0
+        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
 def test_a_saved_step_has_shared_and_placed_tokens(tmp_path: Path) -> None:

@@ -381,6 +381,7 @@ ANCHOR = {"objective.placed": "anchor", "objective.placed_cap": 2.0}
         ({"objective.loss_type": "vaco"}, "vaco is computed over whole sequences"),
         ({"correction.unit": "turn"}, "guided needs correction.unit = token"),
         ({"correction.normalize": True}, "guided needs correction.normalize = false"),
+        ({"engine.keep_cache": True}, "guided needs engine.keep_cache = false"),
         ({"engine.top_p": 0.9}, "guided needs sampling from the whole vocabulary"),
         ({"advantage.estimator": "gae"}, "guided needs another advantage.estimator than gae"),
         ({"trainer.routing_replay": True}, "guided needs trainer.routing_replay = false"),

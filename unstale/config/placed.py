@@ -79,6 +79,10 @@ def _guided_needs(config: "RunConfig") -> dict[str, tuple[bool, str]]:
             not config.correction.normalize,
             "the mean weight is that of sampled tokens",
         ),
+        "engine.keep_cache = false": (
+            not config.engine.keep_cache,
+            "text over a KV cache of older weights has no single version that sampled it",
+        ),
         "sampling from the whole vocabulary": (
             not config.engine.truncated_by,
             f"with {config.engine.truncated_by}, no kept sets are known for the recorded context",

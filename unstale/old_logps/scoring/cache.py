@@ -150,14 +150,16 @@ class LogpCache:
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
-        of_episode: dict[int, list[tuple[int, Tensor]]] = {}
+        of_episode: dict[int, list[tuple[PieceKey, Tensor]]] = {}
         for key, logp in reversed(self._logps.items()):  # the first one is written last
-            of_episode.setdefault(key.episode, []).append((key.start, logp))
-        for (begin, _), episode in zip(batch.spans(), batch.episodes, strict=True):
-            for start, logp in of_episode.get(episode, ()):
-                span = slice(begin + start, begin + start + len(logp))
-                values[span] = logp
-                known[span] = True
+            of_episode.setdefault(key.episode, []).append((key, logp))
+        for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
+            for key, logp in of_episode.get(episode, ()):
+                # Where text was removed, places of later tokens may lie after the sequence's end.
+                span = slice(begin + key.start, end)
+                own = batch.version[span][: len(logp)] == key.version
+                values[span][: len(own)][own] = logp[: len(own)][own]
+                known[span][: len(own)] |= own
         known &= batch.sampled
         current = batch.sampled & ~known & (batch.version == self._scorer.version)
         if self._scorer.weights_match_version and current.any():

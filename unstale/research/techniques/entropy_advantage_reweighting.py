@@ -1,9 +1,10 @@
 """`entropy_advantage_reweighting`: larger advantages for replies of low entropy.
 
 The advantages of a sequence are multiplied by 1 + (H_group - H) / H_group. H is the mean entropy of
-the policy over the sequence's sampled tokens, and H_group the mean of H over its group. The change
-is limited to +-`limit`, so that no advantage changes its sign. From EAR,
-the entropy-based advantage reshaping of ETTRL (arXiv 2508.11356).
+the policy over the sequence's sampled tokens, and H_group the mean of H over its group. Sequences
+without sampled tokens keep their advantages and have no part in H_group. The change is limited to
++-`limit`, so that no advantage changes its sign. From EAR, the entropy-based advantage reshaping of
+ETTRL (arXiv 2508.11356).
 """
 
 from __future__ import annotations
@@ -38,8 +39,15 @@ class EntropyAdvantageReweighting:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
-        mean = mean_of(signals.entropy, batch)
-        factor = relative_factor(mean, group_of(batch), limit=self._options.limit)
+        import torch
+
+        mean, group = mean_of(signals.entropy, batch), group_of(batch)
+        # A sequence without sampled tokens, such as a retry, has no entropy.
+        active = batch.sequence[batch.sampled].unique()
+        factor = torch.ones_like(mean)
+        if len(active):
+            limit = self._options.limit
+            factor[active] = relative_factor(mean[active], group[active], limit=limit)
         factor = factor.to(batch.advantage.dtype)[batch.sequence]
         return Shaped(batch.advantage * factor, batch.trained)
 

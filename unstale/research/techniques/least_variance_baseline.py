@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from unstale.config.checks import ConfigError, NonNegative, Section
-from unstale.config.techniques import Entry, chosen
+from unstale.config.techniques import Entry, chosen, require_value
 from unstale.records import group_of
 from unstale.research.techniques.sequences import mean_of, sum_of
 from unstale.techniques.hooks import GradientPart, Shaped, Signals
@@ -116,6 +116,10 @@ def _check(options: LeastVarianceBaselineConfig, config: RunConfig) -> None:
             "the technique least_variance_baseline needs one advantage per episode, got "
             "advantage.estimator = turn_level. Set advantage.estimator grpo"
         )
+    reason = "the advantage of placed text would become 0"
+    require_value(
+        "least_variance_baseline", "objective.placed", config.objective.placed, ["mask"], reason
+    )
     before = config.techniques.split()
     before = before[: before.index("least_variance_baseline")]
     for entry in chosen(config.techniques):

@@ -5,10 +5,11 @@ JSON object with advice and the number of the earliest reply to change. The retr
 that reply, which begins with the advice. For training, the advice is removed: what was sampled
 after it becomes REWRITTEN text, in a context without it. Without readable advice there is no retry.
 
-The replies before the fork have no loss, neither in the retry nor, unless `train_shared`, in the
-first attempt. An advantage is the reward minus the mean reward of the group. Positive ones are
-multiplied by `amplify`, and that of a success is 1. REWRITTEN text is trained on where its
-advantage is above 0. From R3L, whose training on the reflections themselves is left out.
+The replies before the fork have the advantage 0 in the retry and, unless `train_shared`, in the
+first attempt. There they still have the terms of `kl_coef` and `entropy_coef`. Other advantages are
+the reward minus the mean reward of the group. Positive ones are multiplied by `amplify`, and that
+of a success is 1. REWRITTEN text is trained on where its advantage is above 0. From R3L, whose
+training on the reflections themselves is left out.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ ENTRY = Entry(
     measured=_MEASURED,
     exactness="With `objective.placed guided`, retries have the weights of docs/placed.md; with "
     "anchor their loss is weighted imitation. A fork chosen after the episode biases the gradient "
-    "of the replies before it, so these have no loss. Text before the fork is context. Advice at "
-    "the start of the reply instead of in a message, retries of failed attempts only, and no loss "
-    "of REWRITTEN text with an advantage below 0 are our own reading.",
+    "of the replies before it, so these have the advantage 0. Text before the fork is context. "
+    "Advice at the start of the reply instead of in a message, retries of failed attempts only, "
+    "and no loss of REWRITTEN text with an advantage below 0 are our own reading.",
 )
