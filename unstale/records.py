@@ -864,6 +864,19 @@ class Batch:
         first = torch.tensor([starts[each] for each in shared.episode[found].tolist()])
         return values.index_put((found,), values[first + shared.at[found]])
 
+    def with_owners(self, sequences: Sequence[int]) -> list[int]:
+        """Return sequences and those that sampled the tokens that they share, by index.
+
+        Raises ValueError if such an episode is not in the batch.
+        """
+        import torch
+
+        if self.shared is None:
+            return list(sequences)
+        chosen = torch.isin(self.sequence, torch.tensor(sequences, dtype=torch.long))
+        owners = self.shared.episode[self.shared.where & chosen].unique().tolist()
+        return sorted({*sequences, *(self.episodes.index(each) for each in owners)})
+
     def has_version(self, version: int) -> bool:
         """Return True if the version sampled a token that has a loss."""
         placed = self.placed is not None and version in self.placed.version

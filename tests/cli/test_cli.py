@@ -653,6 +653,16 @@ def test_serve_takes_its_token_from_where_ps_does_not_show_it(
     assert end.value.code == 0 and tokens == [asked]
 
 
+def test_the_help_of_serve_names_the_variable_of_the_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--help"])
+    assert "$UNSTALE_TOKEN, which other users of the machine do not see" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_recipes_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main.main(["recipes"])

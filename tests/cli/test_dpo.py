@@ -3,6 +3,8 @@
 - pairs are successes and failures of one group with the same prompt, each episode once;
 - loss and gradient are those of the formula of TRL's `DPOTrainer` (`sigmoid`), written here, for
   any cut into microbatches;
+- episodes with a fork or placed text are left out and counted;
+- `engine.logit_bias` belongs to the policy and to the reference;
 - successes become likelier than failures, equally in two equal commands;
 - what cannot be trained on is refused.
 """
@@ -10,6 +12,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -25,7 +28,18 @@ from unstale.config import ConfigError, RunConfig, TrainerConfig
 from unstale.config.options import override
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.model.policy import Policy
-from unstale.records import ContextPiece, Group, GroupRequest, Sampled, Task, Trajectory
+from unstale.records import (
+    ContextPiece,
+    Fork,
+    Group,
+    GroupRequest,
+    Piece,
+    Placed,
+    Provenance,
+    Sampled,
+    Task,
+    Trajectory,
+)
 
 TASK = Task("toy", "train", 0)
 Talk = tuple[tuple[int, ...], tuple[int, ...], float]
@@ -49,29 +63,38 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, policy: Path) -> Path:
     """A run folder with the groups. Episodes have a second turn, of one token, and a long end."""
-    folder = tmp_path_factory.mktemp("run")
+    groups = []
+    for number, talks in enumerate(GROUPS):
+        told = []
+        for sibling, (prompt, reply, reward) in enumerate(talks):
+            sampled = Sampled(reply, (-1.0,) * len(reply), version=3)
+            end = (ContextPiece((4, 4)), Sampled((9,), (-1.0,), 4))
+            pieces = (ContextPiece(prompt), sampled, *end)
+            told.append(an_episode(10 * number + sibling, pieces, reward))
+        groups.append(told)
+    return write_run(tmp_path_factory.mktemp("run"), policy, groups)
+
+
+def an_episode(
+    number: int, pieces: tuple[Piece, ...], reward: float, fork: Fork | None = None
+) -> Trajectory:
+    rewards = {"reward": reward}
+    return Trajectory(pieces, rewards, "done", TASK, seed=number, episode=number, fork=fork)
+
+
+def write_run(folder: Path, policy: Path, groups: Sequence[Sequence[Trajectory]]) -> Path:
+    """Write a run folder with groups of episodes."""
     shutil.copy(policy / "tokenizer.json", folder)
     with Journal(folder / JOURNAL) as journal:
-        for number, talks in enumerate(GROUPS):
+        for number, told in enumerate(groups):
             journal.add_request(GroupRequest(number, TASK, seed=5, place=number))
-            told = []
-            for sibling, (prompt, reply, reward) in enumerate(talks):
-                sampled = Sampled(reply, (-1.0,) * len(reply), version=3)
-                pieces = (
-                    ContextPiece(prompt),
-                    sampled,
-                    ContextPiece((4, 4)),
-                    Sampled((9,), (-1.0,), 4),
+            for sibling, each in enumerate(told):
+                page = journal.begin(
+                    number, sibling, episode=each.episode, seed=each.seed, fork=each.fork
                 )
-                episode = 10 * number + sibling
-                one = Trajectory(
-                    pieces, {"reward": reward}, "done", TASK, seed=episode, episode=episode
-                )
-                page = journal.begin(number, sibling, episode=episode, seed=episode)
-                for position, piece in enumerate(pieces):
+                for position, piece in enumerate(each.pieces):
                     page.write_piece(position, piece)
-                page.write_outcome(one)
-                told.append(one)
+                page.write_outcome(each)
             asyncio.run(journal.finish(Group(TASK, tuple(told), number=number)))
     return folder
 
@@ -137,6 +160,46 @@ def test_successes_become_likelier_and_equal_commands_are_equal(
     assert record["pairs"] == 2 and record["options"] == {"beta": 0.1, "batch": 1}
     one, two = (Policy.load(tmp_path / name).weights() for name in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_forks_and_hinted_episodes_are_left_out_and_counted(policy: Path, tmp_path: Path) -> None:
+    prompt, hint = ContextPiece((2, 7)), Placed((40, 41), Provenance.FORCED)
+    reply = Sampled((20, 21, 22), (-1.0,) * 3, 0)
+    trunk = an_episode(0, (prompt, reply), 1.0)
+    shares, hinted = Fork(0, 4), Fork(0, 2, (hint,))
+    told = [
+        trunk,
+        an_episode(1, (*shares.prefix_of(trunk.pieces), Sampled((30,), (-1.0,), 0)), 0.0, shares),
+        an_episode(2, (*hinted.prefix_of(trunk.pieces), Sampled((31,), (-1.0,), 0)), 0.0, hinted),
+        an_episode(3, (prompt, hint, Sampled((32,), (-1.0,), 0)), 0.0),
+    ]
+    config = options_of(policy, tmp_path)
+    (tmp_path / "none").mkdir()
+    none = write_run(tmp_path / "none", policy, [told])
+    with pytest.raises(
+        ConfigError, match=r"no group has .*\(3 episodes with a fork or placed text"
+    ):
+        trained(config, none, tmp_path / "out")
+    (tmp_path / "one").mkdir()
+    plain = an_episode(4, (prompt, Sampled((33,), (-1.0,), 0)), 0.0)
+    run = write_run(tmp_path / "one", policy, [[*told, plain]])
+    told_of = Console(file=StringIO(), width=200)
+    dpo(config, [run], tmp_path / "out", DpoOptions(), console=told_of)
+    assert isinstance(told_of.file, StringIO)
+    assert "1 pairs; 3 episodes with a fork or placed text are left out" in told_of.file.getvalue()
+
+
+def test_log_probabilities_have_the_logit_bias_of_the_recipe(
+    policy: Path, finished: Path, tmp_path: Path
+) -> None:
+    biased = options_of(policy, tmp_path, **{"max_steps": 2, "engine.logit_bias": "30=3"})
+    plain = options_of(policy, tmp_path, max_steps=2)
+    one, other = (
+        trained(config, finished, tmp_path / name)
+        for name, config in (("biased", biased), ("plain", plain))
+    )
+    assert one[0].margin == other[0].margin == 0  # the reference has the bias, too
+    assert abs(one[0].grad_norm - other[0].grad_norm) > 1e-3
 
 
 def test_what_cannot_be_trained_on_is_refused(policy: Path, finished: Path, tmp_path: Path) -> None:

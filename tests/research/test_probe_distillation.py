@@ -155,7 +155,7 @@ def test_an_environment_that_answers_differently_is_refused(
         )
 
 
-def test_another_tokenizer_and_a_missing_teacher_are_refused(
+def test_another_tokenizer_a_missing_teacher_and_a_bias_are_refused(
     one_word: RunConfig, tmp_path: Path
 ) -> None:
     run, options = one_word.runs / "run", ProbeOptions(prefixes=2)
@@ -163,6 +163,9 @@ def test_another_tokenizer_and_a_missing_teacher_are_refused(
         probe_distillation(run, "base", one_word, options, console=quiet())
     with pytest.raises(ConfigError, match="nowhere"):
         probe_distillation(run, str(tmp_path / "nowhere"), one_word, options, console=quiet())
+    biased = override(one_word, {"engine.logit_bias": "5=1"})
+    with pytest.raises(ConfigError, match=r"cannot be used with engine\.logit_bias"):
+        probe_distillation(run, "base", biased, options, console=quiet())
 
 
 @pytest.mark.parametrize("options", [{"prefixes": 1}, {"rollouts": 3}, {"rollouts": 0}, {"top": 0}])

@@ -233,6 +233,9 @@ def shared(group: Group) -> Sequence[Trajectory]:
     return found
 
 
+INLINE = {"engine.top_p": 0.9, "old_logps.route": "interp_prox_loglinear"}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -247,6 +250,8 @@ def shared(group: Group) -> Sequence[Trajectory]:
         ({"tree.turn": 11}, "must be at most rollout.max_turns = 10, got 11"),
         ({"objective.loss_type": "gspo", "engine.top_p": 0.9}, "from the whole vocabulary"),
         ({"techniques": "tree tree_advantage ess_lr", "engine.top_k": 5}, "no kept sets"),
+        (INLINE | {"correction.unit": "sequence"}, "in every training pass, without its kept sets"),
+        (INLINE | {"correction.token_veto_threshold": 1e-4}, "or correction.token_veto_threshold"),
         ({"objective.loss_aggregation": "sequence_mean"}, "than sequence_mean"),
         ({"trainer.routing_replay": True}, "needs trainer.routing_replay = false"),
     ],
@@ -255,6 +260,7 @@ def test_what_a_tree_would_make_wrong_is_refused_with_the_reason(
     options: dict[str, object], told: str
 ) -> None:
     fits = {"techniques": "tree tree_advantage", "schedule.group_size": 8}
+    override(RunConfig(recipe=""), fits | INLINE)
     override(
         RunConfig(recipe=""), fits | {"objective.loss_type": "gspo", "correction.unit": "turn"}
     )

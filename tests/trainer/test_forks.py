@@ -34,7 +34,9 @@ from unstale.research.techniques.minpro import Minpro, MinproConfig
 from unstale.techniques.hooks import StepPlan, StepSeen, Techniques
 from unstale.testing import nudge, tiny_policy
 from unstale.trainer import train_on
+from unstale.trainer.auditor import Auditor, Truth
 from unstale.trainer.local import LocalTrainer
+from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import FailedStep
 
 TASK = Task("toy", "train", 0)
@@ -201,6 +203,42 @@ def test_controllers_get_the_ratio_of_whole_sequences() -> None:
         train_on(make(plans), a_batch(forked=forked))
         found.append(plans.log_weights.sort().values)
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_audit_counts_shared_tokens_as_those_of_independent_episodes() -> None:
+    correction = CorrectionConfig(mode="mask", low=0.95, high=1.05, unit="sequence")
+    rules = LossSpec(correction, ObjectiveConfig(loss_type="gspo", clip_low=0.05, clip_high=0.05))
+    found = []
+    own = a_batch(forked=True).sampled
+    for forked in (False, True):
+        batch = a_batch(forked=forked)
+        change = (batch.tokens % 5) / 5
+        logps = [batch.behavior_logp + size * change for size in (0.1, 0.4, 0.7)]
+        true, prox, logp = (each.where(batch.sampled, 0.0) for each in logps)
+        audited = Truth(batch, 1, true, logp).compare(prox, rules)
+        where = own[batch.sampled]
+        found.append((audited.dropped[:, where], audited.clipped[:, where]))
+    for alone, tree in zip(*found, strict=True):
+        assert alone.any() and not alone.all()
+        assert tree.equal(alone)
+
+
+def test_the_audit_of_a_fork_includes_the_episodes_whose_tokens_it_shares() -> None:
+    policy = tiny_policy(dtype="float64")
+    old = build_old_logps(OldLogpsConfig(route="rollout"), LocalScorer(policy, 1.0, 64))
+    batch, tokens = a_batch(forked=True), []
+    for correction in (CorrectionConfig(), sequence_mask(unit="sequence")):
+        auditor = Auditor(
+            LocalScorer(policy, 1.0, 64),
+            old,
+            LossSpec(correction, ObjectiveConfig()),
+            share=0.25,
+        )
+        for policy.version in (0, 1):
+            auditor.on_published({0, 1})
+        tokens.append(auditor.look(batch, batch.behavior_logp)["audit/tokens"])
+    sampled = batch.count(batch.sampled)
+    assert tokens == [sampled[2], sum(sampled[:3])]
 
 
 def test_the_loss_and_its_divisor_count_each_drawn_token_once() -> None:

@@ -265,6 +265,8 @@ class Replay:
                     values, exact = self._ask(old, truth, spent)
                     audited.append(truth.compare(values, self.rules))
                     claims.append(exact)
+                    if self.rules.uses_sequences:
+                        values = truth.batch.of_owners(values)
                     keep = self.rules.correct(values, truth.batch).keep
                     kept = keep[truth.batch.sampled].double().mean().item()
                     advance()

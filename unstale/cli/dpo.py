@@ -6,6 +6,8 @@ A pair is a success and a failure of one group that began with the same prompt. 
 
 where w is the success, l the failure, log pi the sum over the tokens that a policy sampled, and ref
 the policy before the first step. Who sampled the episodes does not enter: there is no D and no S.
+Both are log-probabilities of the policy as the recipe samples it: at `engine.temperature`, with
+`engine.logit_bias`, over the whole vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +29,15 @@ from unstale.durability.journal import JOURNAL, JournalReader
 from unstale.durability.run_folder import TOKENIZER, dumps
 from unstale.model.forward import Scored
 from unstale.model.policy import Policy
-from unstale.records import Batch, Sampled, ScoredTrajectory, Trajectory, collate, is_success
+from unstale.records import (
+    Batch,
+    Placed,
+    Sampled,
+    ScoredTrajectory,
+    Trajectory,
+    collate,
+    is_success,
+)
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.passes import pass_tokens
@@ -94,16 +104,23 @@ def dpo(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     policy = load_policy(config)
-    pairs = [pair for run in runs for pair in _pairs(run, policy, config.engine.max_context)]
+    pairs: list[Pair] = []
+    num_skipped = 0
+    for run in runs:
+        some, skipped = _pairs(run, policy, config.engine.max_context)
+        pairs += some
+        num_skipped += skipped
+    left_out = f"{num_skipped} episodes with a fork or placed text are left out"
     if not pairs:
         raise ConfigError(
-            f"{', '.join(map(str, runs))}: no group has a success and a failure with one prompt"
+            f"{', '.join(map(str, runs))}: no group has a success and a failure with one prompt "
+            f"({left_out})"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
-    console.print(f"{len(pairs)} pairs", highlight=False)
+    console.print(f"{len(pairs)} pairs; {left_out}", highlight=False)
     figures = learn(config, policy, pairs, options, console=console)
     policy.save(folder)
     record = {"options": asdict(options), "runs": [*map(str, runs)], "pairs": len(pairs)}
@@ -218,8 +235,12 @@ def _batch(pairs: Sequence[Pair], *, version: int = 0) -> Batch:
     )
 
 
-def _pairs(run: Path, policy: Policy, max_tokens: int) -> Iterator[Pair]:
-    """Yield the pairs of a run, each episode in at most one. Raises `ConfigError`."""
+def _pairs(run: Path, policy: Policy, max_tokens: int) -> tuple[list[Pair], int]:
+    """Return the pairs of a run, each episode in at most one, and the number of skipped episodes.
+
+    Episodes with a fork or placed text are skipped: the policy did not sample their whole reply to
+    the prompt. Raises `ConfigError`.
+    """
     from tokenizers import Tokenizer
 
     path = run / TOKENIZER
@@ -230,24 +251,31 @@ def _pairs(run: Path, policy: Policy, max_tokens: int) -> Iterator[Pair]:
             f"{run} has another tokenizer than the policy {policy.model.name_or_path}"
         )
     groups: dict[int, list[Trajectory]] = {}
+    num_skipped = 0
     with JournalReader(run / JOURNAL) as journal:
         for stored in journal.trajectories():
             trajectory = _until_last_reply(stored.trajectory)
-            if len(trajectory) > max_tokens:
-                raise ConfigError(
-                    f"{run}: episode {trajectory.episode} has {len(trajectory)} tokens, more than "
-                    f"engine.max_context = {max_tokens}; raise it"
-                )
-            if trajectory.pieces:
+            if trajectory.fork or any(isinstance(each, Placed) for each in trajectory.pieces):
+                num_skipped += 1
+            elif trajectory.pieces:
+                if len(trajectory) > max_tokens:
+                    raise ConfigError(
+                        f"{run}: episode {trajectory.episode} has {len(trajectory)} tokens, more "
+                        f"than engine.max_context = {max_tokens}; raise it"
+                    )
                 groups.setdefault(stored.group, []).append(trajectory)
-    for group in groups.values():
-        won = [each for each in group if is_success(each.rewards, each.facts)]
-        lost = [each for each in group if not is_success(each.rewards, each.facts)]
-        for success in won:
-            same = [each for each in lost if each.pieces[0].tokens == success.pieces[0].tokens]
-            if same:
-                lost.remove(same[0])
-                yield Pair(success, same[0])
+    return [pair for group in groups.values() for pair in _of_group(group)], num_skipped
+
+
+def _of_group(group: Sequence[Trajectory]) -> Iterator[Pair]:
+    """Yield the pairs of a group."""
+    won = [each for each in group if is_success(each.rewards, each.facts)]
+    lost = [each for each in group if not is_success(each.rewards, each.facts)]
+    for success in won:
+        same = [each for each in lost if each.pieces[0].tokens == success.pieces[0].tokens]
+        if same:
+            lost.remove(same[0])
+            yield Pair(success, same[0])
 
 
 def _until_last_reply(trajectory: Trajectory) -> Trajectory:

@@ -561,7 +561,8 @@ def _same(chosen: argparse.Namespace) -> int:
     ),
     argument(
         "--token",
-        help="API key that clients must send (default: $UNSTALE_TOKEN, or a new one)",
+        help="API key that clients must send (default: $UNSTALE_TOKEN, which other users of the "
+        "machine do not see, or a new one)",
     ),
 )
 def _serve(chosen: argparse.Namespace) -> int:

@@ -169,11 +169,17 @@ def probe_distillation(
     the student are tried, with `rollouts` episodes of the student for each token. The result
     compares the token changes that raise success with those that distillation would make. Raises
     `ConfigError` before any episode if a model cannot score sequences of `engine.max_context`
-    tokens, if the tokenizers of the two differ, if an external agent calls the policy, or if the
-    journal has no finished episode. It is also raised if an environment cannot be played again up
-    to a prefix. Raises `RunFailed` if a component fails.
+    tokens, if the tokenizers of the two differ, if an external agent calls the policy, if
+    `engine.logit_bias` is set (the two models are compared as they are), or if the journal has no
+    finished episode. It is also raised if an environment cannot be played again up to a prefix.
+    Raises `RunFailed` if a component fails.
     """
     console = console or Console(soft_wrap=True)
+    if config.engine.logit_bias:
+        raise ConfigError(
+            "probe-distillation cannot be used with engine.logit_bias, as the technique distil "
+            "cannot: set --engine.logit_bias ''"
+        )
     began = time.monotonic()
     limit_threads()
     config = replace(

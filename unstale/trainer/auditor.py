@@ -80,12 +80,17 @@ class Truth:
         """Compare the route's old log-probabilities `prox` `[T]` with the true ones.
 
         Tokens without a true value are left out (`has_clean_behavior` is False). If a ratio is
-        aggregated over several tokens, the route's values replace missing true values in it.
+        aggregated over several tokens, the route's values replace missing true values in it, and
+        a token that episodes share has the values of the one that sampled it, which must be in the
+        batch.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
-        both = (prox, torch.where(where, self.old_logp, prox))
+        both = [prox, torch.where(where, self.old_logp, prox)]
+        logp = self.logp
+        if rules.uses_sequences:
+            logp, *both = (batch.of_owners(each) for each in (logp, *both))
         dropped = [~rules.correct(old_logp, batch).keep for old_logp in both]
-        clipped = [rules.surrogate(self.logp, old_logp, batch).clipped for old_logp in both]
+        clipped = [rules.surrogate(logp, old_logp, batch).clipped for old_logp in both]
         lag = lag_of(batch.version, at=self.version, version_gaps=self.version_gaps)
         tokens = Tokens(
             prox, self.old_logp, self.logp, batch.behavior_logp, lag, batch.sequence, where
@@ -236,9 +241,10 @@ class Auditor:
             return {}
         began = time.perf_counter()
         wanted = max(1, round(self._share * batch.num_sequences))
-        some, index = batch.select(
-            spread(batch.num_sequences, wanted, shift=self._steps * SHIFT % 1)
-        )
+        chosen = spread(batch.num_sequences, wanted, shift=self._steps * SHIFT % 1)
+        if self._rules.uses_sequences:
+            chosen = batch.with_owners(chosen)
+        some, index = batch.select(chosen)
         true = score_truth(scorer, some)
         if self._is_bitwise:
             require_equal(some, "the audit's log-probability", true.logp, has_clean_behavior(some))

@@ -236,7 +236,7 @@ class LocalTrainer:
         """
         scoring, metrics = self.scoring, self._metrics
         if self.rules.uses_sequences:
-            members = _with_owners(batch, members)
+            members = batch.with_owners(members)
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
         old = scoring.old_logps(scored, lag, metrics)
@@ -547,15 +547,6 @@ def _describe_sets(batch: Batch) -> dict[str, float]:
         "kept_sets/size_mean": sizes.mean().item(),
         "kept_sets/single_share": (sizes == 1).double().mean().item(),
     }
-
-
-def _with_owners(batch: Batch, members: Sequence[int]) -> list[int]:
-    """Return sequences and those that sampled the tokens that they share, by index."""
-    if batch.shared is None:
-        return list(members)
-    chosen = torch.isin(batch.sequence, torch.tensor(members, dtype=torch.long))
-    owners = batch.shared.episode[batch.shared.where & chosen].unique().tolist()
-    return sorted({*members, *(batch.episodes.index(each) for each in owners)})
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:

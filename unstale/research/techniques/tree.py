@@ -157,6 +157,18 @@ def check_sequences(config: RunConfig, technique: str = "tree") -> None:
             f"pi / pi_old is taken over several tokens, got {config.engine.truncated_by}: a forked "
             "episode has no kept sets of its beginning"
         )
+    correction = config.correction
+    if (
+        config.old_logps.needs.inline
+        and (correction.unit != "token" or correction.token_veto_threshold)
+        and config.engine.truncated_by
+    ):
+        raise ConfigError(
+            f"the technique {technique} needs sampling from the whole vocabulary if the route "
+            f"{config.old_logps.route} is corrected over several tokens (correction.unit or "
+            f"correction.token_veto_threshold), got {config.engine.truncated_by}: the route scores "
+            "a forked episode's beginning in every training pass, without its kept sets"
+        )
 
 
 def _describe(options: TreeConfig) -> str:
