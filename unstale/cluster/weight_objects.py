@@ -36,7 +36,7 @@ class PostedStep:
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:
-    """Return the parts of a file as arrays that share its memory. Ray copies such arrays once."""
+    """Return the parts as arrays, without a copy. Ray copies such arrays only once."""
     return [np.frombuffer(part, np.uint8) for part in parts if len(part)]
 
 

@@ -34,8 +34,9 @@ class TrainerConfig(Section):
     weight instead of 8. See docs/speed.md.
     """
     offload_optimizer: bool = False
-    """Keep the optimizer's state, and float32 weights that passes do not use, in main memory. A
-    step copies them to the GPU and back in parts. The result is the same. See docs/speed.md.
+    """Keep the optimizer's state in main memory, and the float32 weights if forward and backward
+    passes do not use them. A step copies them to the GPU and back in parts. The result is the same.
+    See docs/speed.md.
     """
     lr: Positive = 3e-4
     """Learning rate after the warm-up."""

@@ -312,7 +312,7 @@ class Chat:
 
     @property
     def longest_token(self) -> int:
-        """The length of the longest token, in characters."""
+        """The length of the longest token of the vocabulary, in characters."""
         return self._text.longest_token
 
     def with_tools(

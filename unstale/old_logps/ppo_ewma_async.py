@@ -1,4 +1,4 @@
-"""The route `ppo_ewma_async`: the old policies are averages of the weights, as old as the data."""
+"""The route `ppo_ewma_async`: `old_logp` is computed with moving averages of the weights."""
 
 from __future__ import annotations
 

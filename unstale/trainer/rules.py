@@ -154,7 +154,11 @@ class LossSpec:
         )
 
     def whole(self, batch: Batch) -> Batch:
-        """Return the batch with shared tokens as sampled ones, if `uses_sequences`."""
+        """Return the batch with whole sequences if `uses_sequences`, else the batch unchanged.
+
+        A forked episode shares tokens with the episode from which it was forked. In whole sequences
+        these tokens are marked as sampled.
+        """
         return batch.whole_sequences() if self.uses_sequences else batch
 
     def scored(self, batch: Batch) -> Tensor:

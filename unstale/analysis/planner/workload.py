@@ -185,8 +185,8 @@ class Workload(Section):
     tool_s: AtLeastZero = Constant(0)
     """Seconds that a tool call takes."""
     equal_tool_s: bool = False
-    """The n-th tool call takes equally long in all episodes of a group, as in the desk environments
-    of this package: the episodes of a group have the same environment seed.
+    """True if the n-th tool call takes equally long in all episodes of a group. This is so in the
+    customer-service environments of this package, which draw the times from the group's seed.
     """
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
