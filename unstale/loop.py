@@ -578,7 +578,7 @@ class Publication:
         """Return a context that waits for this publication before an exception leaves its body.
 
         The body trains on the next batch. If it fails, the publication of the previous step is
-        still completed. Its evaluation is cancelled: a resumed run repeats it.
+        still completed. Its evaluation is cancelled, because a resumed run repeats it.
         """
         try:
             yield

@@ -27,7 +27,7 @@ not included, because they depend on the lengths of episodes.
 """
 FLOAT32_DELTA = 1.7
 """Bytes per weight (at most 4) of the compressed difference between two float32 versions. Measured
-at a learning rate of 1e-6: most weights change in every step, in their lowest bits.
+at a learning rate of 1e-6, where most weights change in every step, in their lowest bits.
 """
 _WIDE = 4
 _GRADIENT = 4

@@ -96,7 +96,9 @@ class LocalComponents(Components):
     taskset: Taskset
     generator: Generator
     scorer: Scorer
-    """Computes log-probabilities for the route. The audit has a second scorer."""
+    """Computes log-probabilities for the configured route (way to get `old_logp`). The audit has
+    another scorer.
+    """
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer

@@ -220,7 +220,7 @@ def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> Non
     either.
 
     There is no warning for the package's own policies, which were trained on their tools. With an
-    external agent, the tools are not known yet: the agent sends them with its calls.
+    external agent, the tools are not known yet, because the agent sends them with its calls.
     """
     folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
     prompts, names = f"the prompts of {config.task.env}", "which tools there are"

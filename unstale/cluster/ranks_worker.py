@@ -204,7 +204,7 @@ class Rank:
         """Write the checkpoint of the last `snapshot`.
 
         Another thread may train and compute log-probabilities meanwhile. `snapshot` and `publish`
-        must not run meanwhile: they use the same tensors and process group.
+        must not run meanwhile, because they use the same tensors and process group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)

@@ -18,7 +18,7 @@ Reference = Any
 """A reference to an object in Ray's store: the parts of one file, in order."""
 
 FETCH_S = 600.0
-"""Longest time in seconds to fetch an object with weights, perhaps from another machine."""
+"""Longest time in seconds to fetch an object with weights, also from another machine."""
 
 
 @dataclass(frozen=True, slots=True)

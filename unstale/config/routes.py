@@ -42,7 +42,7 @@ class Needs:
     published, if that version sampled none of the batch's tokens.
     """
     resident_models: int = 0
-    """Number of additional models in memory that the route needs."""
+    """Number of additional models in memory that a route (way to get `old_logp`) needs."""
     trained_weights: bool = False
     """True if the route loads past versions into the trained model for a short time, to compute
     log-probabilities with them.

@@ -208,7 +208,7 @@ class Chat:
         return tokens
 
     def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return the tokens of `encode_reply`, even if `parse` would return another message."""
+        """Return a reply's tokens as `encode_reply` does, but do not check them with `parse`."""
         after = [*following] or [_QUESTION]
         around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
         text, own_seam = self._render(self._record([_QUESTION, reply, *after]))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("kernels.c")
 
 WIDTH = 16
-"""A divisor: the last dimension of each tensor must be a multiple of this number."""
+"""The last dimension of each tensor must be a multiple of this number."""
 
 ROWS = 64
 """Number of rows that a thread processes at once, as in `kernels.c`."""

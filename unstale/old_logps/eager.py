@@ -174,7 +174,7 @@ class Eager(OldLogps):
         """Return the version of the tokens whose log-probabilities are computed next.
 
         None if there are none. Ended episodes come first, because the next batch may contain them.
-        Of these, the newest version comes first: the fallback's model is nearest to it.
+        Of these, the newest version comes first, because the fallback's model is nearest to it.
         """
         for queues in (self._ended, self._open):
             for version in sorted(queues, reverse=True):

@@ -53,8 +53,8 @@ class Forecasts:
 
 
 _RIDGE = 3e-3
-"""Penalty on the squares of the head's weights, beside the mean squared error of a batch. At the
-retail desk, penalties from a tenth to ten times as large forecast as well.
+"""Penalty on the squares of the head's weights, beside the mean squared error of a batch. In the
+environment `retail`, penalties from a tenth to ten times as large forecast as well.
 """
 
 

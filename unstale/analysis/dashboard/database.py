@@ -58,7 +58,7 @@ would take as long as reading the episodes of a live run.
 COLUMN = {column.name: column for column in COLUMNS}
 
 _WHOLE = ("group_number", "sibling")
-"""Columns that are declared as integers, as in the journal."""
+"""Columns that the index declares as integers. The journal does so, too."""
 
 
 def _declare(column: Column) -> str:

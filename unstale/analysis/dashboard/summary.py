@@ -454,7 +454,9 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 @lru_cache(maxsize=256)
 def _read_config(folder: Path, state: tuple[int, int, int]) -> tuple[dict[str, Any], list[str]]:
-    """Return the result of `_config`. `state` is the key of the cache: it changes with the file."""
+    """Return the result of `_config`. `state` is the key of the cache. It changes when the file
+    changes.
+    """
     read = RunFolder(folder)
     return flatten(read.config()), read.gaps
 

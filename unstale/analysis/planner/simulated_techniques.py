@@ -1,7 +1,7 @@
 """The techniques that change how long a run takes, in a simulation: `limits`, `segments`, `replay`.
 
-The real code of each technique decides, as in a run. A simulation has no rewards: each episode that
-no limit cuts off counts as a success, and each group has a gradient.
+The real code of each technique decides, as in a run. A simulation has no rewards. So each episode
+that no limit cuts off counts as a success, and each group has a gradient.
 """
 
 import heapq
@@ -309,9 +309,7 @@ class SimulatedSlots:
         self._waiting: list[tuple[Age, int, Callable[[], None]]] = []
 
     def take(self, age: Age, start: Callable[[], None]) -> None:
-        """Call `start` when the episode of this age has a slot (permission to run), perhaps at
-        once.
-        """
+        """Call `start` as soon as the episode of this age has a slot (permission to run)."""
         if self._free:
             self._free -= 1
             start()
