@@ -75,7 +75,7 @@ class Footprint:
     routes.
     """
     scorer: float = 0.0
-    """Memory of each of these processes while it loads a version, in bytes."""
+    """Memory of each process of the second model while it loads a version, in bytes."""
 
     def __str__(self) -> str:
         ranks = max(1, self.ranks) * self.trainer + self.scorers * self.scorer

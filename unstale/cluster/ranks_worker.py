@@ -62,8 +62,8 @@ class Rank:
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """The store of past versions, if the route keeps differences between versions. Otherwise
-    None.
+    """The store of past versions, if the route (way to get `old_logp`) keeps differences between
+    versions. Otherwise None.
     """
     _published: VersionStore = field(default_factory=VersionStore, init=False)
     """A store with only the version that was published last, for a route without `store`."""

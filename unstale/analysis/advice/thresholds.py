@@ -21,8 +21,8 @@ NEVER_ACTS = 5.0
 ratio, both as logarithms.
 """
 FAR = 1.25
-"""A clip limits S. The pi / mu at which it acts is reported if log S divided by log(pi / mu) is
-above this value, or below 1 divided by it.
+"""A clip limits S. The pi / mu at which it acts is reported if the slope of log S over log(pi / mu)
+is above this value, or below 1 divided by it.
 """
 NOISE = 3.0
 """A limit on log D that is below this multiple of the numerical noise drops tokens by chance."""

@@ -86,7 +86,7 @@ trained tokens by step and lag (staleness).
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
 
 SORTED = tuple(column.name for column in COLUMNS if column.name not in ("episode", "group_number"))
-"""Columns whose database index is made on demand. The other two have one from the beginning."""
+"""Columns whose database index is made on demand. `episode` and `group_number` always have one."""
 
 EPISODES = f"""
 CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,
