@@ -354,7 +354,7 @@ def build_rollout(
 
 
 def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a task set has roles and the advantages know none."""
+    """Raise `ConfigError` if a task set has roles that the advantages do not distinguish."""
     if not getattr(taskset, "roles", ()):
         return
     if config.advantage.estimator in ("turn_level", "gae"):

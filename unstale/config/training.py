@@ -85,7 +85,7 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves memory and takes more time."""
     gradient_checkpointing_interval: PositiveInt = 1
-    """Compute only the activations of each Nth layer again; 1 those of all layers."""
+    """Number N: only the activations of every Nth layer are computed again; 1 means all layers."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.

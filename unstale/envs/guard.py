@@ -160,9 +160,8 @@ class Occupancy:
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
 
     def require_few_interruptions(self) -> None:
-        """Raise `RunBlocked` if the user's code was interrupted too often.
-
-        Until an interruption, all episodes wait.
+        """Raise `RunBlocked` if the user's code was interrupted too often, because all episodes
+        wait until it is interrupted.
         """
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted

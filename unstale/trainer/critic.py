@@ -178,9 +178,9 @@ class Critic:
         return loss.sum() / count
 
     def collect(self, scale: float, *, counts: bool) -> None:
-        """Add what a backward pass gives, whose gradients are multiplied by `scale`.
+        """Add the sums and the gradients, multiplied by `scale`, of the last backward pass.
 
-        If it does not count (`counts`), its gradients are 0, and another rank adds its sums.
+        With `counts` False, another rank adds the same sums, and the gradients of this rank are 0.
         """
         for new in self._pass if counts else ():
             for total, each in zip(self._new, new, strict=True):

@@ -133,7 +133,7 @@ class LossSpec:
     def divisor(self, batch: Batch, keep: Tensor) -> int:
         """Return what a batch adds to the divisor of the loss, such as a number of tokens.
 
-        `norm` times this number does not depend on other sequences.
+        The factors that `norm` returns, times this number, do not depend on other sequences.
         """
         return objectives.loss_divisor(
             batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation

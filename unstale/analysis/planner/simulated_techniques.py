@@ -96,8 +96,8 @@ AGENTMATH_CONTEXT, AGENTMATH_CALLS, AGENTMATH_EPISODES = 96_000, 96, 256
 are the defaults of `segments` in a simulation without a recorded run.
 """
 _CHANGES = frozenset({"tasks", "count", "turns", "groups"})
-"""What a technique may declare that it changes. A technique with one of these words also changes
-how long a run takes.
+"""Values of `Entry.changes`, which names what a technique changes. A technique with one of these
+also changes how long a run takes.
 """
 
 

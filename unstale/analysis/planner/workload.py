@@ -346,8 +346,8 @@ class Fleet(Section):
     decode_speed: Positive = 1.0
     """Speed of the decode group in decoding steps, divided by that of the prefill group."""
     rejects: bool = True
-    """An engine without a free place rejects a request, which then goes to another engine, as in a
-    run. If false, the request waits at the first engine.
+    """True if an engine without a free place rejects a request, which then goes to another engine.
+    Runs do so. If False, the request waits at the first engine.
     """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have

@@ -374,7 +374,7 @@ class Journal:
     def _flush_barriers(self) -> int:
         """Commit all queued records. Return the number of `barrier` calls that this commit served.
 
-        They are those made before this method begins.
+        These are the calls that were made before this method began.
         """
         covered = self._barriers
         self.flush()

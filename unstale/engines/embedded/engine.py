@@ -508,7 +508,7 @@ class _LockstepChild(_Child):
     _answered = READY - 1
 
     async def connect(self) -> None:
-        """Do nothing: the socket is already connected."""
+        """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
         """Block the event loop until the answer to request `number` has arrived.
