@@ -280,7 +280,7 @@ class Chat:
 
     @property
     def hides_tools(self) -> bool:
-        """True if the prompt does not describe the tools that there are."""
+        """True if there are tools and the prompt does not describe them."""
         return bool(self._tools) and self._tool_text is None and not self.renders_tools
 
     def _prompt_record(self, messages: Sequence[Message]) -> str:
