@@ -74,8 +74,8 @@ class EngineSession:
     def _check_due(self) -> bool:
         """Return True if the last health check was `CHECK_S` seconds ago or more.
 
-        The caller must then check the engine's health, because the current time is recorded as that
-        of the last check.
+        The caller must then check the engine's health: the current time is recorded as that of the
+        last check.
         """
         now = time.monotonic()
         due = now >= self._checked_at + CHECK_S

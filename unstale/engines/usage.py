@@ -83,8 +83,8 @@ class UsageCounters:
     def read(self) -> dict[str, float]:
         """Return the counters since the last call, and reset them to 0.
 
-        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate. For it, the
-        busy time is divided in proportion to the tokens.
+        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate: the busy
+        time is divided in proportion to the tokens.
         """
         if self._busy_since is not None:
             self.end()

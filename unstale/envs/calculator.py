@@ -65,7 +65,7 @@ class CalculatorTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> Question:
         """Return the environment of a task.
 
-        `seed` is not used, because the task's number decides everything.
+        `seed` is not used: the task's number decides everything.
         """
         expression = self.expression(task)
         prompts = (

@@ -61,7 +61,7 @@ class PythonTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> Question:
         """Return the environment of a task.
 
-        `seed` is not used, because the task's number decides everything.
+        `seed` is not used: the task's number decides everything.
         """
         question, answer = self.puzzle(task)
         system = Message("system", "Work it out with the tool, then answer.")

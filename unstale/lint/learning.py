@@ -51,7 +51,7 @@ ADAPTER_SCALES = (0.01, 1000.0)
 Above it, they ruin the output. Usual are 0.5 to 64.
 """
 MAX_COEFFICIENT = 1000.0
-"""Largest sensible coefficient of a term of the loss, because advantages are about 1."""
+"""Largest sensible coefficient of a term of the loss: advantages are about 1."""
 MIN_MINUTES = 0.1
 """Shortest sensible time limit. An engine takes seconds to start."""
 

@@ -1,4 +1,4 @@
-"""The linter's rules for techniques (`unstale techniques`), and its text about their order."""
+"""The linter's rules for techniques (`unstale techniques`), and its fact about their order."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -43,8 +43,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
-"""True if this CPU has instructions for bfloat16. A constant for code that torch.compile compiles.
-"""
+"""True if this CPU has instructions for bfloat16. A constant, as `HAS_FAST_MKL` is."""
 
 
 def _multiplies_float16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -56,8 +55,7 @@ def _multiplies_float16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 MULTIPLIES_FLOAT16 = _multiplies_float16()
-"""True if this CPU has instructions for float16. A constant for code that torch.compile compiles.
-"""
+"""True if this CPU has instructions for float16. A constant, as `HAS_FAST_MKL` is."""
 
 
 def supported(dtype: torch.dtype) -> bool:

@@ -23,7 +23,7 @@ from unstale.envs.desk import DeskConfig
 def route_recipe(name: str) -> Callable[..., RunConfig]:
     """Return a recipe that trains with one route to old log-probabilities.
 
-    The run trains on `retail`, with tokens up to 6 versions old.
+    The run trains on the customer-service desk, with tokens up to 6 versions old.
     """
     route = OldLogpsConfig.variants_by_name(added=False)[name]
 

@@ -140,8 +140,8 @@ def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[s
 class Selection:
     """The choice of training tasks, and of the number of episodes on each.
 
-    All methods are called on the event loop. Only `requests` is asynchronous, because it waits for
-    the task set.
+    All methods are called on the event loop. Only `requests` is asynchronous: it waits for the task
+    set.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class _Process:
     def begin(self, options: Header) -> None:
         """Send the options to the process.
 
-        No error is raised if the process has ended. The next read from its socket detects that.
+        No error is raised if the process has ended: the next read from its socket detects that.
         """
         text = json.dumps(options).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -354,7 +354,7 @@ def cores() -> int:
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment variable that shows a child process only these GPUs.
 
-    If `gpus` is empty, so is the result. The child process then sees the GPUs of this process.
+    If `gpus` is empty, so is the result: the child process then sees the GPUs of this process.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

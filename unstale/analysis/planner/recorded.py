@@ -309,8 +309,8 @@ def _seconds(spans: Sequence[tuple[float, float]]) -> float:
 def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
     """Return the times of a step's backward passes and optimizer steps, alternating.
 
-    Spans of the trainer before the batch was scored are left out, because a technique reads hidden
-    states in them.
+    Spans of the trainer before the batch was scored are left out: in them a technique reads hidden
+    states.
     """
     scored = spans.get(("old_logps", step), ())
     trained = spans.get(("trainer", step), ())

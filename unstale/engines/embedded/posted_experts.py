@@ -59,7 +59,7 @@ class PostedExperts:
     def clear(self, arrived: Collection[int]) -> None:
         """Remove all files but those of the reply ids in `arrived`.
 
-        Call this after the engine process ended, because its other replies will never arrive.
+        Call this after the engine process ended: its other replies will never arrive.
         """
         kept = {_file(self.folder, reply) for reply in arrived}
         for path in self.folder.iterdir():

@@ -165,10 +165,7 @@ class BfclTasks(ListedTasks):
         return "\n".join(each["content"] for turn in turns for each in turn)
 
     def env(self, task: Task, seed: int) -> "BfclEnv | BfclTurns":
-        """Return the environment of a task.
-
-        `seed` is not used, because nothing in a task is random.
-        """
+        """Return the environment of a task. `seed` is not used: nothing in a task is random."""
         entry = self.data_of(task)
         return BfclTurns(entry) if self.category in MULTI_TURN else BfclEnv(entry, self.category)
 

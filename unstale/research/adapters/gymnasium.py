@@ -60,7 +60,7 @@ class GymnasiumTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> "GymnasiumEnv":
         """Return the environment of a task.
 
-        `seed` is not used, because the task's number decides everything.
+        `seed` is not used: the task's number decides everything.
         """
         return GymnasiumEnv(self, self.seed_of(task))
 

@@ -133,7 +133,7 @@ class ReasoningGymTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
         """Return the environment of a task.
 
-        `seed` is not used, because the task's number decides everything.
+        `seed` is not used: the task's number decides everything.
         """
         puzzle = self.puzzle(task)
         return CalculatorPuzzleEnv(puzzle) if self.tool != "none" else PuzzleEnv(puzzle)

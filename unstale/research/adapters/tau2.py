@@ -133,7 +133,7 @@ class Tau2Tasks(ListedTasks):
     def env(self, task: Task, seed: int) -> "Tau2Env":
         """Return the environment of a task.
 
-        `seed` is not used, because only a model that plays the user is random.
+        `seed` is not used: only a model that plays the user is random.
         """
         kind = LiveEnv if self.user else Tau2Env
         return kind(self, self.data_of(task))

@@ -50,7 +50,7 @@ class TextArenaTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> "GameEnv":
         """Return the environment of a task.
 
-        `seed` is not used, because the task's number decides everything.
+        `seed` is not used: the task's number decides everything.
         """
         return GameEnv(self, self.seed_of(task))
 

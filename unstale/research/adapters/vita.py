@@ -113,7 +113,7 @@ class VitaTasks(ListedTasks):
     def env(self, task: Task, seed: int) -> "VitaEnv":
         """Return the environment of a task.
 
-        `seed` is not used, because only the models of user and judge are random.
+        `seed` is not used: only the models of user and judge are random.
         """
         kind = LiveEnv if self.options.user else VitaEnv
         return kind(self, self.data_of(task))

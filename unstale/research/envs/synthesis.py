@@ -265,10 +265,7 @@ class SynthesisTasks(ListedTasks):
         return puzzle.text
 
     def env(self, task: Task, seed: int) -> Env:
-        """Return the environment of a task.
-
-        `seed` is not used, because nothing in a puzzle is random.
-        """
+        """Return the environment of a task. `seed` is not used: nothing in a puzzle is random."""
         return self._options.with_edit(lambda: PuzzleEnv(self.data_of(task)))
 
 

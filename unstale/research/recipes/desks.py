@@ -1,4 +1,4 @@
-"""Recipes for each customer-service desk except `retail`, and two for all of them in turn."""
+"""A recipe for each customer-service desk except `retail`, and two for all desks in turn."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -61,8 +61,7 @@ class LongReplyPenalty:
 def longest_reply(item: Trajectory) -> int:
     """Return the tokens of an episode's longest reply, further conversations included.
 
-    The replies before a fork count, too, because the rewards of the episodes forked there are
-    compared.
+    The replies before a fork count, too: the rewards of the episodes forked there are compared.
     """
     lengths = [
         sum(len(piece.tokens) for piece in run)

@@ -41,7 +41,7 @@ class Opmd:
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
         """Return the loss of each token, `[T]`.
 
-        `log_ratio` takes the place of log pi. The two differ by a constant, so the gradient is the
+        `log_ratio` takes the place of log pi: the two differ by a constant, so the gradient is the
         same.
         """
         import torch

@@ -1,7 +1,7 @@
 """The messages between the run's process and its rollout processes, in MessagePack.
 
 The types are checked when a message is read. Tokens and log-probabilities are packed in native byte
-order, because both processes are on one machine.
+order: both processes are on one machine.
 """
 
 import asyncio
