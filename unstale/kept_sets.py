@@ -41,7 +41,7 @@ class Truncation(NamedTuple):
 
 
 WHOLE = Truncation()
-"""Tokens are drawn from the whole vocabulary."""
+"""The `Truncation` of sampling from the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,7 +237,8 @@ _LZMA = b"\x07"
 _FILTERS = ({"id": 0x4000000000000001, "preset": 6, "lc": 1, "lp": 0, "pb": 0, "dict_size": 2**16},)
 """LZMA1 without a header, with the options that made sets of SmolLM2 shortest."""
 _LEAST = 8
-"""Size from which a set may refer to another. The reference costs about as much as a few ids."""
+"""Number of ids from which a set may refer to another set. A reference costs as much as a few ids.
+"""
 _WINDOW = 64
 """Number of earlier sets among which the reference is chosen. With all sets of a reply instead,
 those of SmolLM2 become less than 1% shorter.

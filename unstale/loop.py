@@ -563,7 +563,9 @@ class Publication:
         self._evaluation = run.evaluation if evaluation_due else None
         self._evaluating: asyncio.Task[dict[str, float]] | None = None
         self.scorers_notified = asyncio.Event()
-        """Set when the route and the auditor can score tokens of the new version."""
+        """Set when the route (way to get `old_logp`) and the auditor can score tokens of the new
+        version.
+        """
         self._task = create_task(self._publish())
 
     async def finished(self) -> None:
@@ -578,7 +580,7 @@ class Publication:
         """Return a context that waits for this publication before an exception leaves its body.
 
         The body trains on the next batch. If it fails, the publication of the previous step is
-        still completed. Its evaluation is cancelled: a resumed run repeats it.
+        still completed. Its evaluation is cancelled, because a resumed run repeats it.
         """
         try:
             yield
@@ -660,7 +662,8 @@ class Publication:
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
-        """Notify the route and the auditor that engines now sample with the new version.
+        """Notify the route (`old_logps.route`) and the auditor that engines sample with the new
+        version.
 
         The calls run in the trainer's thread. `live` are the versions whose tokens are still to be
         trained on.

@@ -39,14 +39,14 @@ class Tokens:
     prox: Float[Tensor, "*shape"]
     """The approximation of `old_logp` that is audited."""
     old_logp: Float[Tensor, "*shape"]
-    """The true value: the trainer's log-probability with the weights that sampled the token."""
+    """The true old log-probability: the trainer's, with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]
     behavior_logp: Float[Tensor, "*shape"]
     lag: Int[Tensor, "*shape"]
     """Number of batches that were trained on between sampling the token and training on it."""
     sequence: Int[Tensor, "*shape"]
     sampled: Bool[Tensor, "*shape"]
-    """True for sampled tokens that have a true value. All other tokens are ignored."""
+    """True for sampled tokens whose true `old_logp` is known. All other tokens are ignored."""
 
     def flat(self) -> "Tokens":
         """Return only the tokens to compare: tensors `[N]`, log-probabilities in float64."""

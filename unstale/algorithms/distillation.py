@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 MIXTURES = {"forward": 0.0, "reverse": 1.0}
-"""The weight `beta` with which `mixed_divergence` is the divergence of this name."""
+"""For each divergence, by name: the weight `beta` with which `mixed_divergence` computes it."""
 
 
 def reverse_advantage(

@@ -19,7 +19,7 @@ from torch import Tensor
 END = -1
 """The next state of an action that ends the episode."""
 TOLERANCE = 1e-9
-"""Values that differ by less, as a share of the largest return, count as equal."""
+"""Returns count as equal if they differ by less than this share of the largest return."""
 MISTAKE = 0.5
 """Probability with which `EffectiveHorizon.rollouts` may be too few."""
 

@@ -2,9 +2,9 @@
 
 A route is a method to obtain old log-probabilities. The recorded versions of the weights are loaded
 in order. At each version a route gets the calls that a run would make, and returns old
-log-probabilities for the batches that were trained on with this version. They are compared with
-true values, computed with the recorded weights that sampled each token. A recording does not
-contain the times at which tokens arrived. So the route `eager` gets all tokens in time.
+log-probabilities for the batches that were trained on with this version. They are compared with the
+true ones, computed with the recorded weights that sampled each token. A recording does not contain
+the times at which tokens arrived. So the route `eager` gets all tokens in time.
 """
 
 import time

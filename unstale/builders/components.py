@@ -73,7 +73,7 @@ class Components(ABC):
 
     @abstractmethod
     def checkpoints(self, config: RunConfig, run: Path) -> Checkpoints:
-        """Return the object that writes checkpoints of the trainer, the route (`old`) and the
+        """Return the object that writes checkpoints of trainer, route (`old`, gets `old_logp`) and
         auditor.
         """
 

@@ -27,7 +27,7 @@ not included, because they depend on the lengths of episodes.
 """
 FLOAT32_DELTA = 1.7
 """Bytes per weight (at most 4) of the compressed difference between two float32 versions. Measured
-at a learning rate of 1e-6: most weights change in every step, in their lowest bits.
+at a learning rate of 1e-6, where most weights change in every step, in their lowest bits.
 """
 _WIDE = 4
 _GRADIENT = 4
@@ -75,7 +75,7 @@ class Footprint:
     routes.
     """
     scorer: float = 0.0
-    """Memory of each of these processes while it loads a version, in bytes."""
+    """Memory of each process of the second model while it loads a version, in bytes."""
 
     def __str__(self) -> str:
         ranks = max(1, self.ranks) * self.trainer + self.scorers * self.scorer

@@ -39,8 +39,8 @@ from unstale.weights.recording import Recording
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     """Create a scorer, which computes log-probabilities under the current or past weights.
 
-    The past weights of a scorer are for one user only. So the route and the audit each need a
-    scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
+    The past weights of a scorer are for one user only. So the route (way to get `old_logp`) and the
+    audit each need a scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
     """
     policy.check_length(config.engine.max_context)
     max_tokens = pass_tokens(policy, config, trains=False)
@@ -96,7 +96,9 @@ class LocalComponents(Components):
     taskset: Taskset
     generator: Generator
     scorer: Scorer
-    """Computes log-probabilities for the route. The audit has a second scorer."""
+    """Computes log-probabilities for the configured route (way to get `old_logp`). The audit has
+    another scorer.
+    """
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer

@@ -110,7 +110,8 @@ def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Return True if the deltas that the route or the disk needs can also be sent to the engines.
+    """Return True if deltas that are made for `old_logp` or the disk can also be sent to the
+    engines.
 
     A delta is the lossless difference of the weights of two versions. A shared delta is computed
     only once. Each trainer rank always has the delta of its part.

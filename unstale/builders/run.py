@@ -256,7 +256,8 @@ def _best_policy(
 class _Listeners:
     """Callbacks of the rollout for sampled tokens, and ended, failed and restarted episodes.
 
-    They notify the route, the list of tokens not yet trained on, and the run's log.
+    They notify the route (way to get `old_logp`), the list of tokens not yet trained on, and the
+    run's log.
     """
 
     old: OldLogps

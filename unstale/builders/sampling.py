@@ -220,7 +220,7 @@ def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> Non
     either.
 
     There is no warning for the package's own policies, which were trained on their tools. With an
-    external agent, the tools are not known yet: the agent sends them with its calls.
+    external agent, the tools are not known yet, because the agent sends them with its calls.
     """
     folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
     prompts, names = f"the prompts of {config.task.env}", "which tools there are"
@@ -354,7 +354,7 @@ def build_rollout(
 
 
 def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a task set has roles and the advantages know none."""
+    """Raise `ConfigError` if a task set has roles that the advantages do not distinguish."""
     if not getattr(taskset, "roles", ()):
         return
     if config.advantage.estimator in ("turn_level", "gae"):

@@ -52,7 +52,7 @@ trainer.gradient_checkpointing checkpoint.interval eval.tasks eval.interval
 COMMON = frozenset(_COMMON.split())
 """The options that most users need. `--help` shows only these, and `--help all` every option."""
 MANY = 50
-"""Number of arguments of a command. A command with more takes all options of a run."""
+"""A command with more arguments than this takes all options of a run."""
 _OWN_RECIPE = re.compile(r"[\w.]+:\w+")
 FILES = (".toml", ".json")
 """Endings of the names of option files. Such a file may be given instead of the recipe."""

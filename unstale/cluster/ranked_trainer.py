@@ -221,7 +221,7 @@ class RankedOldLogps(OldLogps):
         return self._trainer.results.events
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Restore the route and the audit on the ranks, after a resume.
+        """Restore the route (way to get `old_logp`) and the audit on the ranks, after a resume.
 
         The ranks read the weights of versions from disk themselves.
         """

@@ -327,9 +327,9 @@ class Ranks:
             return answers
 
     def _require_actors(self, name: str) -> Sequence[Any]:
-        """Return the Ray actors of the ranks.
+        """Return the Ray actors of all ranks. `name` is the method to call, for the error.
 
-        Raises `RanksDied` if they have been ended, perhaps by another thread.
+        Raises `RanksDied` if the actors have been ended. Another thread can end them.
         """
         if not (actors := self._actors):
             raise RanksDied(f"the {self._name} ranks are ended ({name})")

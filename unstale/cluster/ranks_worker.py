@@ -62,8 +62,8 @@ class Rank:
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """The store of past versions, if the route keeps differences between versions. Otherwise
-    None.
+    """The store of past versions, if the route (way to get `old_logp`) keeps differences between
+    versions. Otherwise None.
     """
     _published: VersionStore = field(default_factory=VersionStore, init=False)
     """A store with only the version that was published last, for a route without `store`."""
@@ -204,7 +204,7 @@ class Rank:
         """Write the checkpoint of the last `snapshot`.
 
         Another thread may train and compute log-probabilities meanwhile. `snapshot` and `publish`
-        must not run meanwhile: they use the same tensors and process group.
+        must not run meanwhile, because they use the same tensors and process group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)

@@ -131,7 +131,7 @@ def summary(error: BaseException) -> str:
 async def result_of(reference: Any) -> Any:
     """Return the result of an actor's call, to which `reference` refers.
 
-    This function is a coroutine. A reference can be awaited, too, but is none.
+    This function gives asyncio a coroutine. A reference can be awaited, but is not a coroutine.
     """
     return await reference
 

@@ -18,7 +18,7 @@ Reference = Any
 """A reference to an object in Ray's store: the parts of one file, in order."""
 
 FETCH_S = 600.0
-"""Longest time in seconds to fetch an object with weights, perhaps from another machine."""
+"""Longest time in seconds to fetch an object with weights, also from another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PostedStep:
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:
-    """Return the parts of a file as arrays that share its memory. Ray copies such arrays once."""
+    """Return the parts as arrays, without a copy. Ray copies such arrays only once."""
     return [np.frombuffer(part, np.uint8) for part in parts if len(part)]
 
 

@@ -34,7 +34,7 @@ class AdvantageConfig(Section):
 
     estimator: Estimator = "grpo"
     """The function that computes advantages from the rewards of a task's episodes. `gae` needs no
-    groups: it compares each token with the forecast of a critic (docs/critic.md).
+    groups, because it compares each token with the forecast of a critic (docs/critic.md).
     """
     discount: Share = 1.0
     """Only for `turn_level` and `gae`: discount factor on later rewards, per turn or per action of

@@ -13,7 +13,7 @@ OR_SINK = (
     ", or a function of the run that returns an unstale.Sink, an object with its methods write(), "
     "text() and close(), or a list of these (docs/trackers.md)"
 )
-"""The end of an error message: what the option `trackers` accepts in a Python program."""
+"""The end of an error message. It names what `trackers` accepts in a Python program."""
 
 
 class Given(str):

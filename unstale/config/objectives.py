@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAMES = {"d": "D", "s": "S", "ds": "D S"}
 MAX_EXPONENT = 700.0
-"""Logarithm in nats above which a ratio counts as infinite: a float64 ends at 709."""
+"""Logarithm in nats from which a ratio counts as infinite. exp overflows float64 above 709."""
 
 
 def exp(value: float) -> float:

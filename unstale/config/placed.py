@@ -16,7 +16,7 @@ REFUSED = {
 }
 """Slots whose techniques cannot be used if placed text has a loss, and the reason."""
 HAVE_PLACED_TEXT = ("opmd",)
-"""Techniques of these slots that give placed text a loss, too."""
+"""Techniques of the slots in `REFUSED` that can be used: they give placed text a loss, too."""
 
 
 def check_placed(config: "RunConfig") -> None:

@@ -117,10 +117,10 @@ def problem(group: str, name: str, cause: str) -> ConfigError:
 
 
 def modules(package: str) -> dict[str, str]:
-    """Return the modules of a package of `unstale`, and those that the annexes add to it.
+    """Return the modules of a package of `unstale`, and those that optional packages add to it.
 
-    The result maps the short name of a module to its full name. Nothing is imported. Subpackages
-    and modules whose name begins with an underscore are left out.
+    The result maps the short name of a module to its full name. Nothing is imported. All
+    subpackages are left out, and modules whose name begins with an underscore.
     """
     places = (package, *ANNEXES.get(package, ()))
     return dict(

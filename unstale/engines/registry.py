@@ -135,7 +135,7 @@ class EngineSpec:
     use.
     """
     needs_urls: bool = False
-    """True if a run cannot start a server of this kind. `engine.urls` must then name running
+    """True if a run cannot start a server of this backend. `engine.urls` must then name running
     servers.
     """
     takes_packed: bool = False

@@ -33,7 +33,7 @@ _TERMINATE_S = 10.0
 _MAX_SOCKET_BYTES = 107
 """Largest length of the path of a Unix socket on Linux, without the zero at its end."""
 _SOCKET_NAME_BYTES = 36
-"""Length of the longest name of a socket in the server's folder: vLLM uses random UUIDs."""
+"""Length of a socket's name in the server's folder. vLLM uses random UUIDs."""
 ACTIVATIONS_SHARE = 0.15
 """Share of GPU memory that a server leaves free for the trainer's activations and caches."""
 QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}

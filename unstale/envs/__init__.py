@@ -222,7 +222,7 @@ class Resumable(Protocol):
 class HasSimulatedDelays(Protocol):
     """An environment that waits to simulate slow tools.
 
-    It must not wait while `replaying` is True: a resumed run is then repeating recorded replies.
+    It must not wait while `replaying` is True, because a resumed run then repeats recorded replies.
     """
 
     replaying: bool

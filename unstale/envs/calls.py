@@ -419,7 +419,7 @@ def _reads_back(form: CallForm, write: Write) -> bool:
 
 
 def _json_form(text: str) -> JsonCalls | None:
-    """Return the format of JSON calls of which `text` is an example, or None if it is none.
+    """Return the format of the JSON call in `text`, or None if `text` is not a JSON call.
 
     The format has the tags around a call, and the key of the arguments.
     """

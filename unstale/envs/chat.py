@@ -208,7 +208,7 @@ class Chat:
         return tokens
 
     def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return the tokens of `encode_reply`, even if `parse` would return another message."""
+        """Return a reply's tokens as `encode_reply` does, but do not check them with `parse`."""
         after = [*following] or [_QUESTION]
         around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
         text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
@@ -280,7 +280,7 @@ class Chat:
 
     @property
     def hides_tools(self) -> bool:
-        """True if the prompt does not describe the tools that there are."""
+        """True if there are tools and the prompt does not describe them."""
         return bool(self._tools) and self._tool_text is None and not self.renders_tools
 
     def _prompt_record(self, messages: Sequence[Message]) -> str:
@@ -312,7 +312,7 @@ class Chat:
 
     @property
     def longest_token(self) -> int:
-        """The length of the longest token, in characters."""
+        """The length of the longest token of the vocabulary, in characters."""
         return self._text.longest_token
 
     def with_tools(

@@ -123,8 +123,8 @@ class Occupancy:
     began.
     """
     canceller: str = ""
-    """Name of the user's code that cancelled its own task, and perhaps all other tasks. Empty if
-    none did.
+    """Name of the user's code that cancelled its own task, and possibly all other tasks with it.
+    Empty if none did.
     """
     num_interrupted: int = 0
     """Number of calls of user code that were interrupted since the event loop was started."""
@@ -160,9 +160,8 @@ class Occupancy:
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
 
     def require_few_interruptions(self) -> None:
-        """Raise `RunBlocked` if the user's code was interrupted too often.
-
-        Until an interruption, all episodes wait.
+        """Raise `RunBlocked` if the user's code was interrupted too often, because all episodes
+        wait until it is interrupted.
         """
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
@@ -173,8 +172,8 @@ class Occupancy:
 def queued_s(thread: int) -> float:
     """Return for how many seconds a thread has waited for a processor.
 
-    0 if Linux does not report it. Code does not block the event loop in this time: the machine is
-    busy with other work.
+    0 if Linux does not report it. While a thread waits for a processor, its code does not block the
+    event loop: the machine is busy with other work.
     """
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9

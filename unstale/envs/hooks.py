@@ -1,7 +1,8 @@
 """Calls of hooks: plain methods of task sets and environments, which may be slow code of the user.
 
 They run in threads, so that the event loop and all other episodes continue. Hooks of this package
-run on the event loop: they take microseconds, and to change threads takes about 100.
+run on the event loop, because they take a few microseconds, and a change of threads takes about
+100.
 """
 
 import asyncio

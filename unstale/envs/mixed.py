@@ -1,4 +1,4 @@
-"""A task set that joins several others, such as all desks or all domains of a benchmark."""
+"""A task set that joins several others, such as all domains of a benchmark."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest

@@ -163,9 +163,9 @@ def given_answer(text: str) -> str:
 
     This is its last number, or else its last `\\boxed{}`. Empty without both.
 
-    >>> given_answer("It is **1,350.0**"), given_answer(r"\boxed{3/4}"), given_answer("about 5%")
+    >>> given_answer("It is **1,350.0**"), given_answer(r"\\boxed{3/4}"), given_answer("about 5%")
     ('1350', '3/4', '5%')
-    >>> given_answer(r"So \boxed{No Way}"), given_answer("no")
+    >>> given_answer(r"So \\boxed{No Way}"), given_answer("no")
     ('no way', '')
     """
     quantity = last_quantity(text)

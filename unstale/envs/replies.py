@@ -50,7 +50,8 @@ class ReplyReader:
     def message(self, text: str) -> Message:
         """Return the message of a reply with this text.
 
-        If the reply does not end its reasoning text, all of it is in `thoughts`: it has no answer.
+        If the reply does not end its reasoning text, all of it is in `thoughts`, and the content is
+        empty.
         """
         if self._only_thinks(text):
             return Message("assistant", "", thoughts=_split_thoughts(text)[0])

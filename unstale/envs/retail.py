@@ -452,5 +452,5 @@ RETAIL = Domain(
 )
 
 RetailTasks = partial(DeskTasks, RETAIL)
-"""Makes the tasks of the desk. The keyword arguments are those of `DeskTasks`."""
+"""Makes the tasks of the environment. The keyword arguments are those of `DeskTasks`."""
 ENV = desk_spec(RETAIL)

@@ -263,9 +263,9 @@ def _risks_of_limits(way: _Way) -> list[str]:
 
 @cache
 def _is_filtered(way: _Way) -> bool:
-    """Return True if the sandbox prevents a program from creating a user namespace.
+    """Return True if the sandbox's filter of system calls works.
 
-    It does if its filter of system calls works.
+    The filter then prevents a program from creating a user namespace.
     """
     code = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == 0)"
     result = _run(way, _Job([sys.executable, "-c", code], "", {}, Limits()), threading.Event())

@@ -132,7 +132,7 @@ class TextTokens:
 
     @cached_property
     def longest_token(self) -> int:
-        """The length of the longest token, in characters."""
+        """The length of the longest token of the vocabulary, in characters."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:

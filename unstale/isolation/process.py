@@ -132,7 +132,7 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """True once the process has created its task set, or has ended: `ready` does not wait."""
+        """True once the process has created its task set or has ended. Then `ready` returns."""
         return self._ready.done()
 
     async def ready(self) -> None:

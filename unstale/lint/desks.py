@@ -22,7 +22,9 @@ by the name of the model.
 
 
 def unpractised_desk(config: RunConfig) -> Finding | None:
-    """Warn of a desk or level on which the small model of the package was not trained."""
+    """Warn if the package's small model was not trained on the run's customer-service desk or
+    level.
+    """
     policy, task = _shipped(local_folder(config)), config.task
     if policy is None or not isinstance(task, DeskConfig):
         return None

@@ -198,7 +198,9 @@ def mixed_format(config: RunConfig) -> Finding | None:
 
 
 def idle_format(config: RunConfig) -> Finding | None:
-    """Warn if rounding in the trainer as in the engine hardly makes the discrepancy D smaller."""
+    """Warn if `trainer.quantise`, which rounds as the engine does, hardly reduces the discrepancy
+    D.
+    """
     quantise = config.trainer.quantise
     if quantise == "none":
         return None

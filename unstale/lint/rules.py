@@ -27,7 +27,9 @@ uses 3e-4 and 4e-4.
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Largest upper limit on the discrepancy D that counts as a limit on the staleness in D."""
+"""Largest upper limit on the discrepancy D that counts as one. A higher one does not limit
+staleness.
+"""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _SEQUENCE_RATIO: Fix = {
@@ -109,7 +111,7 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 
 
 def _too_few_copies(config: RunConfig) -> Finding | None:
-    """Refuse a memory limit that is too small for the copies of the weights that the route keeps.
+    """Refuse a memory limit that is too small for the copies of the weights kept to get `old_logp`.
 
     Only full copies have a size that is known before the run. The size of differences is checked
     while they are stored.

@@ -26,7 +26,7 @@ class TeacherRows:
     """The hidden states from which one teacher predicts some of a query's R target tokens."""
 
     index: Tensor
-    """`[r]`: the indices of these tokens among the R target tokens."""
+    """`[r]`: the indices of the teacher's tokens among the R target tokens."""
     rows: Tensor
     """`[r, H]`: the teacher's hidden states before these tokens. If its head is the identity, they
     are logits.

@@ -383,7 +383,7 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
     """Yield the logits in tiles (parts of rows and vocabulary), in float32 or float64.
 
     If `temperature` is None, logits are not divided and have the dtype of the rows: GPU kernels do
-    the rest, which know no `logit_bias`.
+    the rest. They do not support `logit_bias`.
     """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("kernels.c")
 
 WIDTH = 16
-"""A divisor: the last dimension of each tensor must be a multiple of this number."""
+"""The last dimension of each tensor must be a multiple of this number."""
 
 ROWS = 64
-"""Number of rows that a thread processes at once, as in `kernels.c`."""
+"""Number of rows that a thread processes at once. `kernels.c` has the same number."""
 
 BLOCK = 64
-"""Number of queries of one block of attention, as in `kernels.c`."""
+"""Number of queries of one block of attention. `kernels.c` has the same number."""
 
 _OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
 """Libraries that may have the function `GOMP_parallel`. If torch's build includes no OpenMP

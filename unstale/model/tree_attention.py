@@ -24,7 +24,7 @@ WIDEST = 192
 """Largest head size for which torch's flash attention has a gradient on every GPU."""
 
 WIDEST_OF = {(8, 0): 256, (9, 0): 256}
-"""Largest head size, as `WIDEST`, on GPUs of a compute capability that allow more."""
+"""Largest head size on GPUs that allow more than `WIDEST`, by compute capability."""
 
 HOPPER = (9, 0)
 """The compute capability for which FlashAttention 3 has kernels with a gradient."""

@@ -19,7 +19,9 @@ COLLAPSED, NO_ENTROPY = 0.1, 1e-3
 """
 
 FAINT = 1e-7
-"""Gradient norm below which weights hardly change: Adam's epsilon is 1e-8 for every weight."""
+"""Gradient norm below which weights hardly change, because Adam divides by at least its epsilon of
+1e-8.
+"""
 
 LEAST_DUE, LOST = 2e-4, 0.6
 """Updates count as lost if less than the share `LOST` of the weights that should change in a step

@@ -126,7 +126,7 @@ class OldLogps:
         return []
 
     def state(self) -> Mapping[str, Any]:
-        """Return the route's state for a checkpoint: dicts, lists, tensors and plain values.
+        """Return the state of this route for a checkpoint: dicts, lists, tensors and plain values.
 
         The tensors must not change until the next optimizer step. The method may wait until work in
         progress is complete.
@@ -145,4 +145,4 @@ class OldLogps:
         """
 
     def close(self) -> None:
-        """Stop the route's processes and close its files."""
+        """Stop the processes of this route and close its files."""

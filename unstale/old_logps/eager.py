@@ -140,7 +140,9 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Pass tokens that had no old log-probability at the checkpoint to the route `fallback`."""
+        """Give tokens that had no old log-probability at the checkpoint to `fallback`, the second
+        route.
+        """
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -152,7 +154,7 @@ class Eager(OldLogps):
     def _sort(self) -> None:
         """Put arrived tokens without an old log-probability into the queue of their version.
 
-        Tokens that only the route `fallback` can score are passed over.
+        Tokens that only `fallback`, the second route, can score are passed over.
         """
         while self._arrived:
             pieces, has_ended = self._arrived.popleft()
@@ -174,7 +176,7 @@ class Eager(OldLogps):
         """Return the version of the tokens whose log-probabilities are computed next.
 
         None if there are none. Ended episodes come first, because the next batch may contain them.
-        Of these, the newest version comes first: the fallback's model is nearest to it.
+        Of these, the newest version comes first, because the fallback's model is nearest to it.
         """
         for queues in (self._ended, self._open):
             for version in sorted(queues, reverse=True):

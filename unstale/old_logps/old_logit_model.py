@@ -43,13 +43,16 @@ class OldLogitModelDied(RuntimeError):
 
 
 class SecondModelScores(CachedRoute):
-    """The log-probabilities that a second model has computed, kept until their batch needs them.
+    """Old log-probabilities that a second model has computed, kept until their batch needs them.
 
-    After a resume, the trainer's model computes missing values, because the second model gets its
-    first weights only at the first publication.
+    The second model has the weights of an older version, with which tokens were sampled.
+
+    After a resume, the trainer's model computes missing values, because the second model gets
+    weights only when the trainer publishes its next version.
 
     With several trainer ranks, each rank has an object of this class. The main process of the run
-    has the second model, and calls `add_scores` and `add_waits`.
+    has the second model. It passes on the results and the waiting times with `add_scores` and
+    `add_waits`.
     """
 
     needs = Needs(resident_models=1, own_process=True, forwards="versions")
@@ -103,8 +106,8 @@ class OldLogitModel(SecondModelScores):
     waited until the process had loaded the previous version. `score_wait_s` is the time for which
     batches waited for values.
 
-    The process starts at the first publication. With `lockstep` no result depends on its speed
-    (`SecondModel`).
+    The process starts when weights are published for the first time. With `lockstep` no result
+    depends on its speed (`SecondModel`).
     """
 
     def __init__(self, scorer: Scorer, *, lockstep: bool = False) -> None:
@@ -114,7 +117,7 @@ class OldLogitModel(SecondModelScores):
 
     @property
     def pid(self) -> int:
-        """The process id of the second model. Raises RuntimeError before the first publication."""
+        """The process id of the second model. Raises RuntimeError before it has started."""
         return self._link.pid
 
     @property
@@ -178,7 +181,7 @@ def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
 
 
 class _ChildLink:
-    """The connection to a second model in a child process, which starts with the first weights.
+    """The connection to a second model in a child process. The first `load` starts the process.
 
     A writer thread sends all messages in order, so no caller waits for the socket. The trainer's
     thread reads the replies.

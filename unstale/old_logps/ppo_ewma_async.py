@@ -1,4 +1,4 @@
-"""The route `ppo_ewma_async`: the old policies are averages of the weights, as old as the data."""
+"""The route `ppo_ewma_async`: `old_logp` is computed with moving averages of the weights."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """
     lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
     """Only for `ppo_ewma_async`: weight of the earlier batches in the mean lag that the average
-    follows; 0 follows each batch alone.
+    follows; 0 uses only the current batch.
     """
     reset_below: Share = 0.0
     """Only for `ppo_ewma_async`: reset the averages if the correction keeps a smaller share of

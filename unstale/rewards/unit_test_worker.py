@@ -193,7 +193,7 @@ def check(test: dict[str, Any]) -> bool | str:
 
 
 class _Lenient(ast.NodeTransformer):
-    """A transformer of a test's assertions: they may fail as long as answers are missing."""
+    """A transformer with which a test continues after a failed assertion if answers are missing."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         kind = ast.Name("Exception", ast.Load())

@@ -97,8 +97,8 @@ class WorkerPool:
     def worker(self) -> Iterator[Worker]:
         """Wait for an idle process. Return a context in which it works on one task.
 
-        If the context's body fails or closes the process, another one replaces it: an answer that
-        was left unread would be taken for that of the next task.
+        If the context's body fails or closes the process, another one replaces it, because an
+        unread answer would be taken for that of the next task.
         """
         worker, is_done = self._idle.get(), False
         try:

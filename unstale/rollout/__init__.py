@@ -26,7 +26,7 @@ element ends the group.
 
 
 async def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-    """Return (): a group of episodes of one task ends when its first episodes have ended."""
+    """Return () for no further episodes: a group then ends when its first episodes have ended."""
     return ()
 
 

@@ -138,9 +138,9 @@ class StalenessQueue:
         """Wait until a group that was admitted before a resume may start, then start it.
 
         `position` is the group's position in the queue. There may be more such groups than may
-        start: the steps since the last checkpoint are lost, so their groups must be trained on
-        again. Groups beyond the limit must wait, because tokens sampled earlier would be too old
-        when the group is taken into a batch.
+        start, because the steps since the last checkpoint are lost, and their groups must be
+        trained on again. Groups beyond the limit must wait, because tokens sampled earlier would be
+        too old when the group is taken into a batch.
         """
         await self._take_ticket()
         if self._deadlines:

@@ -72,7 +72,7 @@ class DistilConfig(Section):
 
     @property
     def teachers(self) -> Mapping[str, str]:
-        """The folder or address of each teacher, or `start` or `self`, by name. A single teacher
+        """For each teacher, by name: its folder or address, or `start` or `self`. A single teacher
         has the name "".
         """
         if "=" not in self.teacher.partition("://")[0]:

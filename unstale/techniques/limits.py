@@ -40,7 +40,9 @@ class LimitsConfig(Section):
     scope: Literal["run", "task"] = "run"
     """One limit for all tasks, or one for each task of the pool from the successes of this task."""
     successes: PositiveInt = 64
-    """Number of successes before a limit is set. With `scope = task`, take a small number."""
+    """Number of successes before the turns are limited. With `scope = task`, take a small number:
+    each task needs as many.
+    """
     window: PositiveInt = 256
     """Number of the latest successes that decide the limit."""
     free_every: Annotated[int, Range(2)] = 8

@@ -259,7 +259,10 @@ def _projects(module: nn.Module) -> bool:
 
 
 def _attend_to_sink(module: Any, config: Any) -> None:
-    """Set weights with which the last component of queries and keys reads the massive dimension.
+    """Set weights with which all tokens attend to the sink, the first token of a sequence.
+
+    The sink differs in the dimension `MASSIVE_DIMENSION`. The last component of queries and keys
+    reads it.
 
     With rotary embeddings this component has the lowest frequency, so the distance to the sink
     hardly matters.

@@ -56,7 +56,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     _update(weight, state, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a state, given as torch casts it: its 8-bit codes have the dtype of the weights."""
+        """Load a state, whose 8-bit codes torch has cast to the dtype of the weights."""
         super().__setstate__(state)
         for values in self.state.values():
             for name in _MOMENTS:

@@ -53,8 +53,8 @@ class Forecasts:
 
 
 _RIDGE = 3e-3
-"""Penalty on the squares of the head's weights, beside the mean squared error of a batch. At the
-retail desk, penalties from a tenth to ten times as large forecast as well.
+"""Penalty on the squares of the head's weights, beside the mean squared error of a batch. In the
+environment `retail`, penalties from a tenth to ten times as large forecast as well.
 """
 
 
@@ -80,15 +80,16 @@ class Critic:
         width = policy.model.config.get_text_config().hidden_size
         kind: Any = {"dtype": torch.float64, "device": policy.device}
         self._head = torch.zeros(width + 1, **kind)
-        """The weights of a forecast, and its constant."""
+        """The head: a weight for each hidden feature, and a constant."""
         self._squares = torch.zeros(width + 1, width + 1, **kind)
-        """The weighted sum, over optimizer steps, of the mean product of two features."""
+        """For each pair of features: the weighted sum, over optimizer steps, of their mean product.
+        """
         self._products = torch.zeros_like(self._head)
-        """The same of a feature and the target."""
+        """For each feature: the weighted sum of the mean product of feature and target."""
         self._new = [torch.zeros_like(each) for each in (self._squares, self._products)]
-        """What this rank adds to both at the next optimizer step."""
+        """What this rank adds to `_squares` and `_products` at the next optimizer step."""
         self._pass: list[tuple[Tensor, Tensor]] = []
-        """What the last pass adds to both, if it counts."""
+        """What the last pass adds to `_squares` and `_products`, if it counts."""
         self._steps = 0
         self.metrics: dict[str, float] = {}
         """The critic's metrics for the last batch."""
@@ -177,9 +178,9 @@ class Critic:
         return loss.sum() / count
 
     def collect(self, scale: float, *, counts: bool) -> None:
-        """Add what a backward pass gives, whose gradients are multiplied by `scale`.
+        """Add the sums and the gradients, multiplied by `scale`, of the last backward pass.
 
-        If it does not count (`counts`), its gradients are 0, and another rank adds its sums.
+        With `counts` False, another rank adds the same sums, and the gradients of this rank are 0.
         """
         for new in self._pass if counts else ():
             for total, each in zip(self._new, new, strict=True):

@@ -381,7 +381,7 @@ class LocalTrainer:
             self._metrics.add_moved(self._peers.sum(moved))
 
     def _keep_whole(self) -> None:
-        """Store the data of all added parts: each may be the cause of a non-finite gradient."""
+        """Store the data of all added parts, because each may have caused a non-finite gradient."""
         assert self.failed_batch
         minibatch = self._whole_minibatch or self.failed_batch.minibatch
         self.scoring.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
@@ -496,7 +496,7 @@ class LocalTrainer:
     def _audit(self, batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
         """Return the audit's metrics for a batch.
 
-        Replayed tokens are left out: their weights are not kept.
+        Replayed tokens are left out, because the weights that sampled them are not kept.
         """
         if batch.stored is not None:
             batch, index = batch.select_fresh()

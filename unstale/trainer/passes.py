@@ -9,8 +9,8 @@ from unstale.model.sharding import local
 
 _GRADIENT_BYTES = 4
 _MOMENTS_BYTES = {"AdamW8bit": 2}
-"""Bytes of optimizer moments for each trained weight. The first optimizer step allocates them.
-Other optimizers: 8.
+"""By optimizer: bytes of moments for each trained weight. Other optimizers have 8. The first
+optimizer step allocates them.
 """
 _COPIES = 3
 """Number of copies of the weights, in the precision of passes, that a run may still allocate: the

@@ -133,7 +133,7 @@ class LossSpec:
     def divisor(self, batch: Batch, keep: Tensor) -> int:
         """Return what a batch adds to the divisor of the loss, such as a number of tokens.
 
-        `norm` times this number does not depend on other sequences.
+        The factors that `norm` returns, times this number, do not depend on other sequences.
         """
         return objectives.loss_divisor(
             batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
@@ -154,7 +154,11 @@ class LossSpec:
         )
 
     def whole(self, batch: Batch) -> Batch:
-        """Return the batch with shared tokens as sampled ones, if `uses_sequences`."""
+        """Return the batch with whole sequences if `uses_sequences`, else the batch unchanged.
+
+        A forked episode shares tokens with the episode from which it was forked. In whole sequences
+        these tokens are marked as sampled.
+        """
         return batch.whole_sequences() if self.uses_sequences else batch
 
     def scored(self, batch: Batch) -> Tensor:

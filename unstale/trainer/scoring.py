@@ -103,10 +103,11 @@ class Scoring:
         return self.correct(batch, logp, lag, metrics)
 
     def correct(self, batch: Batch, logp: Tensor, lag: Tensor, metrics: StepMetrics) -> OldScores:
-        """Compute old log-probabilities by the route, and correct the discrepancy to the engine.
+        """Compute old log-probabilities as configured, and correct their discrepancy to the engine.
 
-        `logp` are the current log-probabilities, empty if the route does not need them. Raises
-        NonFinite if a log-probability is NaN or infinite.
+        `logp` are the current log-probabilities `[T]`, empty if the route (`old_logps.route`) does
+        not need them. `lag` is the staleness of each token in versions. Raises NonFinite if a
+        log-probability is NaN or infinite.
         """
         if self.is_inline and batch.shared:  # its owners may be in another pass
             old_logp, exact = self._ask_route(self._rules.whole(batch), logp)

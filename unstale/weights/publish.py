@@ -69,7 +69,7 @@ class Publisher(Protocol):
     def finish(self) -> None:
         """Finish the preparation of the update.
 
-        Not for the trainer's thread, which may compute log-probabilities meanwhile.
+        Call it in a thread other than the trainer's, which may compute log-probabilities meanwhile.
         """
         ...
 

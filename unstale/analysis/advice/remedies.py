@@ -22,8 +22,8 @@ measure this cost.
 
 
 MOST_TIMES = 10.0
-"""Largest factor by which a suggested run is longer. Ten times as many steps make a confidence
-interval a third as wide.
+"""Largest number of steps of a suggested run, as a multiple of the run's. Ten times as many steps
+make a confidence interval a third as wide.
 """
 
 

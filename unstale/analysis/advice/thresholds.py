@@ -13,7 +13,7 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 RANDOM = 0.01
-"""Largest share of tokens that limits on D may drop for only numerical differences."""
+"""Largest share of tokens that limits on D may drop because of only numerical differences."""
 MANY = 0.2
 """Smallest share of tokens outside the clip with which the data is too stale for the clip."""
 NEVER_ACTS = 5.0
@@ -21,8 +21,8 @@ NEVER_ACTS = 5.0
 ratio, both as logarithms.
 """
 FAR = 1.25
-"""The pi / mu at which a clip acts is reported if the part of log(pi / mu) in S is above this
-value, or below 1 divided by it.
+"""A clip limits S. The pi / mu at which it acts is reported if the slope of log S over log(pi / mu)
+is above this value, or below 1 divided by it.
 """
 NOISE = 3.0
 """A limit on log D that is below this multiple of the numerical noise drops tokens by chance."""

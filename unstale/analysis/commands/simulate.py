@@ -232,7 +232,8 @@ def _json_row(result: "SimulationResult") -> dict[str, Any]:
 
 
 def _own_techniques(run: "RecordedRun", names: str | None) -> SimulatedTechniques | None:
-    """Return the techniques with which a run's own simulation is made. None means the run's own.
+    """Return the techniques for the simulation of a run with its own settings. None means those of
+    the run.
 
     With --techniques, a run whose techniques cannot be simulated is simulated without any.
     """

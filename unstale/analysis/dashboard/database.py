@@ -58,7 +58,7 @@ would take as long as reading the episodes of a live run.
 COLUMN = {column.name: column for column in COLUMNS}
 
 _WHOLE = ("group_number", "sibling")
-"""Columns that are declared as integers, as in the journal."""
+"""Columns that the index declares as integers. The journal does so, too."""
 
 
 def _declare(column: Column) -> str:
@@ -86,7 +86,7 @@ trained tokens by step and lag (staleness).
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
 
 SORTED = tuple(column.name for column in COLUMNS if column.name not in ("episode", "group_number"))
-"""Columns whose database index is made on demand. The other two have one from the beginning."""
+"""Columns whose database index is made on demand. `episode` and `group_number` always have one."""
 
 EPISODES = f"""
 CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,

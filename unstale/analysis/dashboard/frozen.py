@@ -49,17 +49,17 @@ FAILURES_LISTED, EVENTS_LISTED = 20, 100
 """Numbers of newest failed episodes and of newest events in the report."""
 
 TOKEN_POINTS = 800
-"""Number of points in the plane of D and S, as in plane.js."""
+"""Number of tokens in the report's plot of D and S. plane.js has the same number."""
 
 LAST_STEPS = 8
-"""Number of last steps whose activities are in the report one by one."""
+"""Number of last steps whose activities are in the report, besides an overview of the whole run."""
 
 EPISODE_TOKENS = 1000
 """Number of first tokens of an episode that are in the report."""
 
 SUCCESS, MEAN_STEPS = "rollout/success_rate", 5
-"""The metric of the learning curve, and the number of steps over which it is averaged, as in
-run.js.
+"""The metric of the learning curve, and the number of steps over which it is averaged. run.js has
+the same number.
 """
 
 

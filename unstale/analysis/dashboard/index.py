@@ -43,7 +43,7 @@ STATE_EVENTS = ("started", "resumed", "stopped")
 STATE_FIELDS = ("reason", "detail", "command")
 
 _UNSTORABLE = (OverflowError, UnicodeEncodeError, RecursionError)
-"""Errors of a number beyond 64 bits, of half a surrogate pair, and of very deep JSON."""
+"""Errors when a row is stored: a number beyond 64 bits, half a surrogate pair, very deep JSON."""
 
 ADD_WORDS = "INSERT INTO words (rowid, text) VALUES (?, ?)"
 
@@ -95,7 +95,7 @@ class RunIndex:
         self.health = TrainingHealth()
         """The checks of training health over the rows of `metrics.jsonl` read so far.
 
-        Events of checks are not used: they include steps that a resume has repeated.
+        Events of checks are not used, because they include steps that a resume has repeated.
         """
         self._names: dict[str, int] = {}
         self._state: tuple[int, ...] = ()

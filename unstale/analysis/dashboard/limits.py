@@ -41,8 +41,8 @@ scale of the axes (`to_axis`). An axis is about 20 long, so this is a fifth of a
 """
 
 LAGS = 6
-"""Largest number of lags (staleness in versions), from 0 on, for which a curve of the route is
-drawn.
+"""Largest number of lags (staleness in versions), from 0 on, for which a curve of the run's route
+(way to get `old_logp`) is drawn.
 """
 
 

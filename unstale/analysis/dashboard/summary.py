@@ -44,8 +44,8 @@ LIST_POINTS = 60
 def state_of(index: RunIndex, *, now: float | None = None) -> Row:
     """Return the state of a run: `finished`, `failed`, `stopped`, `live` or `silent`.
 
-    A silent run has no recorded end and wrote nothing for `LIVE_S` seconds: it was killed, or is in
-    a long step. `age_s` is the time in seconds since the last write.
+    A silent run has no recorded end and wrote nothing for `LIVE_S` seconds, because it was killed
+    or is in a long step. `age_s` is the time in seconds since the last write.
     """
     age = (time.time() if now is None else now) - last_write(index.folder)
     events = index.state_events
@@ -454,7 +454,9 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 @lru_cache(maxsize=256)
 def _read_config(folder: Path, state: tuple[int, int, int]) -> tuple[dict[str, Any], list[str]]:
-    """Return the result of `_config`. `state` is the key of the cache: it changes with the file."""
+    """Return the result of `_config`. `state` is the key of the cache. It changes when the file
+    changes.
+    """
     read = RunFolder(folder)
     return flatten(read.config()), read.gaps
 

@@ -15,7 +15,8 @@ from unstale.durability.run_folder import Row
 from unstale.observe.words import WAITING_METRICS, duration, percent
 
 MAX_SPANS = 3000
-"""Largest number of activities that an answer has one by one."""
+"""Largest number of activities that an answer lists. Of more, it has only their shares of the time.
+"""
 
 MAX_READ = 200_000
 """Largest number of activities that are read for an answer: the newest in the range."""

@@ -15,7 +15,7 @@ DROPPED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED
 CLIPPED = TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
 
 ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy")
-"""Names of the numbers of a token that an answer has."""
+"""Names of the numbers that an answer has for each token."""
 
 
 def measure(values: Sequence[TokenValues]) -> dict[int, Row]:

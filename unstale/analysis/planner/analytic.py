@@ -76,7 +76,7 @@ CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
 `cluster.context`.
 """
 _SPLITS = 16
-"""The planner tries numbers of training devices at a distance of all devices divided by this."""
+"""The planner tries numbers of training devices in steps of all devices divided by this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

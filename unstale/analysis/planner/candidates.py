@@ -279,8 +279,9 @@ def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> S
 def candidates(
     request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Yield a candidate with the route `name` for every division of the devices that fits into
-    memory.
+    """Yield a candidate for every division of the devices that fits into memory.
+
+    All get `old_logp` by the route `name`.
 
     Each is tried with and without gradient checkpointing. Two means to save memory are used only if
     a division does not fit otherwise: several devices divide a microbatch, and the optimizer's

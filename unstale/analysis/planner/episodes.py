@@ -221,8 +221,8 @@ class SimulatedRollout:
         self._random = np.random.default_rng([seed, 2])
         self._tool_s: list[float] = []
         self._group_tool_s: dict[int, NDArray[np.float64]] = {}
-        """Seconds of the tool calls of each group, in order. Used if they are the same for all its
-        episodes.
+        """For each group: the seconds of its tool calls, in order. Used if all episodes of a group
+        have the same.
         """
         shuffled = np.random.default_rng([seed, 3]).permutation(len(workload.recorded))
         self._order: list[int] = shuffled.tolist()

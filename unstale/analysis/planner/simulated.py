@@ -162,7 +162,7 @@ class SimulatedTrainer:
             self._owe_old_logps(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
-        """Add the seconds to `owed` in which one version scores sequences of these lengths."""
+        """Add to `owed` the seconds of computing `old_logp` for sequences of these lengths."""
         if tokens := sum(lengths):
             self._owe_old_logps(tokens, 1.0)
 

@@ -1,7 +1,7 @@
 """The techniques that change how long a run takes, in a simulation: `limits`, `segments`, `replay`.
 
-The real code of each technique decides, as in a run. A simulation has no rewards: each episode that
-no limit cuts off counts as a success, and each group has a gradient.
+The real code of each technique decides, as in a run. A simulation has no rewards. So each episode
+that no limit cuts off counts as a success, and each group has a gradient.
 """
 
 import heapq
@@ -96,8 +96,8 @@ AGENTMATH_CONTEXT, AGENTMATH_CALLS, AGENTMATH_EPISODES = 96_000, 96, 256
 are the defaults of `segments` in a simulation without a recorded run.
 """
 _CHANGES = frozenset({"tasks", "count", "turns", "groups"})
-"""What a technique may declare that it changes. A technique with one of these words also changes
-how long a run takes.
+"""Values of `Entry.changes`, which names what a technique changes. A technique with one of these
+also changes how long a run takes.
 """
 
 
@@ -309,9 +309,7 @@ class SimulatedSlots:
         self._waiting: list[tuple[Age, int, Callable[[], None]]] = []
 
     def take(self, age: Age, start: Callable[[], None]) -> None:
-        """Call `start` when the episode of this age has a slot (permission to run), perhaps at
-        once.
-        """
+        """Call `start` as soon as the episode of this age has a slot (permission to run)."""
         if self._free:
             self._free -= 1
             start()

@@ -185,8 +185,8 @@ class Workload(Section):
     tool_s: AtLeastZero = Constant(0)
     """Seconds that a tool call takes."""
     equal_tool_s: bool = False
-    """The n-th tool call takes equally long in all episodes of a group, as in the desk environments
-    of this package: the episodes of a group have the same environment seed.
+    """True if the n-th tool call takes equally long in all episodes of a group. This is so in the
+    customer-service environments of this package, which draw the times from the group's seed.
     """
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
@@ -346,8 +346,8 @@ class Fleet(Section):
     decode_speed: Positive = 1.0
     """Speed of the decode group in decoding steps, divided by that of the prefill group."""
     rejects: bool = True
-    """An engine without a free place rejects a request, which then goes to another engine, as in a
-    run. If false, the request waits at the first engine.
+    """True if an engine without a free place rejects a request, which then goes to another engine.
+    Runs do so. If False, the request waits at the first engine.
     """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have

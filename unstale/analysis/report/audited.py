@@ -84,7 +84,7 @@ def _places(value: float | None) -> str:
 
 
 def _agreement(row: Mapping[str, Any], name: str) -> str:
-    """Return the F1 `row[name]` as text. It is "none" for None: neither kind of ratios stops a
+    """Return the F1 `row[name]` as text. It is "none" for None, when neither kind of ratios stops a
     token.
     """
     return "none" if name in row and row[name] is None else _places(number(row.get(name)))

@@ -16,7 +16,8 @@ _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{(.+)\}) from "\./([\w./]+)";$', 
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 _LEFT = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 _SPARE = re.compile(r"^[ \t]+(?://.*)?|^//.*\n|\n(?=\n)", re.MULTILINE)
-"""Indents, comment lines and empty lines, which are removed. No script has text of several lines.
+"""Indents, comment lines and empty lines of a script, which are removed. Scripts have no strings of
+several lines, in which this would change the text.
 """
 
 

@@ -456,10 +456,10 @@ def _curves(
 
 
 def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
-    """Return the 95% intervals of means of shares, cut at 0 and 1.
+    """Return the 95% interval of each mean of shares, cut at 0 and 1.
 
-    Empty if one of the means is that of a single value. A mean of equal values gets an interval of
-    width 0, so that a line keeps the band of its other points.
+    Empty if one of the means is of a single value: then the plotted line has no band of intervals.
+    A mean of equal values has no interval. It gets one of width 0, so that its line has a band.
     """
     if any(mean.n < 2 for mean in means):
         return []

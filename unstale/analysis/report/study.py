@@ -18,7 +18,7 @@ from unstale.observe.statistics import PairedDifference, holm, paired_difference
 
 Measure = Literal["steps", "tokens", "minutes"]
 MEASURES: tuple[Measure, ...] = ("steps", "tokens", "minutes")
-"""Measures of training after equal amounts of which configurations (arms) are compared."""
+"""Measures of the amount of training. Configurations (arms) are compared after equal amounts."""
 ALPHA = 0.05
 """Probability of finding a difference where there is none: in any of the planned differences
 together, or in a single difference that was not planned.

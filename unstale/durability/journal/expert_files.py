@@ -34,13 +34,13 @@ _DTYPES = {1: "uint8", 2: "int16"}
 
 
 class ExpertKey(NamedTuple):
-    """The key of a record: the sampled tokens to which its experts belong."""
+    """The key of a record: the sampled tokens whose routed experts it has."""
 
     episode: int
     position: int
     version: int
     tokens: int
-    """Checksum of the sampled tokens to which the experts belong."""
+    """Checksum of the sampled tokens whose routed experts the record has."""
 
 
 class ExpertFiles:

@@ -152,9 +152,10 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
 
 
 def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
-    """Return the Parquet schema of an export of this kind: its columns and their types.
+    """Return the Parquet schema of an export of `content`: its columns and their types.
 
-    `with_values` adds the columns of trained tokens to rows of trajectories.
+    `with_values` adds the values of trained tokens, such as their advantages, to rows of
+    trajectories.
     """
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())

@@ -89,7 +89,8 @@ class GroupRow:
         """The group's end: "open", "finished" (not trained on), "consumed" (trained on) or
         "failed".
 
-        "failed" means that no episode of the group finished, even if the group was in a batch.
+        "failed" means that no episode of the group finished. If a batch contained such a group, its
+        end is "failed" too, not "consumed".
         """
         if self.finished is None:
             return "open"

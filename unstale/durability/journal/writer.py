@@ -374,7 +374,7 @@ class Journal:
     def _flush_barriers(self) -> int:
         """Commit all queued records. Return the number of `barrier` calls that this commit served.
 
-        They are those made before this method begins.
+        These are the calls that were made before this method began.
         """
         covered = self._barriers
         self.flush()
@@ -514,7 +514,7 @@ class _EpisodeWriter:
     def _replace_snapshots(self, record: Record) -> None:
         """Write a record and delete the episode's earlier snapshots, in one transaction.
 
-        With `keep_snapshots`, as in a deterministic run, they are kept: a later resume may read
+        With `keep_snapshots` (deterministic runs) they are kept, because a later resume may read
         them.
         """
         delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))

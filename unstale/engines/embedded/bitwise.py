@@ -258,7 +258,7 @@ def _sizes_of(model: Any) -> _Sizes:
 
 
 class BitwiseSampler(Sampler):
-    """A sampler that draws as `Sampler` does, with log-probabilities as in the trainer."""
+    """A sampler like `Sampler`. Its log-probabilities equal the trainer's bit for bit."""
 
     def __call__(
         self,

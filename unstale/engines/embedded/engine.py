@@ -266,8 +266,8 @@ class EmbeddedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call, and the mean batch size of decoding steps.
 
-        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate: each step's
-        time is divided in proportion to the tokens.
+        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate. For it,
+        each step's time is divided in proportion to the tokens.
         """
         counters = self._counters
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -508,7 +508,7 @@ class _LockstepChild(_Child):
     _answered = READY - 1
 
     async def connect(self) -> None:
-        """Do nothing: the socket is already connected."""
+        """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
         """Block the event loop until the answer to request `number` has arrived.

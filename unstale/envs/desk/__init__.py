@@ -30,7 +30,9 @@ from unstale.records import Task
 
 
 class DeskTasks(NumberedTasks):
-    """The tasks of a desk. Tool calls take `latency_s` seconds on average (log-normal)."""
+    """The tasks of a customer-service desk. Tool calls take `latency_s` seconds on average
+    (log-normal).
+    """
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
 
 
 class DeskEnv:
-    """The environment of one episode: the agent serves one customer at a desk."""
+    """The environment of one episode, in which the agent serves one customer."""
 
     def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
         self.replaying = False
@@ -150,7 +152,7 @@ class DeskConfig(TaskConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the desks."""
+        """The names of the customer-service desks whose tasks these are."""
         return (self.env,)
 
     @property
@@ -159,7 +161,7 @@ class DeskConfig(TaskConfig):
 
 
 def desk_spec(domain: Domain) -> EnvSpec:
-    """Return the declaration of a desk as an environment."""
+    """Return the declaration of a customer-service desk as an environment."""
     return EnvSpec(domain.name, partial(_make, domain), DeskConfig)
 
 
@@ -173,7 +175,7 @@ def _make(domain: Domain, options: DeskConfig) -> DeskTasks:
 
 
 def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
-    """Return the task sets of all desks in this package, by name.
+    """Return the task sets of all customer-service desks in this package, by name.
 
     `options` are fields of `DeskConfig`.
     """
@@ -186,5 +188,5 @@ def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
 
 
 def desk_names() -> tuple[str, ...]:
-    """Return the names of the desks of this package."""
+    """Return the names of the customer-service desks of this package."""
     return tuple(name for name, spec in shipped_envs().items() if spec.options is DeskConfig)

@@ -1,4 +1,4 @@
-"""The database of a desk: records by type and number, and the texts that tools return for them."""
+"""The database of a customer-service desk: records by type and number, and their texts in tools."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,7 @@ class User:
             raise DeskError(f"no payment method {number}")
 
     def payment_of(self, kind: str) -> str:
-        """Return the id of the customer's payment method of this kind."""
+        """Return the id of the customer's first payment method whose kind is `kind`."""
         return next(payment.id for payment in self.payments if payment.kind == kind)
 
     def payment_rows(self) -> list[dict[str, Any]]:
@@ -60,7 +60,8 @@ class Note:
 
 @dataclass(slots=True)
 class Desk:
-    """The database of one episode. The reward compares it with the database that the rules require.
+    """The database of one episode. The reward compares its end state with that which the rules
+    require.
 
     `desk[Order]` is the table of all records of type `Order`, by number.
     """

@@ -1,4 +1,4 @@
-"""The declaration of a desk: its records, tools, rules, requests and words."""
+"""The declaration of a customer-service desk: its records, tools, rules, requests and words."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +101,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """The declaration of a desk.
+    """The declaration of a customer-service desk.
 
     A case is the record that a request is about, and `case` is its type.
     """
@@ -144,10 +144,10 @@ class Domain:
     accounts: tuple[str, str] = ("personal", "business")
     """The usual kind of account, and the special kind."""
     payments: Sequence[str] = ()
-    """Payment methods of customers, if they have any. Each has the first and one of the others."""
+    """Payment methods, if customers have any. Each customer has the first and one of the others."""
     earlier_replies: bool = False
-    """True if the desk answers as in earlier releases: every tool can be called at every level,
-    also before the customer is identified, and the customer recognises words inside of other words.
+    """True for the behaviour of earlier releases: every tool can be called at every level, also
+    before the customer is identified, and the customer recognises words inside of other words.
     """
 
     def tool_names(self, level: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The random numbers and customers of a scenario, which is one task of a desk."""
+"""The random numbers and customers of a scenario, which is one customer-service task."""
 
 from collections.abc import Sequence
 from random import Random

@@ -1,4 +1,4 @@
-"""The tools of a desk, which read and change its database.
+"""The tools of a customer-service desk, which read and change its database.
 
 A call fails if its arguments do not exist or do not belong together. A call that breaks a rule of
 the desk succeeds and changes the database, so the reward is lost.

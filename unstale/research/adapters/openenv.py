@@ -222,7 +222,9 @@ def connection_class() -> Any:
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """A connection that is not opened again after a loss: its environment is lost, too."""
+        """A connection that is not opened again after a loss, because its environment is lost with
+        it.
+        """
 
         _begun = False
 

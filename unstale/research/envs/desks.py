@@ -1,4 +1,4 @@
-"""The environment `desks`: customers of several desks in one run."""
+"""The environment `desks`: the tasks of several customer-service desks in one run."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ class DesksConfig(DeskConfig):
 
     env: str = "desks"
     desks: str = ""
-    """Names of the desks, separated by commas, such as `airline,retail`. Empty means all."""
+    """Names of customer-service desks, separated by commas, such as `airline,retail`. Empty means
+    all.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the chosen desks."""
+        """The names of the chosen customer-service desks."""
         given = [name.strip() for name in self.desks.split(",")]
         return tuple(dict.fromkeys(given)) if self.desks.strip() else desk_names()
 

@@ -44,7 +44,7 @@ class RewardChannelsConfig(Section):
 
     weights: Annotated[str, JsonObject()] = ""
     """The weight of each named reward, as in {"answer": 1, "brief": 0.1}. Empty: 1 for each. The
-    weights of a task set's `combine` do not count.
+    weights of a task set's `combine` are not used.
     """
     whiten: Literal["episodes", "tokens", "none"] = "episodes"
     """Normalise advantages over the batch. With `tokens`, the weight of an episode is its number of

@@ -56,7 +56,8 @@ class AnswerFormat:
         self.created = int(time.time())
         self.model = model
         self._sent: defaultdict[int, dict[str, str]] = defaultdict(dict)
-        """The text sent so far of each field of each choice, by the choice's index."""
+        """By the index of a choice, then by the name of its field: the text that was sent so far.
+        """
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
         """Return the whole answer to a request that is not streamed."""

@@ -78,7 +78,7 @@ class Call:
     def chat(self, base: Chat) -> Chat:
         """Return the chat format `base` with the tools and template variables of this call.
 
-        The result is cached: every part of a stream needs it, and tools may have 2 MB.
+        The result is cached, because every part of a stream needs it, and tools may have 2 MB.
         """
         if not self.is_chat:
             return base

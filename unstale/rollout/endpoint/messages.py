@@ -115,7 +115,7 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_message(record: Any, path: str) -> list[SentMessage]:
-    """Return a message as chat messages: results of tool calls are messages of their own."""
+    """Return a message as chat messages. Each result of a tool call becomes a separate message."""
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
     role = record.get("role")

@@ -73,7 +73,7 @@ class _Fields:
     of the first item.
     """
     of_calls: dict[int, list[str]] = field(default_factory=dict)
-    """The fields of the tool calls of a message, by the message's index."""
+    """By the index of a message with tool calls: the field of each call, such as `input[3]`."""
 
     def rename(self, text: str) -> str:
         """Return an error about a chat request in terms of the Responses request."""

@@ -202,7 +202,11 @@ class _Shard:
         return self._process.pid if self._process else None
 
     def begin(self, job: _Job) -> None:
-        """Run the episodes of a job. Raises the shard's error if no process can run them."""
+        """Send the episodes of a job to the process, without waiting for their end.
+
+        Without a process, the next one gets them. Raises `error` if no process can be started any
+        more.
+        """
         if self.error:
             raise self.error
         self.jobs[job.number] = job
