@@ -39,7 +39,7 @@ from torch import Tensor
 
 from benchmarks import tables
 from benchmarks.canned import EXPERTS, TOP_K, CannedEngine, UnprobedVllm, serve
-from benchmarks.schedule import NullJournal
+from benchmarks.schedule import NullJournal, no_more
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.config import (
     SHIPPED_POLICY,
@@ -164,7 +164,7 @@ class RealRollout:
                 config=config,
                 rollout=self.rollout,
                 journal=self.journal,
-                techniques=SimpleNamespace(more=lambda request, results: ()),
+                techniques=SimpleNamespace(more=no_more),
             ),
         )
         self._turns = case.turns

@@ -193,6 +193,11 @@ class NullJournal:
     def __exit__(self, *_: object) -> None: ...
 
 
+async def no_more(request: object, results: object) -> tuple[()]:
+    """Run no episodes beyond the group's first ones."""
+    return ()
+
+
 class ScriptedRun:
     """A run with `live` concurrent episodes, and its measurements."""
 
@@ -222,7 +227,7 @@ class ScriptedRun:
                 requests=self.tasks.tasks(),
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
-                techniques=SimpleNamespace(more=lambda request, results: ()),
+                techniques=SimpleNamespace(more=no_more),
                 old_logps=OldLogps(),
                 rollout=Rollout(
                     generator, cast(Any, self.tasks), RolloutConfig(), on_piece=self.pending.add

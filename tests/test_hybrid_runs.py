@@ -16,10 +16,7 @@ from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.cli import session
 from unstale.config import OldLogpsConfig, RunConfig
 
-pytestmark = [
-    pytest.mark.usefixtures("forked_children"),
-    pytest.mark.filterwarnings("ignore:the (trainer|engine) computes"),
-]
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 @pytest.fixture(scope="module")

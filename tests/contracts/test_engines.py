@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Module]] = {
         Qwen3Config(**COMMON, **SIZES, head_dim=8, tie_word_embeddings=True)
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, **SIZES, tie_word_embeddings=False)),
-    "gptj, prompts one by one": lambda: GPTJForCausalLM(
+    "gptj, one sequence at a time": lambda: GPTJForCausalLM(
         GPTJConfig(**COMMON, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=POSITIONS)
     ),
 }

@@ -5,7 +5,6 @@ position biases. Other sequences change no bit. Models in which a token changes 
 refused, packed or not.
 """
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,7 @@ FIRST, SECOND, OTHER = torch.arange(10, 25), torch.arange(40, 49), torch.arange(
 
 
 def made(name: str, **options: Any) -> Policy:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return Policy(ARCHITECTURES[name].make(), None, **options)  # type: ignore[arg-type]
+    return Policy(ARCHITECTURES[name].make(), None, **options)  # type: ignore[arg-type]
 
 
 def chunked() -> PreTrainedModel:

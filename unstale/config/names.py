@@ -157,7 +157,7 @@ SYNONYMS = {
     "gamma": "advantage.discount",
     "algorithm.lam": "advantage.lam",
     "cliprange_value": "critic.clip",
-    "critic.optim.lr": "critic.own_lr, of layers of its own; the head needs no learning rate",
+    "critic.optim.lr": "critic.own_lr; for layers of its own only, the head has no learning rate",
     "critic_warmup": "critic.warmup_steps",
     "value_lr": "critic.own_lr",
     "vf_coef": "critic.coef",
