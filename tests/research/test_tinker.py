@@ -556,6 +556,9 @@ def test_requests_that_cannot_be_sampled_or_trained(client: Client) -> None:
         ({"sampling_params": {"top_p": 0.9}}, "top_k and top_p must stay"),
         ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is not supported"),
         ({"num_samples": 0}, "num_samples must be between 1 and 1024, got 0"),
+        ({"sampling_params": {"temperature": 1e-40}}, "must be 0 or at least 0.001"),
+        ({"sampling_params": {"temperature": 10**400}}, "temperature is too large"),
+        ({"sampling_params": {"stop": ["x"] * 17}}, "stop must be up to 16 texts"),
         ({"prompt": {"chunks": []}}, "prompt has no tokens"),
         ({"prompt": {"chunks": [{"tokens": [64]}]}}, "the token 64, not one of 0 to 63"),
         ({"prompt": {"chunks": [{"tokens": [1] * 128}]}}, "has 129 tokens, more than 128"),
@@ -564,6 +567,10 @@ def test_requests_that_cannot_be_sampled_or_trained(client: Client) -> None:
         body = {"sampling_session_id": sampler, "prompt": prompt, **GOOD, **change}
         answer = client.http.post("asample", json=body)
         assert answer.status_code == 400 and words in answer.text, answer.text
+    for option in ({"eps": 0.0}, {"learning_rate": 1e300}, {"beta2": 1.0}):
+        body = {"model_id": run, "seq_id": 500, "adam_params": ADAM | option}
+        answer = client.http.post("optim_step", json=body)
+        assert answer.status_code == 400 and "is out of range" in answer.text
     wrong = client.train(run, [datum([64], [1], weights=[1.0])], "cross_entropy")
     assert "data[0] has the token 64" in wrong["error"] and wrong["category"] == "user"
     huge = client.train(run, [datum([5], [1], weights=[3e38])] * 2, "cross_entropy")

@@ -363,7 +363,12 @@ def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
             "task set has roles: use grpo, rloo or opo"
         )
     slots = ("estimator", "recredit")
-    if unaware := [each.name for each in chosen(config.techniques) if each.slot in slots]:
+    unaware = [
+        each.name
+        for each in chosen(config.techniques)
+        if each.slot in slots or each.name == "novelty"
+    ]
+    if unaware:
         raise ConfigError(
             f"the technique {unaware[0]} has no credit by role, and the task set has roles: remove "
             "it from techniques"

@@ -30,6 +30,7 @@ from unstale.durability.run_folder import TOKENIZER, dumps
 from unstale.model.forward import Scored
 from unstale.model.policy import Policy
 from unstale.records import (
+    ROUNDED,
     Batch,
     Placed,
     Sampled,
@@ -250,7 +251,7 @@ def _pairs(run: Path, policy: Policy, max_tokens: int) -> tuple[list[Pair], int]
         raise ConfigError(
             f"{run} has another tokenizer than the policy {policy.model.name_or_path}"
         )
-    groups: dict[int, list[Trajectory]] = {}
+    groups: dict[tuple[int, str], list[Trajectory]] = {}
     num_skipped = 0
     with JournalReader(run / JOURNAL) as journal:
         for stored in journal.trajectories():
@@ -263,19 +264,26 @@ def _pairs(run: Path, policy: Policy, max_tokens: int) -> tuple[list[Pair], int]
                         f"{run}: episode {trajectory.episode} has {len(trajectory)} tokens, more "
                         f"than engine.max_context = {max_tokens}; raise it"
                     )
-                groups.setdefault(stored.group, []).append(trajectory)
+                groups.setdefault((stored.group, trajectory.role), []).append(trajectory)
     return [pair for group in groups.values() for pair in _of_group(group)], num_skipped
 
 
 def _of_group(group: Sequence[Trajectory]) -> Iterator[Pair]:
-    """Yield the pairs of a group."""
-    won = [each for each in group if is_success(each.rewards, each.facts)]
-    lost = [each for each in group if not is_success(each.rewards, each.facts)]
+    """Yield the pairs of the conversations of a group in which the policy has the same role."""
+    won = [each for each in group if _is_success(each)]
+    lost = [each for each in group if not _is_success(each)]
     for success in won:
         same = [each for each in lost if each.pieces[0].tokens == success.pieces[0].tokens]
         if same:
             lost.remove(same[0])
             yield Pair(success, same[0])
+
+
+def _is_success(trajectory: Trajectory) -> bool:
+    """Return True if the episode is a success, or a role in it has a reward of at least 1."""
+    if trajectory.role and "success" not in trajectory.facts:
+        return trajectory.role_reward >= 1 - ROUNDED
+    return is_success(trajectory.rewards, trajectory.facts)
 
 
 def _until_last_reply(trajectory: Trajectory) -> Trajectory:

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from safetensors import SafetensorError
+
 from unstale.engines import EngineDied
 from unstale.rollout.endpoint.schemas import Refused
 
@@ -50,6 +52,7 @@ class Jobs:
         """Return the result of a job, or None if it is not done within `POLL_S`."""
         task = self._find(request_id)
         await asyncio.wait({task}, timeout=POLL_S)
+        task = self._find(request_id)  # it may have been cancelled meanwhile
         return task.result() if task.done() else None
 
     def cancel(self, request_id: str) -> None:
@@ -73,5 +76,5 @@ async def _guarded(work: Awaitable[Result]) -> Result:
         return await work
     except (Refused, ValueError) as error:
         return {"error": str(error), "category": "user"}
-    except (EngineDied, RuntimeError, OSError, MemoryError) as error:
+    except (EngineDied, RuntimeError, OSError, MemoryError, SafetensorError) as error:
         return {"error": f"{type(error).__name__}: {error}", "category": "server"}

@@ -1,6 +1,7 @@
 """The service: what each request does, for each tenant."""
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,10 @@ ADAM = {
     "grad_clip_norm": 0.0,
 }
 """The client's defaults of AdamW. A `grad_clip_norm` of 0 clips nothing."""
+_LEAST = {"eps": 1e-30}
+"""Smallest values of AdamW's options; 0 for the others. With eps 0, unused rows would be 0 / 0."""
+_MOST_RATE = 1e3
+"""Largest learning rate."""
 _NOTE = "the output layer has no adapter: train_unembed has no effect"
 
 Body = Mapping[str, Any]
@@ -199,7 +204,8 @@ class Service:
         def work() -> Result:
             return training_result(*self._trainer.forward_backward(run, request))
 
-        name = f"{request.model_id}:{request.seq_id or secrets.token_hex(8)}"
+        number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
+        name = f"{request.model_id}:{number}"
         return self._submit(tenant, name, work, size)
 
     async def optim_step(self, tenant: Tenant, body: Body) -> Answer:
@@ -211,7 +217,9 @@ class Service:
             raise Refused(f"adam_params has no option {min(unknown)[:60]!r}")
         options = {name: field(given, name, float, default) for name, default in ADAM.items()}
         for name, value in options.items():
-            if value < 0 or (name.startswith("beta") and value >= 1):
+            is_beta = name.startswith("beta")
+            most = _MOST_RATE if name == "learning_rate" else math.inf
+            if not _LEAST.get(name, 0.0) <= value <= most or (is_beta and value >= 1):
                 raise Refused(f"adam_params.{name} is out of range: {value}")
 
         def step() -> Result:

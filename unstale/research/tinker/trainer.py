@@ -74,7 +74,10 @@ class TrainingRun:
             if (state := self.optimizer.state.get(each))
             for kind in ("exp_avg", "exp_avg_sq")
         }
-        return Saved(self.adapters(), moments, self.steps)
+        adapters = self.adapters()
+        if not all(bool(each.isfinite().all()) for each in adapters.values()):
+            raise Refused("the weights are not finite: load an earlier state")
+        return Saved(adapters, moments, self.steps)
 
     @torch.no_grad()
     def load(self, saved: Saved, *, with_optimizer: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from unstale.records import Sampled
 from unstale.research.tinker import protobuf
 from unstale.research.tinker.losses import LOSSES
-from unstale.rollout.endpoint.schemas import Refused
+from unstale.rollout.endpoint.schemas import MAX_STOPS, Refused
 
 TARGETS = "target_tokens"
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
@@ -20,6 +20,9 @@ _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STOPS = {"stop": 0, "length": 1}
 _MAX_TOKENS = 1 << 30
+_LEAST_TEMPERATURE = 1e-3
+_MAX_STOP_TEXT = 1000
+"""Largest number of characters of a text at which a reply ends."""
 _NO_EXTRAS = (
     "topk_prompt_logprobs",
     "topk_sample_logprobs",
@@ -46,7 +49,7 @@ class Training:
     """A request for a forward pass, and for gradients unless it is `forward_only`."""
 
     model_id: str
-    seq_id: int
+    seq_id: int | None
     data: Sequence[Datum]
     loss: str
     options: Mapping[str, float]
@@ -80,7 +83,10 @@ def field(body: Mapping[str, Any], name: str, kind: type, default: Any = ...) ->
             raise Refused(f"{name} is missing", param=name)
         return default
     if kind is float and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise Refused(f"{name} is too large", param=name) from None
     if type(value) is not kind:
         got = f"{type(value).__name__} {str(value)[:60]!r}"
         raise Refused(f"{name} must be of type {kind.__name__}, got {got}", param=name)
@@ -103,7 +109,7 @@ def read_training(data: bytes) -> Training:
         body = protobuf.decode(data)
         loss = protobuf.text(body.get(4, []))
         options = _options(body)
-        seq_id = protobuf.integers(body.get(2, [0]))[-1]
+        seq_id = protobuf.integers(body[2])[-1] if body.get(2) else None
         model_id = protobuf.text(body.get(1, []))
         rows = [protobuf.decode(each) for each in body.get(3, [])]
     except (ValueError, IndexError) as error:
@@ -214,6 +220,10 @@ def read_sampling(body: Mapping[str, Any]) -> Sampling:
     ):
         if not low <= value <= high:
             raise Refused(f"{name} must be between {low} and {high}, got {value}", param=name)
+    if 0 < temperature < _LEAST_TEMPERATURE:  # logits divided by less may not be finite
+        raise Refused(
+            f"temperature must be 0 or at least {_LEAST_TEMPERATURE}", param="temperature"
+        )
     stop_tokens, stop_texts = _stops(options.get("stop"))
     scored = None
     if field(body, "prompt_logprobs", bool, False):
@@ -232,6 +242,11 @@ def _stops(stop: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
         return None, ()
     items = [stop] if isinstance(stop, str) else stop
     if isinstance(items, list) and all(type(each) is str and each for each in items) and items:
+        if len(items) > MAX_STOPS or max(map(len, items)) > _MAX_STOP_TEXT:
+            raise Refused(
+                f"stop must be up to {MAX_STOPS} texts of up to {_MAX_STOP_TEXT} characters",
+                param="stop",
+            )
         return None, tuple(items)
     return tuple(_integers(items, "stop")), ()
 
