@@ -59,13 +59,13 @@ class TransformersRunner:
         probe = self._use(model, max_context, why_slow)
         if probe.warning:
             self.warning += f". One by one, {probe.warning}"
+        if dtype != torch.float32:
+            # Not converted: transformers keeps some buffers and parameters in float32.
+            self._use(load_model(folder, dtype).eval(), max_context, why_slow, exact=probe)
         if not self._part:
             self.warning += (
                 ". With its cache logits are wrong: each token takes a pass of all tokens"
             )
-        if dtype != torch.float32:
-            # Not converted: transformers keeps some buffers and parameters in float32.
-            self._use(load_model(folder, dtype).eval(), max_context, why_slow, exact=probe)
         self._caches = [None] * max_slots
         round_activations(self._model, quantise)
         self._weights = ModelWeights(self._model, quantise)
