@@ -254,11 +254,12 @@ def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorde
     """Read an episode, with the values of step `step`, by default the first that trained on it."""
     group, episode = int(row["group_number"]), int(row["episode"])
     trained = journal.rows("SELECT version FROM consumed WHERE number = ?", group)
+    pieces = journal.pieces(episode)
     return _Recorded(
-        pieces=journal.pieces(episode),
+        pieces=pieces,
         trained_version=trained[0][0] if trained else None,
         training=of_episode(journal, group, episode, step),
-        fork=journal.fork(episode),
+        fork=journal.fork(episode, pieces),
     )
 
 

@@ -584,28 +584,21 @@ class JournalReader:
                 episode=episode,
                 turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
                 facts=_require_numbers(_parse_object(facts)),
-                fork=self.fork(episode),
+                fork=self.fork(episode, pieces),
                 role=self._role(episode),
             )
             return StoredEpisode(trajectory, number, step)
 
-    def fork(self, episode: int) -> Fork | None:
-        """Return where an episode was forked from another one. None if it was not forked."""
+    def fork(self, episode: int, pieces: Sequence[Piece]) -> Fork | None:
+        """Return where an episode was forked from another one. None if it was not forked.
+
+        `pieces` are those of the episode.
+        """
         if "forks" not in self._tables:
             return None
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(parent, at, self._text_of_fork(episode, at))
+            return Fork(parent, at, _text_of_fork(pieces, at))
         return None
-
-    def _text_of_fork(self, episode: int, at: int) -> tuple[ContextPiece | Placed, ...]:
-        """Return the placed text with which an episode begins after its first `at` tokens."""
-        text: list[ContextPiece | Placed] = []
-        last = 0
-        for start, piece, _ in walk(self.pieces(episode)):
-            if start >= at and not isinstance(piece, Sampled):
-                text.append(piece)
-                last = len(text) if isinstance(piece, Placed) else last
-        return tuple(text[:last])
 
     def _role(self, episode: int) -> str:
         """Return the role that the policy has in a conversation. Empty if it has none."""
@@ -699,7 +692,8 @@ class JournalReader:
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
             ended = Failure(task, "replay", *reason)
-            return EpisodeRecord(episode, (), ended, failures, fork=self.fork(episode))
+            fork = self.fork(episode, self.pieces(episode))
+            return EpisodeRecord(episode, (), ended, failures, fork=fork)
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
@@ -708,14 +702,15 @@ class JournalReader:
             end = self.episode(branch).trajectory if is_finished else None
             role = self._role(branch)
             branches.append(EpisodeRecord(branch, self.pieces(branch), end, role=role))
+        pieces = self.pieces(episode)
         return EpisodeRecord(
             episode=episode,
-            pieces=self.pieces(episode),
+            pieces=pieces,
             outcome=self._outcome(episode, task),
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
-            fork=self.fork(episode),
+            fork=self.fork(episode, pieces),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
@@ -839,6 +834,17 @@ def _roll_back(path: Path) -> None:
     if path.with_name(f"{path.name}-journal").exists():
         with closing(sqlite3.connect(path)) as writer:
             writer.execute("SELECT count(*) FROM sqlite_master")
+
+
+def _text_of_fork(pieces: Sequence[Piece], at: int) -> tuple[ContextPiece | Placed, ...]:
+    """Return the placed text with which an episode begins after its first `at` tokens."""
+    text: list[ContextPiece | Placed] = []
+    last = 0
+    for start, piece, _ in walk(pieces):
+        if start >= at and not isinstance(piece, Sampled):
+            text.append(piece)
+            last = len(text) if isinstance(piece, Placed) else last
+    return tuple(text[:last])
 
 
 def _parse_object(text: str) -> dict[str, Any]:
