@@ -37,7 +37,6 @@ from unstale.records import (
     ScoredTrajectory,
     Trajectory,
     collate,
-    is_success,
 )
 from unstale.trainer import train_on
 from unstale.trainer.local import LocalTrainer
@@ -283,7 +282,7 @@ def _is_success(trajectory: Trajectory) -> bool:
     """Return True if the episode is a success, or a role in it has a reward of at least 1."""
     if trajectory.role and "success" not in trajectory.facts:
         return trajectory.role_reward >= 1 - ROUNDED
-    return is_success(trajectory.rewards, trajectory.facts)
+    return trajectory.success
 
 
 def _until_last_reply(trajectory: Trajectory) -> Trajectory:

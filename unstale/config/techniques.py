@@ -274,6 +274,19 @@ def require_value(
         )
 
 
+def refuse_slots(technique: str, refused: Mapping[str, str], config: "RunConfig") -> None:
+    """Raise `ConfigError` if a chosen technique has a slot with which a technique cannot be used.
+
+    `refused` maps slots to the end of the message.
+    """
+    for entry in chosen(config.techniques):
+        if reason := refused.get(entry.slot):
+            raise ConfigError(
+                f"the technique {technique} cannot be used with {entry.name}, {reason}: remove one "
+                "of them from --techniques"
+            )
+
+
 def needs_reference(config: "RunConfig") -> bool:
     """Return True if the trainer keeps a copy of the policy from which the run starts."""
     requires = (entry.requires for entry in chosen(config.techniques))

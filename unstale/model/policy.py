@@ -960,8 +960,13 @@ class Policy:
                 head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
                 targets = run.tokens[run.place[chosen]].to(self.device)
                 kept_sets = run.kept_sets.at(chosen) if run.kept_sets else None
-                query = LogpQuery(targets, temperature, with_entropy=True, kept_sets=kept_sets)
-                query = replace(query, logit_bias=self._logit_bias)
+                query = LogpQuery(
+                    targets,
+                    temperature,
+                    with_entropy=True,
+                    kept_sets=kept_sets,
+                    logit_bias=self._logit_bias,
+                )
                 entropy[index[chosen]] = query_head(head, final, query)[1].cpu()
         counts = torch.zeros(sums.shape[:2], dtype=sums.dtype)
         counts.index_add_(0, sequence, marks.to(sums.dtype))

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from unstale.config.checks import ConfigError, Count, Section, Share
-from unstale.config.techniques import Entry, chosen, require_value
+from unstale.config.techniques import Entry, refuse_slots, require_value
 from unstale.records import (
     Failure,
     Fork,
@@ -117,7 +117,7 @@ class Hints:
             for each in group.trajectories:
                 others = self._compared(each, group.finished)
                 advantage = each.reward - fmean(other.reward for other in others)
-                scored.append(ScoredTrajectory(each, _of_tokens(each, advantage)))
+                scored.append(ScoredTrajectory(each, of_tokens(each, advantage)))
                 scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
                 shares.append(_hinted_share(each))
         hinted = [each for each in shares if each]
@@ -135,8 +135,8 @@ class Hints:
         return [each for each in siblings if bool(_hinted_share(each)) == hinted]
 
 
-def _of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
-    """Return the advantage of each token: that of the episode, for a hint only if it is above 0."""
+def of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
+    """Return the advantage of each token: that of the episode, for placed text only if above 0."""
     values = [advantage] * len(episode)
     for start, piece, _ in walk(episode.pieces):
         if isinstance(piece, Placed) and advantage < 0:
@@ -170,12 +170,7 @@ def _check(options: HintsConfig, config: RunConfig) -> None:
             f"the technique hints replaces advantage.estimator, got {config.advantage.estimator}: "
             "leave all options of `advantage` at their defaults"
         )
-    for entry in chosen(config.techniques):
-        if reason := REFUSED.get(entry.slot, ""):
-            raise ConfigError(
-                f"the technique hints cannot be used with {entry.name}, {reason}: remove one of "
-                "them from --techniques"
-            )
+    refuse_slots("hints", REFUSED, config)
 
 
 def _describe(options: HintsConfig) -> str:

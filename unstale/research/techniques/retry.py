@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from unstale.config.checks import ConfigError, Count, Range, Section
-from unstale.config.techniques import Entry, chosen, require_value
+from unstale.config.techniques import Entry, refuse_slots, require_value
 from unstale.records import (
     Failure,
     Fork,
@@ -33,6 +33,7 @@ from unstale.records import (
     Trajectory,
     walk,
 )
+from unstale.research.techniques.hints import of_tokens
 from unstale.research.techniques.tree import check_sequences
 from unstale.rewriting import remove_text
 from unstale.rollout.seeds import derive_seed
@@ -117,8 +118,8 @@ class Retry:
                     retries.append(each)
                     each = without_advice(each)
                 hidden = 0 if self._options.train_shared else shared.get(each.episode, 0)
-                values = _of_tokens(each, advantage, hidden)
-                scored.append(ScoredTrajectory(each, values))
+                values = of_tokens(each, advantage)
+                scored.append(ScoredTrajectory(each, (*[0.0] * hidden, *values[hidden:])))
                 scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
         self._measure(groups, retries, context)
         return scored
@@ -178,20 +179,6 @@ def without_advice(retry: Trajectory) -> Trajectory:
     return replace(retry, pieces=remove_text(retry.pieces, at, at + len(hint.tokens)))
 
 
-def _of_tokens(episode: Trajectory, advantage: float, shared: int) -> tuple[float, ...]:
-    """Return the advantage of each token of an episode.
-
-    It is 0 for the first `shared` tokens, which retries have, too, and for REWRITTEN text unless
-    the advantage is above 0.
-    """
-    values = [advantage] * len(episode)
-    for start, piece, _ in walk(episode.pieces):
-        stop = start + len(piece.tokens)
-        if isinstance(piece, Placed) and advantage < 0:
-            values[start:stop] = [0.0] * (stop - start)
-    return (*[0.0] * shared, *values[shared:])
-
-
 def _complete(options: RetryConfig, config: RunConfig) -> RetryConfig:
     return replace(options, number=options.number or config.schedule.group_size // 2)
 
@@ -211,12 +198,7 @@ def _check(options: RetryConfig, config: RunConfig) -> None:
             f"the technique retry replaces advantage.estimator, got {config.advantage.estimator}: "
             "leave all options of `advantage` at their defaults"
         )
-    for entry in chosen(config.techniques):
-        if why := REFUSED.get(entry.slot, ""):
-            raise ConfigError(
-                f"the technique retry cannot be used with {entry.name}, {why}: remove one of "
-                "them from --techniques"
-            )
+    refuse_slots("retry", REFUSED, config)
     if config.deterministic:
         raise ConfigError(
             "deterministic must be false with the technique retry: reflections are not recorded, "

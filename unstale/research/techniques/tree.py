@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, PositiveInt, Range, Section
-from unstale.config.techniques import Entry, chosen
+from unstale.config.techniques import Entry, chosen, refuse_slots
 from unstale.records import Failure, Fork, Sampled, Trajectory, walk
 
 if TYPE_CHECKING:
@@ -113,12 +113,8 @@ def _check_techniques(config: RunConfig) -> None:
             "the technique tree needs the technique tree_advantage, which gives a shared token one "
             f"advantage. Set --techniques '{config.techniques} tree_advantage'"
         )
+    refuse_slots("tree", REFUSED, config)
     for entry in entries:
-        if reason := REFUSED.get(entry.slot):
-            raise ConfigError(
-                f"the technique tree cannot be used with {entry.name}, {reason}: remove one of "
-                "them from --techniques"
-            )
         if "trajectory_gradients" in entry.requires:
             raise ConfigError(
                 f"the technique tree cannot be used with {entry.name}, which needs one advantage "

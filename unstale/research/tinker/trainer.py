@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unstale.config import ConfigError
 from unstale.model.head import LogpQuery, query_head
+from unstale.model.loading import vocab_size
 from unstale.model.lora import adapters as adapters_of
 from unstale.model.packing import cut
 from unstale.model.policy import Policy
@@ -144,7 +145,7 @@ class Trainer:
         self._policy = policy
         self._max_context = max_context
         self.max_rank = policy.lora.rank
-        self.vocab_size = int(policy.model.get_output_embeddings().weight.shape[0])
+        self.vocab_size = vocab_size(policy.model.get_output_embeddings())
         self.base = {
             name: torch.zeros_like(each, dtype=torch.float32, device="cpu")
             for name, each in policy.weights().items()
