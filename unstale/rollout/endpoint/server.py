@@ -117,7 +117,9 @@ class RecordingEndpoint:
         host = self.config.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listening = socket.create_server((host, self._port), family=family, backlog=BACKLOG)
+            listening = socket.create_server(
+                (self.config.host, self._port), family=family, backlog=BACKLOG
+            )
         except OSError as error:
             raise ConfigError(
                 f"the endpoint cannot listen on {host}, port {self._port}: {error}"
