@@ -7,6 +7,7 @@ sandbox. `holder.py` is the process that makes the namespaces.
 import asyncio
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 from unstale.config import ConfigError
 from unstale.envs import EnvError
-from unstale.envs.sandboxes.dockerfile import Build, Copy, Run, read_dockerfile
+from unstale.envs.sandboxes.dockerfile import Copy, Run, read_dockerfile
 from unstale.envs.sandboxes.runtime import (
     REWARD_FILES,
     CommandResult,
@@ -32,6 +33,8 @@ from unstale.envs.sandboxes.runtime import (
 
 _POOL = ThreadPoolExecutor(256, thread_name_prefix="terminal")
 """Threads that wait for an answer of a sandbox."""
+_STARTERS = ThreadPoolExecutor(2, thread_name_prefix="terminal-start")
+"""Threads that start and end holders. More of them would keep the event loop from running."""
 _BOUND = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _BOUND_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
 _PYTHON = "/python"
@@ -61,8 +64,8 @@ class NamespaceRuntime:
 
     async def start(self, task: TerminalTask) -> Sandbox:
         """Build the environment. Raises `EnvError` if a command of the Dockerfile fails."""
-        build = read_dockerfile(task.dockerfile, task.environment)
-        sandbox = NamespaceSandbox(task, build)
+        loop = asyncio.get_running_loop()
+        sandbox = await loop.run_in_executor(_STARTERS, NamespaceSandbox, task)
         try:
             await sandbox.build(min(self.storage_mb, task.storage_mb))
         except BaseException:
@@ -74,18 +77,29 @@ class NamespaceRuntime:
 class NamespaceSandbox:
     """One sandbox. Its requests go to the holder one after the other."""
 
-    def __init__(self, task: TerminalTask, build: Build) -> None:
+    def __init__(self, task: TerminalTask) -> None:
+        """Start the holder."""
         self._task = task
-        self._build = build
-        self._env = {**_environment(), **task.env, **build.env}
+        self._build = read_dockerfile(task.dockerfile, task.environment)
+        self._env = {**_environment(), **task.env, **self._build.env}
         self._ours, theirs = socket.socketpair()
         self._stream = self._ours.makefile("rwb")
-        self._theirs = theirs
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
-        self._process: subprocess.Popen[bytes] | None = None
+        holder = str(Path(__file__).with_name("holder.py"))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", holder, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
 
     async def build(self, storage_mb: int) -> None:
-        """Start the holder and take the steps of the Dockerfile."""
+        """Make the namespaces, and take the steps of the Dockerfile."""
         limits = {
             "AS": _MEMORY_MB << 20,
             "FSIZE": storage_mb << 20,
@@ -93,7 +107,6 @@ class NamespaceSandbox:
             "NOFILE": 256,
             "NPROC": _PROCESSES + 2,  # the holder and the first process count
         }
-        await self._in_thread(self._start)
         await self._ask("", storage_mb=storage_mb, binds=_binds(), limits=limits)
         for step in self._build.steps:
             if isinstance(step, Copy):
@@ -129,33 +142,17 @@ class NamespaceSandbox:
 
     async def close(self) -> None:
         """Kill the holder. The kernel kills all others, and frees the files."""
-        for end in (self._ours, self._theirs):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        await self._in_thread(self._stop)
-
-    def _start(self) -> None:
-        holder = str(Path(__file__).with_name("holder.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", holder, str(self._theirs.fileno())],
-            pass_fds=[self._theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            start_new_session=True,
-            cwd="/",
-            env={},
-        )
-        self._theirs.close()
+        with suppress(OSError):
+            self._ours.shutdown(socket.SHUT_RDWR)
+        await self._in(_STARTERS, self._stop)
 
     def _stop(self) -> None:
-        if self._process:  # it ends when all processes of the sandbox have ended
-            try:
-                self._process.wait(_CLOSE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        for each in (self._stream, self._ours, self._theirs, self._errors):
+        end = os.pidfd_open(self._process.pid)
+        select.select([end], [], [], _CLOSE_S)  # until all processes of the sandbox have ended
+        os.close(end)
+        self._process.kill()
+        self._process.wait()
+        for each in (self._stream, self._ours, self._errors):
             with suppress(OSError):
                 each.close()
 
@@ -182,7 +179,7 @@ class NamespaceSandbox:
     async def _ask(self, op: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
         """Send a request and return the holder's answer. Raises `EnvError` if it failed."""
         request = json.dumps({"op": op, **fields, "size": len(payload)})
-        return await self._in_thread(self._exchange, request.encode() + b"\n" + payload)
+        return await self._in(_POOL, self._exchange, request.encode() + b"\n" + payload)
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
         try:
@@ -199,8 +196,8 @@ class NamespaceSandbox:
             raise EnvError(f"the sandbox refused: {answer['error']}")
         return {**answer, "output": output}
 
-    async def _in_thread(self, work: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(_POOL, work, *arguments)
+    async def _in(self, pool: ThreadPoolExecutor, work: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
 
 
 def _python() -> str:
