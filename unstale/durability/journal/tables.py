@@ -23,7 +23,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 7
+FORMAT = 8
 """Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
@@ -70,6 +70,8 @@ TABLES = {
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
     "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
+    "notes": "episode INTEGER PRIMARY KEY REFERENCES forks, note TEXT NOT NULL, "
+    "writes INTEGER NOT NULL, after INTEGER NOT NULL",
     "roles": "episode INTEGER PRIMARY KEY REFERENCES episodes, role TEXT NOT NULL, "
     "after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
@@ -93,7 +95,15 @@ _KEYS = {
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7, "roles": 7}
+ADDED = {
+    "replayed": 4,
+    "trained_tokens": 5,
+    "forks": 6,
+    "kept_sets": 6,
+    "placed": 7,
+    "roles": 7,
+    "notes": 8,
+}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
@@ -115,6 +125,7 @@ REPEATED = (
     "trajectories",
     "failures",
     "restarts",
+    "notes",
     "forks",
     "roles",
     "finished",
