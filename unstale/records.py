@@ -802,7 +802,8 @@ class Batch:
     offsets: tuple[int, ...]
     sampled: "Tensor"
     """True for tokens that the policy sampled (action tokens). Only these and `placed.trained` have
-    a loss.
+    a loss, unless a correction or a technique drops them. Tokens before a fork are sampled only in
+    the episode that sampled them, so they count once.
     """
     behavior_logp: "Tensor"
     version: "Tensor"

@@ -1,9 +1,9 @@
 """The registry of techniques. Importing this module does not import torch.
 
 A technique changes one part of training, such as the learning rate of a step. Each technique is one
-file of `unstale/techniques`, which declares it in `ENTRY`, or an entry point of another
-distribution. The option `techniques` chooses some by name. The options of a technique are a section
-with its name, as in `--ess_lr.base 0.5`.
+file of `unstale/techniques` or `unstale/research/techniques`, which declares it in `ENTRY`, or an
+entry point of another distribution. The option `techniques` chooses some by name. The options of a
+technique are a section with its name, as in `--ess_lr.base 0.5`.
 """
 
 import re

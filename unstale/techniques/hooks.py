@@ -27,6 +27,11 @@ technique, and can be imported without torch. A technique is an object with the 
                  divergence(logp, teacher_logp)     computes the divergence of whole distributions
     controller   plan(seen) -> StepPlan             is called before each optimizer step
 
+The rollout calls sampler, limiter, allocator and strategy; `Techniques.credit` calls reward,
+filter, estimator, recredit and diagnostic when a batch's episodes have ended. The other slots are
+called by the trainer: source and shaper before the loss, distiller, ratio and objective in it, and
+controller before each optimizer step.
+
 A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
 state. It is called when a batch was trained on. The state and the record of the batches that were
 trained on are saved in one transaction, so after a crash every group is observed exactly once.
