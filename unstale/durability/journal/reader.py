@@ -577,8 +577,17 @@ class JournalReader:
         `pieces` are those of the episode.
         """
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(parent, at, _text_of_fork(pieces, at))
+            note, writes = self._note(episode)
+            text = () if note else _text_of_fork(pieces, at)
+            return Fork(parent, at, text, note, writes)
         return None
+
+    def _note(self, episode: int) -> tuple[str, bool]:
+        """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
+        if "notes" not in self._tables:
+            return "", False
+        rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
+        return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
     def _role(self, episode: int) -> str:
         """Return the role that the policy has in a conversation. Empty if it has none."""

@@ -23,7 +23,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 7
+FORMAT = 8
 """Number of the journal's format, stored as `user_version` of the database."""
 
 TABLES = {
@@ -67,6 +67,8 @@ TABLES = {
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
     "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
+    "notes": "episode INTEGER PRIMARY KEY REFERENCES forks, note TEXT NOT NULL, "
+    "writes INTEGER NOT NULL, after INTEGER NOT NULL",
     "roles": "episode INTEGER PRIMARY KEY REFERENCES episodes, role TEXT NOT NULL, "
     "after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
@@ -109,6 +111,7 @@ REPEATED = (
     "trajectories",
     "failures",
     "restarts",
+    "notes",
     "forks",
     "roles",
     "finished",
