@@ -108,7 +108,7 @@ def build(
         engine = share(engine, hub)
     engine = supervise(engine, recovery)
     restart_dead(engine, hub)
-    components.report_events(engine, recorder.event)
+    components.report_events(parts.generator.engine, recorder.event)
     generator = replace(parts.generator, engine=engine)
 
     make_rollout = partial(
@@ -212,6 +212,7 @@ def rollout_setup(
         routed=sizes.routed,
         first_episode=0,
         stride=count,
+        ray=components.ray_address() if config.cluster.engine_hosts else "",
     )
 
 
