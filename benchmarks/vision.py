@@ -62,7 +62,7 @@ def configure(model: Path, runs: Path, tasks: str, *, steps: int, seed: int) -> 
         engine=EngineConfig(dtype="float32", max_context=64, max_completion_tokens=2),
         task=TaskConfig(env=f"benchmarks.vision:{tasks}"),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
-        trainer=TrainerConfig(lr=2e-3),
+        trainer=TrainerConfig(lr=1e-3),
         old_logps=OldLogpsConfig(route="snapshot_old"),
         audit=AuditConfig(share=0.1),
         eval=EvalConfig(tasks=HELD_OUT, temperature=0.0),
@@ -110,8 +110,8 @@ def line(name: str, found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--blind", type=int, nargs="*", default=[0], help="seeds of blind runs")
     chosen = parser.parse_args()
     lines = tables.columns(
