@@ -584,8 +584,6 @@ class JournalReader:
 
     def _note(self, episode: int) -> tuple[str, bool]:
         """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
-        if "notes" not in self._tables:
-            return "", False
         rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
         return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
