@@ -206,7 +206,10 @@ def test_closed_sandbox_leaves_no_process() -> None:
         await env.begin()
         call = ToolCall("bash", {"command": "sleep 4242 & sleep 4242 &"})
         await env.step(Message("assistant", "", tool_calls=(call,)))
-        alive = processes()
+        for _ in range(100):  # until both programs are loaded
+            if len(alive := processes()) == 2:
+                break
+            await asyncio.sleep(0.05)
         await env.close()
         return len(alive), processes()
 
