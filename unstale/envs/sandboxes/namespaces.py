@@ -44,7 +44,7 @@ _TEST_PATHS = ("PATH", "PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "BASH_ENV"
 _CLOSE_S = 3.0
 _SIGNALLED = 128
 """Exit code above which a signal ended a command."""
-_PROCESSES, _MEMORY_MB = 128, 4096
+_PROCESSES, _MEMORY_MB = 128, 2048
 
 
 @dataclass(frozen=True, slots=True)
