@@ -116,6 +116,8 @@ class Setup(msgspec.Struct, tag=True):
     """The number of the process's first episode."""
     stride: int
     """The difference between the numbers of two successive episodes of the process."""
+    ray: str = ""
+    """The address of the Ray cluster with the run's engine hosts. Empty without hosts."""
 
 
 class RunEpisodes(msgspec.Struct, tag=True):
