@@ -41,8 +41,8 @@ _OUTER_USER = 61_183
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32"}
 _SYSTEM |= {"logs", "proc", "run", "sbin", "sys", "tests", "usr"}
 """Folders of the root that are read-only during the agent's turn."""
-_OPEN = ("app", "home", "opt", "root", "srv", "tmp", "var/tmp")
-_OPEN += ("logs/agent", "logs/artifacts", "dev/shm")
+_STICKY = ("tmp", "var/tmp", "dev/shm")
+_OPEN = ("app", "home", "opt", "root", "srv", "logs/agent", "logs/artifacts", *_STICKY)
 _CLOSED = ("logs/verifier", "proc", "sys", "tests")
 _DEVICES = ("full", "null", "random", "urandom", "zero")
 _ETC = {
@@ -97,7 +97,7 @@ class Holder:
         os.umask(0o022)
         for name in _OPEN:
             os.makedirs(f"/{name}", exist_ok=True)
-        for name in ("tmp", "var/tmp", "dev/shm"):
+        for name in _STICKY:
             os.chmod(f"/{name}", 0o1777)
 
     def put(self, request: Row, payload: bytes) -> dict[str, Any]:
