@@ -1,7 +1,9 @@
 """Terminal tasks: sandboxes in namespaces, hidden tests, and attacks on them."""
 
 import asyncio
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -201,17 +203,45 @@ def test_process_of_the_tests_cannot_change_the_reward_later() -> None:
 
 
 def test_closed_sandbox_leaves_no_process() -> None:
-    async def episode() -> tuple[int, Sequence[str]]:
+    async def episode() -> Sequence[str]:
         env = TerminalEnv(task(), NamespaceRuntime())
         await env.begin()
         call = ToolCall("bash", {"command": "sleep 4242 & sleep 4242 &"})
         await env.step(Message("assistant", "", tool_calls=(call,)))
-        alive = processes()
+        await_processes(some=True)
         await env.close()
-        return len(alive), processes()
+        return processes()
 
-    before, after = asyncio.run(episode())
-    assert before == 2 and not after
+    assert not asyncio.run(episode())
+
+
+def test_killed_run_leaves_no_process() -> None:
+    """A run that is killed while a command runs, and another one while it waits for the policy."""
+    code = (
+        "import asyncio, sys\nfrom tests.envs.test_terminal import *\nasync def main():\n"
+        " sandbox = await NamespaceRuntime().start(task())\n"
+        " await sandbox.run('sleep 4242 & sleep 4242 &', seconds=9, output_kb=1)\n"
+        " print('.', flush=True)\n"
+        " await sandbox.run(sys.argv[1], seconds=99, output_kb=1)\n"
+        " await asyncio.sleep(99)\nasyncio.run(main())\n"
+    )
+    for command in ("sleep 4242", "true"):
+        run = subprocess.Popen([sys.executable, "-c", code, command], stdout=subprocess.PIPE)
+        assert run.stdout and run.stdout.read(1) == b"."
+        await_processes(some=True)
+        run.kill()
+        run.wait()
+        run.stdout.close()
+        await_processes(some=False)
+
+
+def await_processes(*, some: bool) -> None:
+    """Wait until the programs are loaded, or until none is left."""
+    for _ in range(200):
+        if bool(processes()) == some:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{len(processes())} processes")
 
 
 def processes() -> list[str]:

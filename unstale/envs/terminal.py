@@ -172,7 +172,7 @@ def _rewards(task: TerminalTask, verdict: Verdict) -> tuple[dict[str, float], bo
         passed = verdict.tests.code == 0 and verdict.tests.ended != "timeout"
         return {"reward": float(passed)}, False
     try:
-        value = json.loads(verdict.text)
+        value = json.loads(verdict.reward)
         rewards = read_rewards(value if isinstance(value, dict) else {"reward": value})
     except (ValueError, RecursionError, EnvError):
         rewards = {}
