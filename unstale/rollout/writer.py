@@ -36,8 +36,15 @@ class PolicyWriter:
         Each text is cut to its last characters so that the prompt leaves half of the context to
         the reply. Raises `ConfigError` if this is not possible.
         """
+        return await self._sample(self._prompt(instructions, texts), seed)
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        """Return the policy's reply to messages, without its thoughts."""
+        return await self._sample(self._chat.encode_prompt(tuple(messages)), seed)
+
+    async def _sample(self, prompt: tuple[int, ...], seed: int) -> str:
         transcript = Transcript(0, seed)
-        transcript.add_context(ContextPiece(self._prompt(instructions, texts)))
+        transcript.add_context(ContextPiece(prompt))
         async with self._places:
             tokens, _ = await self._generator.generate(transcript)
         self.tokens += len(tokens)
