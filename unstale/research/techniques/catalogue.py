@@ -202,12 +202,12 @@ ROWS: Sequence[Row] = (
         "--cluster.engine_hosts to groups of machines; judges are called off the event loop",
         "The number of concurrent calls of judges is fixed, and does not follow the load.",
     ),
-    _partly(
+    _works(
         23,
         "Turn control",
-        "a limit of turns at a quantile",
-        "--techniques limits, with --limits.extend for extensions",
-        "The limits act in training only, not in `unstale eval` and `unstale serve`.",
+        "a limit of turns at a quantile, and extensions on demand",
+        "--techniques limits, with --limits.extend for extensions; unstale eval and unstale serve "
+        "with --limit-turns",
     ),
     _works(
         24,
