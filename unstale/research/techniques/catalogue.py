@@ -194,13 +194,13 @@ ROWS: Sequence[Row] = (
         "--techniques 'episode_filter top_tokens' with larger groups, such as "
         "--schedule.group_size 16",
     ),
-    _partly(
+    _works(
         22,
         "RollArt",
         "phases on the hardware that fits them",
         "--engine.prefill_engines sends requests to groups of engines by phase, and with "
-        "--cluster.engine_hosts to groups of machines; judges are called off the event loop",
-        "The number of concurrent calls of judges is fixed, and does not follow the load.",
+        "--cluster.engine_hosts to groups of machines; judges are called off the event loop, "
+        "as many at once as their endpoint bears (docs/rewards.md)",
     ),
     _works(
         23,
