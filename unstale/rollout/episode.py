@@ -189,6 +189,8 @@ class Rollout:
         self.roles: Sequence[str] = getattr(taskset, "roles", ())
         """Roles of the policy in an episode. The main conversation has the first one."""
         self.config = config
+        self.turn_limit: TurnLimit | None = None
+        """A limit of turns for the episodes that `episode` runs, and for those of a server."""
         self.on_piece = on_piece
         self.on_end = on_end
         self.on_failure = on_failure
@@ -375,6 +377,7 @@ class Rollout:
                 noise_seed=noise_seed,
                 open_writer=open_writer,
                 record=record,
+                limit=self.turn_limit,
             )
             self._failures.count(number, [outcome])
         finally:

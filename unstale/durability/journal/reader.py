@@ -329,7 +329,7 @@ class JournalReader:
             WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
         sizes = self._sizes()
-        limits = self._turn_limits()
+        limits = self.turn_limits()
         budgets = self._budgets()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
@@ -363,7 +363,7 @@ class JournalReader:
                 sizes[group] = (*sizes.get(group, ()), int(event["size"]))
         return sizes
 
-    def _turn_limits(self) -> dict[int, TurnLimit]:
+    def turn_limits(self) -> dict[int, TurnLimit]:
         """Return the turn limit of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
         limits = {}
