@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from unstale.kept_sets import KeptSets, join
+from unstale.pictures import Picture
 from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
@@ -77,6 +78,8 @@ class ContextPiece:
 
     tokens: tuple[int, ...]
     provenance: Provenance = Provenance.ENVIRONMENT
+    pictures: tuple[Picture, ...] = ()
+    """The different pictures among the tokens. All tokens of a picture are its number."""
 
     def __post_init__(self) -> None:
         if self.provenance in HAS_BEHAVIOR:
@@ -311,7 +314,9 @@ class Fork:
             tokens = piece.tokens[:left]
             if tokens:
                 source = Provenance.SHARED if is_reply(piece) else piece.provenance
-                taken.append(ContextPiece(tokens, source))
+                known = piece.pictures if isinstance(piece, ContextPiece) else ()
+                pictures = tuple(each for each in known if each.number in tokens)
+                taken.append(ContextPiece(tokens, source, pictures))
                 left -= len(tokens)
         if left > 0:
             raise ValueError(

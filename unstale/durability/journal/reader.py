@@ -27,6 +27,7 @@ from unstale.durability.journal.tables import (
     TURN_LIMIT,
     journal_error,
     seal,
+    to_pictures,
     to_piece,
     to_placed,
 )
@@ -610,6 +611,7 @@ class JournalReader:
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
         pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
+        pieces = self._with_pictures(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -639,6 +641,22 @@ class JournalReader:
                 if seal("placed", *row[:-1]) != row[-1]:
                     raise ValueError("it changed after it was written")
                 found[row[1]] = to_placed(found[row[1]], *row[2:-2])
+        return tuple(found)
+
+    def _with_pictures(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['pictures'])}, seal FROM pictures WHERE episode = ?",
+            episode,
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the pictures of episode {episode}"):
+            for row in rows:
+                if seal("pictures", *row[:-1]) != row[-1]:
+                    raise ValueError("they changed after they were written")
+                piece = found[row[1]]
+                if not isinstance(piece, ContextPiece):
+                    raise ValueError(f"piece {row[1]} is no context")
+                found[row[1]] = replace(piece, pictures=to_pictures(row[2]))
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
