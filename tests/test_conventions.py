@@ -162,7 +162,7 @@ def test_public_names_are_sorted_and_importable() -> None:
     ("modules", "heavy"),
     [
         (
-            "unstale.cli.main, unstale.analysis.report.compare_page, unstale.recipes",
+            "unstale.cli.main, unstale.analysis.report.compare_tables, unstale.recipes",
             {"torch", "transformers", "ray", "vllm"},
         ),
         # The engine's process, which every run starts.

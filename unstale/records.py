@@ -271,10 +271,10 @@ def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The place at which an episode was forked from another one of its group.
+    """The start of an episode that another one of its group led to, mostly by being forked from it.
 
     The forked episode begins with the first `at` tokens of the episode `parent`. It continues with
-    other random numbers.
+    other random numbers. With a `note` it has its own beginning, and `at` is 0.
     """
 
     parent: int
@@ -285,8 +285,16 @@ class Fork:
     """Placed text that follows these tokens, with the environment's answers to it. The episode's
     environment must answer so again. Placed text is its last piece.
     """
+    note: str = ""
+    """Text at the end of the episode's prompt, which other episodes of the task do not have."""
+    writes: bool = False
+    """True for a text that the policy writes about `parent`: the note is the whole prompt, and the
+    reply ends the episode, without a reward. It is one of `Group.texts`.
+    """
 
     def __post_init__(self) -> None:
+        if (self.note and (self.at or self.text)) or (self.writes and not self.note):
+            raise ValueError("a fork with a note needs at = 0 and no text; a written text, a note")
         if self.text and not isinstance(self.text[-1], Placed):
             raise ValueError("the text of a fork must end with a Placed piece")
 
@@ -450,6 +458,25 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
         start += len(piece.tokens)
 
 
+def replies(pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the offset and the tokens of every reply, those before a fork included.
+
+    >>> a, b = ContextPiece((5,), Provenance.SHARED), Sampled((6,), (-0.2,), 1)
+    >>> replies([ContextPiece((1, 2)), a, b, ContextPiece((3,)), b])
+    [(2, (5, 6)), (5, (6,))]
+    """
+    found: list[tuple[int, tuple[int, ...]]] = []
+    in_reply = False
+    for start, piece, _ in walk(pieces):
+        if is_reply(piece) and in_reply:
+            first, tokens = found.pop()
+            found.append((first, tokens + piece.tokens))
+        elif is_reply(piece):
+            found.append((start, piece.tokens))
+        in_reply = is_reply(piece)
+    return found
+
+
 def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> int:
     """Return the number of replies that do not end with one of `stop_tokens`.
 
@@ -539,6 +566,10 @@ class Group:
     budget: EpisodeBudget = NO_BUDGET
     added: frozenset[int] = frozenset()
     """Numbers of the finished episodes by which the group was enlarged after its first results."""
+    texts: tuple[Trajectory, ...] = ()
+    """Texts that the policy wrote about episodes of the group, such as reflections. They are no
+    attempts at the task.
+    """
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
@@ -571,7 +602,7 @@ class Group:
         """
         return frozenset(
             conversation.episode
-            for trajectory in self.finished
+            for trajectory in (*self.finished, *self.texts)
             for conversation in trajectory.conversations
         )
 
@@ -772,7 +803,8 @@ class Batch:
     offsets: tuple[int, ...]
     sampled: "Tensor"
     """True for tokens that the policy sampled (action tokens). Only these and `placed.trained` have
-    a loss.
+    a loss, unless a correction or a technique drops them. Tokens before a fork are sampled only in
+    the episode that sampled them, so they count once.
     """
     behavior_logp: "Tensor"
     version: "Tensor"
@@ -1163,7 +1195,7 @@ def _reaches(
 
     forks: dict[int, Counter[int]] = {}
     for each in trajectories:
-        if each.fork and not each.fork.text:
+        if each.fork and each.fork.at and not each.fork.text:
             parent, at = _fork_place(each.fork, by_episode)
             forks.setdefault(parent, Counter())[at] += 1
     found = []

@@ -48,9 +48,8 @@ from unstale.rollout.processes.shards import ProcessRollout
 from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
-from unstale.rollout.solutions import give_solutions
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
-from unstale.rollout.writer import PolicyWriter
+from unstale.rollout.texts import PolicyTexts, require_solutions
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
 
@@ -143,7 +142,8 @@ def build(
         parts.techniques,
         skipped=rollout.quarantined,
     )
-    give_solutions(parts.techniques, config, taskset, generator.chat)
+    texts = PolicyTexts(taskset, generator)
+    require_solutions(parts.techniques, texts, taskset, config.seed)
     queue = build_queue(config.schedule, start, policy)
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
@@ -177,7 +177,7 @@ def build(
             lag=parts.trainer.lag,
             resize=journal.resize,
             hidden_states=parts.hidden_states,
-            writer=PolicyWriter(generator),
+            texts=texts,
             seed=config.seed,
             replay_experts=config.trainer.routing_replay,
             give_lessons=build_lessons(config, taskset, parts.generator.chat),

@@ -413,6 +413,21 @@ class HasDemonstrations(Protocol):
 
 
 @runtime_checkable
+class HasCorrections(Protocol):
+    """A task set that finds wrong replies, for instance by a judge and a teacher."""
+
+    def correction(
+        self, task: Task, replies: Sequence[Message]
+    ) -> Awaitable[tuple[int, Message | str] | None] | tuple[int, Message | str] | None:
+        """Return the index of the first wrong reply of an episode, and a right reply in its place.
+
+        A text is only the beginning of a reply: its right steps, and the next one as it should be.
+        The policy goes on with the reply. None if no reply is wrong.
+        """
+        ...
+
+
+@runtime_checkable
 class HasTaskTools(Protocol):
     """A task set whose tasks have different tools, such as a mixture of other task sets.
 

@@ -48,6 +48,7 @@ from unstale.envs.guard import (
     num_hung,
 )
 from unstale.envs.hooks import EnvCaller, Identities, call_hook, is_own, make_env, with_place
+from unstale.envs.notes import with_note
 from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     CUT_REPLIES,
@@ -488,8 +489,11 @@ class Rollout:
         """
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
+                fork = transcript.fork
                 chat = await self.chat(task)
-                caller = opened.caller = await self.make_env(task, env_seed)
+                if fork and fork.writes:
+                    chat = chat.with_tools(())
+                caller = opened.caller = await self.make_env(task, env_seed, fork)
                 if HasWorker in caller.kinds and (start := caller.env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
@@ -527,8 +531,8 @@ class Rollout:
             fork=transcript.fork,
         )
 
-    async def make_env(self, task: Task, seed: int) -> EnvCaller:
-        """Create the environment of a task.
+    async def make_env(self, task: Task, seed: int, fork: Fork | None = None) -> EnvCaller:
+        """Create the environment of a task, with the note of an episode's `fork`.
 
         Return the `EnvCaller` through which its methods are called. The caller must close the
         thread of the `EnvCaller`.
@@ -541,7 +545,8 @@ class Rollout:
                 self._longest_blocked[name] = seconds
                 self._on_blocked(name, seconds)
 
-        return await make_env(self.taskset, task, seed, on_blocked)
+        taskset = with_note(self.taskset, task, fork) if fork else self.taskset
+        return await make_env(taskset, task, seed, on_blocked)
 
     async def chat(self, task: Task) -> Chat:
         """Return the chat format with the tools of a task."""
@@ -851,9 +856,11 @@ def _starts(
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:
     first = request.sizes[0] if request.sizes else len(results)
+    ended = [result for result in results if isinstance(result, Trajectory)]
+    written = {each.episode for each in ended if each.fork and each.fork.writes}
     return Group(
         task=request.task,
-        trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
+        trajectories=tuple(each for each in ended if each.episode not in written),
         failures=tuple(result for result in results if isinstance(result, Failure)),
         number=request.number,
         added=frozenset(
@@ -861,6 +868,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
         ),
         turn_limit=request.turn_limit,
         budget=request.budget,
+        texts=tuple(each for each in ended if each.episode in written),
     )
 
 

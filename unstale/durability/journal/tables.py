@@ -23,11 +23,8 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 7
+FORMAT = 8
 """Number of the journal's format, stored as `user_version` of the database."""
-
-OLDEST_FORMAT = 3
-"""Oldest format that can be read. A run that is resumed changes its journal to `FORMAT`."""
 
 TABLES = {
     "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, "
@@ -70,6 +67,8 @@ TABLES = {
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
     "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
+    "notes": "episode INTEGER PRIMARY KEY REFERENCES forks, note TEXT NOT NULL, "
+    "writes INTEGER NOT NULL, after INTEGER NOT NULL",
     "roles": "episode INTEGER PRIMARY KEY REFERENCES episodes, role TEXT NOT NULL, "
     "after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
@@ -93,9 +92,6 @@ _KEYS = {
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7, "roles": 7}
-"""The format in which a table was added. The other tables are in every format that can be read."""
-
 COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
@@ -115,6 +111,7 @@ REPEATED = (
     "trajectories",
     "failures",
     "restarts",
+    "notes",
     "forks",
     "roles",
     "finished",
@@ -182,26 +179,13 @@ def seal(table: str, *row: Any) -> int:
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-def tables(journal_format: int) -> tuple[str, ...]:
-    """Return the names of the tables in a version of the journal's format."""
-    return tuple(name for name in TABLES if ADDED.get(name, 0) <= journal_format)
-
-
-def schema(names: Sequence[str]) -> str:
-    """Return the SQL statements that create these tables and record that they have no rows."""
-    return "".join(
-        f"CREATE TABLE {name} ({TABLES[name]}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) "
-        "STRICT;\n"
-        for name in names
-    ) + "".join(
-        f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n"
-        for name in names
-        if name in COUNTED
-    )
-
-
-SCHEMA = schema(tuple(TABLES))
-"""SQL statements that create the tables of an empty journal."""
+SCHEMA = "".join(
+    f"CREATE TABLE {name} ({columns}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) STRICT;\n"
+    for name, columns in TABLES.items()
+) + "".join(
+    f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n" for name in COUNTED
+)
+"""SQL statements that create the tables of an empty journal, and record that they have no rows."""
 
 
 def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:

@@ -110,11 +110,12 @@ ROWS: Sequence[Row] = (
         "tasks drawn from a Beta posterior",
         "--techniques beta_sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         9,
         "SCOPE",
         "a corrector continues from the first wrong step",
-        "A checker of steps during training, and training on corrected steps, are missing.",
+        "--techniques retry --retry.rule correct --objective.placed anchor, with a method "
+        "correction of the task set, which may ask a judge and a teacher, or its demonstrations",
     ),
     _works(
         10,
@@ -273,12 +274,12 @@ ROWS: Sequence[Row] = (
         "step groups that share the last states",
         "--techniques step_groups --step_groups.rule hgpo (or gigpo)",
     ),
-    _partly(
+    _works(
         34,
         "R3L",
         "reflect, restart, train the suffix",
-        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none",
-        "Only failed attempts are reflected on, and the reflections themselves are not trained on.",
+        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none "
+        "--retry.attempts all --retry.train_texts true",
     ),
     _partly(
         35,
@@ -315,11 +316,11 @@ ROWS: Sequence[Row] = (
         "recipes areal_naive, areal_decoupled, areal_loglinear and areal_m2po; "
         "--schedule.max_staleness; --techniques m2po",
     ),
-    _idea(
+    _works(
         40,
         "CLEANER",
         "failed calls replaced by later successes",
-        "Replacing a failed call in an episode, and training on the result, are missing.",
+        "--techniques retry --retry.rule clean --objective.placed guided",
     ),
     _partly(
         41,
@@ -343,12 +344,12 @@ ROWS: Sequence[Row] = (
         "--tree.branch unlikely --majority.least 0, with --selection.test_time",
         "Forks are at the least likely tokens, not at those with the largest entropy.",
     ),
-    _partly(
+    _works(
         44,
         "SAGE (plans)",
         "a plan from the first attempt",
-        "unstale attempt --plan (docs/commands.md)",
-        "Training with plans is missing.",
+        "--techniques retry --retry.rule plan --retry.train_texts true; unstale attempt --plan "
+        "attempts tasks so (docs/commands.md)",
     ),
     _diagnostic(
         45,
