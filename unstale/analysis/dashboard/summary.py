@@ -19,7 +19,7 @@ from unstale.analysis.dashboard.table import BadQuestion
 from unstale.analysis.dashboard.timeline import pace
 from unstale.analysis.report.options import changed_options, written
 from unstale.analysis.report.words import MEANS, factor_names, is_exact, meanings, tiles
-from unstale.config import ConfigError
+from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, SURVIVORS, Row, RunFolder
@@ -150,7 +150,11 @@ def overview(name: str, index: RunIndex) -> Row:
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
     error = folder.error()[-20_000:]
-    changed = changed_options(config)
+    try:
+        known = own_config(index.folder)
+        semantics, changed = _semantics(known, exact_share), changed_options(known)
+    except BadQuestion as problem:
+        semantics, changed = [["Not known", str(problem)]], set()
     described = describe(name, index)
     started = {} if not (begun := _events(database, "started")) else begun[-1]
     return {
@@ -160,7 +164,7 @@ def overview(name: str, index: RunIndex) -> Row:
         "exact_routes": list(exact_routes()),
         "factors": list(factor_names(route, exact=exact)),
         "meanings": meanings(route, exact=exact),
-        "semantics": _semantics(index.folder, exact_share),
+        "semantics": semantics,
         "pace": {"sentence": wait.sentence, "advice": wait.advice},
         "evaluations": [_shown(each) for each in held],
         "outcome": asdict(shown) if shown else None,
@@ -186,16 +190,12 @@ def overview(name: str, index: RunIndex) -> Row:
     }
 
 
-def _semantics(folder: Path, exact_share: float | None) -> list[list[str]]:
+def _semantics(config: RunConfig, exact_share: float | None) -> list[list[str]]:
     """Return what a run's options mean, as [heading, text]. The texts are those of the linter.
 
     `exact_share` is the measured share of tokens whose old_logp was computed with the version that
     sampled them, or None.
     """
-    try:
-        config = own_config(folder)
-    except BadQuestion as error:
-        return [["Not known", str(error)]]
     d, s = factors(config)
     measured = "" if exact_share is None else f"; measured: for {percent(exact_share, 1)} of tokens"
     return [
