@@ -6,11 +6,11 @@ The database is opened read-only, and nothing that it contains is executed.
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 from urllib.parse import quote
 
 from unstale.durability.journal.expert_files import ExpertFiles, ExpertKey
@@ -56,6 +56,8 @@ from unstale.records import (
 )
 from unstale.routed_experts import RoutedExperts
 from unstale.token_values import TokenValues
+
+_Read = TypeVar("_Read")
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
@@ -331,7 +333,7 @@ class JournalReader:
         )
         sizes = self._sizes()
         limits = self.turn_limits()
-        budgets = self._budgets()
+        budgets = self._of_groups(EPISODE_BUDGET, EpisodeBudget)
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
@@ -366,25 +368,20 @@ class JournalReader:
 
     def turn_limits(self) -> dict[int, TurnLimit]:
         """Return the turn limit of each group that has one, by the group's number."""
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
-        limits = {}
-        with self.wrap_errors("the limits of turns"):
-            for (fields,) in rows:
-                event = _parse_object(fields)
-                number = int(event.pop("group"))
-                limits[number] = TurnLimit(**event)
-        return limits
+        return self._of_groups(TURN_LIMIT, TurnLimit)
 
-    def _budgets(self) -> dict[int, EpisodeBudget]:
-        """Return the budget of the episodes of each group that has one, by the group's number."""
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", EPISODE_BUDGET)
-        budgets = {}
-        with self.wrap_errors("the budgets of episodes"):
-            for (fields,) in rows:
+    def _of_groups(self, kind: str, read: Callable[..., _Read]) -> dict[int, _Read]:
+        """Return what the events of a kind say of each group, by the group's number.
+
+        `read` gets the other fields of an event.
+        """
+        found = {}
+        for (fields,) in self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", kind):
+            with self.wrap_errors(f"an event of kind {kind}"):
                 event = _parse_object(fields)
                 number = int(event.pop("group"))
-                budgets[number] = EpisodeBudget(**event)
-        return budgets
+                found[number] = read(**event)
+        return found
 
     def visits(self) -> dict[Task, int]:
         """Return the number of groups that were started on each task."""

@@ -384,8 +384,7 @@ ROWS: Sequence[Row] = (
         49,
         "P/D-Serve",
         "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; "
-        "unstale simulate --set fleet.kv_transfer=true simulates a transfer",
+        "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
         "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
     ),
     _works(
