@@ -26,7 +26,14 @@ from unstale.envs import Taskset, task_identity, task_text
 from unstale.envs.hooks import Identities, tasks_of
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import Draw, DrawContext, GroupSoFar, Techniques, TextReader
+from unstale.techniques.hooks import (
+    Draw,
+    DrawContext,
+    GroupSoFar,
+    TaskNamer,
+    Techniques,
+    TextReader,
+)
 
 if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState
@@ -164,6 +171,8 @@ class Selection:
         self._techniques = techniques
         self._skipped = skipped
         self.identify = Identities(taskset)
+        if isinstance(techniques.strategy, TaskNamer):
+            techniques.strategy.name_tasks(self.identify)
         self._pool: dict[str, tuple[int, Task]] = {}
         self._visits: Counter[str] = Counter()
         if config.selection.pool:

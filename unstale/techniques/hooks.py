@@ -394,6 +394,15 @@ class Reflector(Protocol):
 
 
 @runtime_checkable
+class TaskNamer(Protocol):
+    """A strategy that finds texts by the identity of a task."""
+
+    def name_tasks(self, identify: Callable[[Task], str]) -> None:
+        """Receive a function that returns the identity of a task, before the first group."""
+        ...
+
+
+@runtime_checkable
 class SolutionReader(Protocol):
     """A technique that uses solutions of tasks."""
 
