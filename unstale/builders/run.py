@@ -50,6 +50,7 @@ from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.solutions import give_solutions
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.rollout.text_vectors import text_vectors
 from unstale.rollout.writer import PolicyWriter
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
@@ -142,6 +143,13 @@ def build(
         start,
         parts.techniques,
         skipped=rollout.quarantined,
+        encode=parts.hidden_states
+        and partial(
+            text_vectors,
+            states=parts.hidden_states,
+            chat=generator.chat,
+            max_context=config.engine.max_context,
+        ),
     )
     give_solutions(parts.techniques, config, taskset, generator.chat)
     queue = build_queue(config.schedule, start, policy)

@@ -30,12 +30,16 @@ from unstale.techniques.hooks import (
     Draw,
     DrawContext,
     GroupSoFar,
+    StatesQuery,
     TaskNamer,
     Techniques,
     TextReader,
+    VectorReader,
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
@@ -151,7 +155,7 @@ class Selection:
     set.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two of them are not the selection's own
         self,
         config: RunConfig,
         taskset: Taskset,
@@ -159,11 +163,12 @@ class Selection:
         techniques: Techniques,
         *,
         skipped: Collection[str],
+        encode: Callable[[Sequence[str], StatesQuery], Tensor] | None = None,
     ) -> None:
         """Create the selection of a run. `start` is the state from which the run continues.
 
         `skipped` are the identities of the tasks that are not tried again. Callers may add to this
-        set.
+        set. `encode` returns vectors of texts from hidden states of the policy.
         """
         self._config = config
         self._taskset = taskset
@@ -181,6 +186,8 @@ class Selection:
                 self._visits[self.identify(task)] += count
             if isinstance(techniques.sampler, TextReader):
                 techniques.sampler.read(read_texts(taskset, self._pool))
+            if isinstance(techniques.sampler, VectorReader) and encode:
+                techniques.sampler.read_vectors(encode)
         self._names = list(self._pool)
         self._live = {each.number: self.identify(each.task) for each in start.requests}
         """The identity of the task of each group in flight, by the number of the group."""

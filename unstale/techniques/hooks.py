@@ -284,6 +284,17 @@ class TextReader(Protocol):
 
 
 @runtime_checkable
+class VectorReader(Protocol):
+    """A technique that may use vectors of texts, from hidden states of the policy."""
+
+    def read_vectors(self, encode: Callable[[Sequence[str], StatesQuery], Tensor]) -> None:
+        """Receive a function that returns a vector for each text, `[n, H]` float32, after the
+        texts. It is slow.
+        """
+        ...
+
+
+@runtime_checkable
 class Forecaster(Protocol):
     """A sampler that forecasts success rates of tasks from their texts."""
 

@@ -60,13 +60,12 @@ ROWS: Sequence[Row] = (
         "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "It cannot compare contexts of one policy in self-distillation.",
     ),
-    _partly(
+    _works(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N",
-        "Counts of words take the place of the trained encoder, and past groups that of the "
-        "reference tasks.",
+        "--techniques 'predicted_sampler replay' --predicted_sampler.encoder policy "
+        "--predicted_sampler.forecast model --predicted_sampler.reference 256 --selection.pool N",
     ),
     _works(
         3,
