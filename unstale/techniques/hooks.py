@@ -291,6 +291,17 @@ class TextReader(Protocol):
 
 
 @runtime_checkable
+class VectorReader(Protocol):
+    """A technique that may use vectors of texts, from hidden states of the policy."""
+
+    def read_vectors(self, encode: Callable[[Sequence[str], StatesQuery], Tensor]) -> None:
+        """Receive a function that returns a vector for each text, `[n, H]` float32, after the
+        texts. It is slow.
+        """
+        ...
+
+
+@runtime_checkable
 class Forecaster(Protocol):
     """A sampler that forecasts success rates of tasks from their texts."""
 
@@ -408,6 +419,15 @@ class Strategy(Protocol):
         began the group. All have ended. No element ends the group. The result must depend only on
         the arguments and the state. In a resumed group the method is called for each round again.
         """
+        ...
+
+
+@runtime_checkable
+class TaskNamer(Protocol):
+    """A strategy that finds texts by the identity of a task."""
+
+    def name_tasks(self, identify: Callable[[Task], str]) -> None:
+        """Receive a function that returns the identity of a task, before the first group."""
         ...
 
 

@@ -60,15 +60,14 @@ ROWS: Sequence[Row] = (
         "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "It cannot compare contexts of one policy in self-distillation.",
     ),
-    _partly(
+    _works(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N",
-        "Counts of words take the place of the trained encoder, and past groups that of the "
-        "reference tasks.",
+        "--techniques 'predicted_sampler replay' --predicted_sampler.encoder policy "
+        "--predicted_sampler.forecast model --predicted_sampler.reference 256 --selection.pool N",
     ),
-    _diagnostic(
+    _works(
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
@@ -127,10 +126,10 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
-        "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
-        "--correction.mode truncate the ratio",
-        "Successes collected before the run cannot be loaded, and screenshots are missing.",
+        "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
+        "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
+        "bus --bus.load RUN --bus.when failed has successes collected before the run",
+        "Screenshots are missing.",
     ),
     _idea(
         12,
@@ -151,11 +150,11 @@ ROWS: Sequence[Row] = (
         "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage",
         "Pruning of gradients and image models are missing.",
     ),
-    _idea(
+    _works(
         15,
         "Swarm sampling",
         "nodes share episodes",
-        "Training on the texts of other runs is missing.",
+        "--techniques bus --bus.folder DIR --bus.node NAME --objective.placed anchor, in each run",
     ),
     _works(
         16,
@@ -469,6 +468,7 @@ ROWS: Sequence[Row] = (
 WISHES: Mapping[str, Sequence[str]] = {
     "more signal per token": (
         "baseline",
+        "bus",
         "confident_error_penalty",
         "distil",
         "entropy_advantage_reweighting",
