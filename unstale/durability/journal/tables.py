@@ -23,7 +23,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 7
+FORMAT = 8
 """Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
@@ -44,6 +44,8 @@ TABLES = {
     "after INTEGER NOT NULL",
     "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
     "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
+    "signals": "episode INTEGER NOT NULL, position INTEGER NOT NULL, signals BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -88,12 +90,22 @@ _KEYS = {
     "REFERENCES pieces",
     "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
+    "signals": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7, "roles": 7}
+ADDED = {
+    "replayed": 4,
+    "trained_tokens": 5,
+    "forks": 6,
+    "kept_sets": 6,
+    "placed": 7,
+    "roles": 7,
+    "signals": 8,
+}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
@@ -111,6 +123,7 @@ REPEATED = (
     "snapshots",
     "kept_sets",
     "placed",
+    "signals",
     "pieces",
     "trajectories",
     "failures",
@@ -136,6 +149,9 @@ conversations of an agent are in the same table, with other seeds.
 
 TOKEN_SAMPLES = "token_samples"
 """Kind of the event with a sample of the tokens of a step."""
+
+ROUND = "round"
+"""Kind of the event with a round of decisions about the episodes of a group."""
 
 GROUP_SIZE = "group_size"
 """Kind of the event with the number of episodes of a group: its fields are `group` and `size`.
@@ -219,8 +235,8 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets or
-    its source.
+    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets, its
+    signals or its source.
 
     `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
     two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
@@ -236,6 +252,8 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
     if isinstance(piece, Sampled) and piece.kept_sets is not None:
         sets = piece.kept_sets.pack(piece.tokens)
         rows.append(insert("kept_sets", episode, position, sets, after))
+    if isinstance(piece, Sampled) and piece.signals is not None:
+        rows.append(insert("signals", episode, position, piece.signals.tobytes(), after))
     if isinstance(piece, Placed):
         rows.append(insert("placed", episode, position, *_source(piece), after))
     return rows

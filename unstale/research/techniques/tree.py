@@ -10,15 +10,24 @@ the episode is known, which biases the gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from unstale.config.checks import ConfigError, PositiveInt, Range, Section
+from unstale.config.checks import (
+    ConfigError,
+    Count,
+    Positive,
+    PositiveInt,
+    Range,
+    Section,
+    Share,
+)
 from unstale.config.techniques import Entry, chosen, refuse_slots
 from unstale.records import Failure, Fork, Sampled, Trajectory, walk
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
+    from unstale.research.techniques.live_tree import LiveTree
 
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
@@ -31,28 +40,80 @@ REFUSED = {
 """Slots whose techniques cannot be used with trees, and the reason."""
 
 
+Branch = Literal["turn", "unlikely", "peaks", "entropy", "confidence", "second", "tool", "none"]
+LIVE: Sequence[str] = ("entropy", "confidence", "second", "tool", "none")
+"""The values of `tree.branch` with which episodes are forked or pruned while they run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig(Section):
-    """Episodes that are forked from others of their group (ETTRL, arXiv 2508.11356)."""
+    """Episodes that are forked from others of their group, or pruned."""
 
     selector: ClassVar[str] = "branch"
-    read_by: ClassVar[Mapping[str, Sequence[str]]] = {"turn": ["turn"], "places": ["unlikely"]}
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {
+        "turn": ["turn"],
+        "places": ["unlikely", "peaks"],
+        "threshold": ["entropy", "confidence"],
+        "least": ["second"],
+        "margin": ["second"],
+        **dict.fromkeys(("roots", "every", "prune", "spare", "keep", "distance"), LIVE),
+    }
 
-    branch: Literal["turn", "unlikely"] = "turn"
-    """The places of forks: before a reply, or before the tokens that were the least likely."""
+    branch: Branch = "turn"
+    """The places of forks. Of finished episodes: before a reply (`turn`), or before the tokens that
+    were the least likely (`unlikely`) or had the largest entropy (`peaks`). While episodes run:
+    before a token with a large entropy (`entropy`), after tokens with a large entropy and a low
+    confidence (`confidence`), with the other one of two likely tokens (`second`), after the first
+    tokens of a reply to a tool (`tool`), or nowhere (`none`).
+    """
     turn: Annotated[int, Range(2)] = 2
     """Only for `turn`: the number of the reply that the forked episodes sample anew. An episode
     with fewer replies is not forked.
     """
     places: PositiveInt = 3
-    """Only for `unlikely`: the number of places at which each episode is forked."""
+    """Only for `unlikely` and `peaks`: the number of places at which each episode is forked."""
     continuations: PositiveInt = 1
-    """Number of forked episodes at each place."""
+    """Number of forked episodes at each place, for `confidence` the largest number."""
+    every: PositiveInt = 32
+    """Number of tokens of a reply between two decisions; for `tool`, before the only one."""
+    roots: Count = 0
+    """Number of episodes that begin a group. 0 is half of `schedule.group_size`, for `none` all of
+    it. With 1, `tool` computes it from the first episode (AEPO).
+    """
+    threshold: Positive = 1.0
+    """Entropy in nats above which `entropy` forks, and which is full uncertainty for `confidence`.
+    """
+    least: Share = 0.1
+    """Probability of the second likeliest token above which `second` forks."""
+    margin: Share = 0.3
+    """Largest difference of the two likeliest tokens' probabilities at which `second` forks."""
+    prune: Literal["none", "confidence", "similar", "mixed"] = "none"
+    """The episodes that end early, without a reward. `confidence`: those in the lowest quarter of
+    their group's confidences at two successive places. `similar`: forks whose first tokens resemble
+    those of their parent. `mixed`: all but the share `keep` with forecasts of success nearest 1/2.
+    """
+    spare: Share = 0.25
+    """Probability with which such an episode survives, with the weight 1 / probability. 0 prunes
+    all of them, which biases the gradient.
+    """
+    keep: Share = 0.5
+    """Share of the episodes that `mixed` keeps."""
+    distance: Share = 0.4
+    """Edit distance as a share of the tokens below which `similar` prunes a fork."""
 
     @property
     def leaves(self) -> int:
         """The largest number of episodes of one tree, with the one that is forked."""
-        return 1 + self.continuations * (self.places if self.branch == "unlikely" else 1)
+        return 1 + self.continuations * (1 if self.branch == "turn" else self.places)
+
+    @property
+    def is_live(self) -> bool:
+        """True if episodes are forked or pruned while they run."""
+        return self.branch in LIVE
+
+    @property
+    def reads_signals(self) -> bool:
+        return self.is_live or self.branch == "peaks"
 
 
 class Tree:
@@ -78,17 +139,22 @@ class Tree:
         if self._options.branch == "turn":
             wanted = self._options.turn - 1
             return [start for start, _, turn in walk(trunk.pieces) if turn == wanted][:1]
-        logps: list[tuple[float, int]] = []
+        values: list[tuple[float, int]] = []
         for start, piece, _ in walk(trunk.pieces):
             if isinstance(piece, Sampled):
-                logps += [(logp, start + i) for i, logp in enumerate(piece.behavior_logp)]
+                row: Sequence[float] = piece.behavior_logp
+                if self._options.branch == "peaks":
+                    row = [-float(h) for h in piece.signals.entropy] if piece.signals else ()
+                values += [(value, start + i) for i, value in enumerate(row)]
         # A fork before the first token would be an episode with its own beginning.
-        return sorted(at for _, at in sorted(logps[1:])[: self._options.places])
+        return sorted(at for _, at in sorted(values[1:])[: self._options.places])
 
 
 def _check(options: TreeConfig, config: RunConfig) -> None:
     size = config.schedule.group_size
-    if size % options.leaves or size == options.leaves:
+    if options.is_live:
+        _check_live(_complete(options, config), size)
+    elif size % options.leaves or size == options.leaves:
         raise ConfigError(
             f"schedule.group_size must be a multiple of {options.leaves} and at least "
             f"{2 * options.leaves}, got {size}: each tree has {options.leaves} episodes, and a "
@@ -101,6 +167,36 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
         )
     _check_techniques(config)
     check_sequences(config)
+
+
+def _check_live(options: TreeConfig, size: int) -> None:
+    fewest = 1 if options.branch == "tool" else 2
+    if not fewest <= options.roots <= size:
+        raise ConfigError(
+            f"tree.roots must be from {fewest} to schedule.group_size ({size}), got "
+            f"{options.roots}: a tree is compared with the others of its group"
+        )
+    if options.prune == "similar" and options.branch == "none":
+        raise ConfigError(
+            "tree.prune similar compares forks with their parents, and tree.branch none makes no "
+            "forks: set --tree.branch second or entropy"
+        )
+
+
+def _complete(options: TreeConfig, config: RunConfig) -> TreeConfig:
+    if not options.is_live:
+        return options
+    size = config.schedule.group_size
+    half = size if options.branch == "none" else max(2, size // 2)
+    return replace(options, roots=options.roots or half)
+
+
+def _make(options: TreeConfig) -> Tree | LiveTree:
+    if not options.is_live:
+        return Tree(options)
+    from unstale.research.techniques.live_tree import ForecastTree, LiveTree
+
+    return ForecastTree(options) if options.prune == "mixed" else LiveTree(options)
 
 
 def _check_techniques(config: RunConfig) -> None:
@@ -190,12 +286,14 @@ ENTRY = Entry(
     name="tree",
     slot="strategy",
     rows=(43,),
-    makes=Tree,
+    makes=_make,
     options=TreeConfig,
     changes=frozenset({"count"}),
     describe=_describe,
     requires=frozenset({"siblings"}),
     check=_check,
+    complete=_complete,
+    signals=lambda options: options.reads_signals,
     use="Episodes have a long beginning that is expensive to sample, such as many tool calls. Use "
     "it with `tree_advantage`.",
     measured=_MEASURED,
