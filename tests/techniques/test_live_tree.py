@@ -7,25 +7,30 @@ are enumerated, with the real rollout, rounds and advantages.
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unstale.config import EngineConfig, RolloutConfig
+from unstale.config import ConfigError, EngineConfig, RolloutConfig, RunConfig
+from unstale.config.options import override
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
 from unstale.records import (
     SURVIVAL,
+    ContextPiece,
+    Fork,
     Group,
     GroupRequest,
+    Provenance,
     Sampled,
     Task,
     Trajectory,
 )
 from unstale.research.techniques import live_tree
-from unstale.research.techniques.live_tree import LiveTree
+from unstale.research.techniques.live_tree import ForecastTree, LiveTree
 from unstale.research.techniques.tree import TreeConfig
 from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
 from unstale.rollout import rounds as rounds_module
@@ -253,3 +258,167 @@ def test_forks_and_pruning_together_do_not_bias_the_gradient() -> None:
     assert found < 1e-6
     forked = [each for group in groups for each in group.trajectories if each.fork]
     assert {each.facts.get(SURVIVAL, 1.0) for each in forked}
+
+
+def leaf(index: int, *entropies: float, fork: Fork | None = None, p: float = 0.5) -> Leaf:
+    """Return a waiting episode with these entropies, and `p` of the likeliest token."""
+    n = len(entropies)
+    logp = np.log(np.array([[p, (1 - p) * 0.9]] * n, np.float32)).reshape(n, 2)
+    signals = Signals(np.array(entropies, np.float32), np.array([[7, 9]] * n, np.int32), logp)
+    tokens = (7,) * n
+    pieces = (ContextPiece((5, 6)), Sampled(tokens, (-1.0,) * n, 0, signals=signals))
+    return Leaf(index, index, pieces, fork, going=True)
+
+
+def tree(**options: Any) -> LiveTree:
+    return LiveTree(TreeConfig(**{"roots": 2, **options}))
+
+
+def decided(strategy: LiveTree, leaves: Sequence[Leaf], left: int = 8) -> list[tuple[int, int]]:
+    """Return the parents and places of the forks of a round, in tokens after the prompt."""
+    forks = strategy.decide(leaves, left, Random(0)).forks
+    return [(each.parent, each.at - PROMPT) for each in forks]
+
+
+def test_a_fork_is_before_the_first_token_with_a_large_entropy_since_the_last_place() -> None:
+    strategy = tree(branch="entropy", every=4, threshold=1.0)
+    before = (2.0, 0.1, 0.1, 0.1)
+    assert decided(strategy, [leaf(0, *before, 0.2, 1.5, 1.9, 0.1), leaf(1, *before)]) == [(0, 5)]
+    assert decided(strategy, [leaf(0, *before, 0.2, 1.5, 1.9, 0.1)], left=0) == []
+
+
+def test_the_width_of_a_fork_grows_with_entropy_and_falls_with_confidence() -> None:
+    widths = [
+        [live_tree.echo_width(4, h, c) for h in (0.0, 0.25, 0.5, 0.75, 1.0)] for c in (0, 0.4, 0.8)
+    ]
+    assert widths == [[1, 1, 2, 3, 4], [1, 1, 1, 2, 2], [1, 1, 1, 1, 1]]
+    assert all(row == sorted(row) for row in widths)
+
+
+def test_no_tree_has_more_than_half_of_the_group_after_a_chain_of_large_entropies() -> None:
+    strategy = tree(branch="confidence", every=1, threshold=0.5, continuations=7)
+    leaves = [leaf(0, 3.0, p=0.01), leaf(1, 0.0, p=0.99)]
+    for place in range(1, 6):
+        left = 16 - len(leaves)
+        for parent, at in decided(strategy, leaves, left)[:left]:
+            fork = Fork(parent, at + PROMPT)
+            leaves.append(leaf(len(leaves), *[3.0] * place, fork=fork, p=0.01))
+        longer = leaf(0, *[3.0] * (place + 1), p=0.01).pieces
+        leaves = [replace(each, pieces=longer) if each.index != 1 else each for each in leaves]
+    assert len(leaves) == 9, "a tree of 8, and the other root"
+
+
+def test_the_numbers_of_aepo_are_those_by_hand() -> None:
+    assert [live_tree.aepo_roots(16, difference) for difference in (0, 2, -2)] == [9, 12, 5]
+    assert live_tree.aepo_forks(0.5, 0.0, 0) and not live_tree.aepo_forks(0.49, 0.0, 0)
+    assert live_tree.aepo_forks(0.4, 0.5, 0) and not live_tree.aepo_forks(0.5, 0.0, 1)
+    assert not live_tree.aepo_forks(1.0, 100.0, 20), "a chain of 20 forks ends"
+
+
+def turns(*replies: float) -> tuple[Any, ...]:
+    """Return an episode with a tool call in each reply, of two tokens with this entropy."""
+    pieces: list[Any] = []
+    for entropy in replies:
+        pieces += leaf(0, entropy, entropy).pieces
+    return tuple(pieces)
+
+
+def test_the_first_reply_to_a_tool_decides_how_many_episodes_begin() -> None:
+    strategy = tree(branch="tool", every=2, roots=1)
+    first = Leaf(0, 0, turns(2.0), going=True)
+    assert strategy.decide([first], 15, Random(0)).fresh == 0
+    second = replace(first, pieces=turns(2.0, 2.0))
+    assert strategy.decide([second], 15, Random(0)).fresh == 8  # 9 of 16 begin anew
+    assert strategy.decide([replace(second, ended=True)], 15, Random(0)).fresh == 15
+
+
+def test_forks_at_replies_to_tools_are_after_the_tokens_whose_entropy_decides() -> None:
+    strategy = tree(branch="tool", every=2)
+    surely = replace(leaf(0), pieces=turns(0.0, 20.0))
+    assert decided(strategy, [surely]) == [(0, 6)]
+    assert decided(strategy, [replace(surely, pieces=turns(20.0, 0.0))]) == []
+    assert decided(strategy, [replace(surely, pieces=turns(20.0))]) == [], "no tool yet"
+
+
+def test_a_fork_begins_with_the_other_one_of_two_likely_tokens() -> None:
+    strategy = tree(branch="second", every=3, least=0.2, margin=0.3)
+    found = strategy.decide([leaf(0, 1.0, 1.0, 1.0)], 8, Random(0)).forks
+    assert [(each.at, each.text[0].tokens, each.text[0].provenance) for each in found] == [
+        (3, (9,), Provenance.FORCED)
+    ]
+    for options in ({"least": 0.5}, {"margin": 0.02}):
+        strategy = tree(branch="second", every=3, **options)
+        assert not strategy.decide([leaf(0, 1.0, 1.0, 1.0)], 8, Random(0)).forks
+
+
+def test_a_fork_that_goes_on_like_its_parent_is_pruned() -> None:
+    strategy = tree(branch="second", every=4, prune="similar", spare=0.5)
+    parent = leaf(0, *[0.0] * 8)
+    same = leaf(1, *[0.0] * 8, fork=Fork(0, 4))
+    other = Sampled((1, 2, 3, 4, 5, 8), (-1.0,) * 6, 0)
+    different = replace(
+        same, index=2, pieces=(ContextPiece((5, 6)), Sampled((7, 7), (-1.0,) * 2, 0), other)
+    )
+    assert strategy.decide([parent, same, different], 0, Random(0)).survival == {1: 0.5}
+
+
+def test_the_least_confident_quarter_at_two_places_is_pruned() -> None:
+    strategy = tree(branch="none", roots=4, every=2, prune="confidence")
+    sure = [leaf(i, *[0.0] * 4, p=0.9 - i / 10) for i in range(4)]
+    assert strategy.decide(sure, 0, Random(0)).survival == {3: 0.25}
+    early = [leaf(i, *[0.0] * 2, p=0.9 - i / 10) for i in range(4)]
+    assert strategy.decide(early, 0, Random(0)).survival == {}
+
+
+def test_the_kept_episodes_are_the_most_certain_of_both_kinds() -> None:
+    assert live_tree.most_mixed([0.9, 0.8, 0.2, 0.1], 2) == [0, 3]
+    assert live_tree.most_mixed([0.9, 0.8, 0.7], 2) == [1, 2]
+    random = np.random.default_rng(0)
+    mixed = {"kept": 0, "any": 0}
+    for _ in range(1000):
+        chances = random.beta(0.5, 0.5, size=8)
+        success = random.random(8) < chances
+        for name, kept in (("kept", live_tree.most_mixed(chances.tolist(), 4)), ("any", range(4))):
+            mixed[name] += len({bool(success[i]) for i in kept}) > 1
+    assert mixed["kept"] > 1.1 * mixed["any"], mixed
+
+
+def test_a_forecast_learns_from_survivors_by_their_weight_and_is_restored() -> None:
+    strategy = ForecastTree(TreeConfig(branch="none", prune="mixed", roots=4, every=2))
+    episodes = []
+    for number in range(40):
+        sure = number % 2 == 0
+        pieces = leaf(0, *([0.1] * 4 if sure else [2.0] * 4)).pieces
+        # of the uncertain ones, most successes were pruned: the survivors stand for them
+        success = sure or number % 4 == 1
+        facts = {SURVIVAL: 4.0} if not sure and success else {}
+        episodes.append(
+            Trajectory(pieces, {"r": float(success)}, "done", TASK, number, number, facts=facts)
+        )
+    strategy.measure([], [], CONTEXT)
+    group = Group(TASK, tuple(episodes))
+    assert strategy.measure([group], [group], CONTEXT) == {"tree/forecast_error": 0.25}
+    strategy.observe([])
+    sure, unsure = (strategy.chance(leaf(0, *[h] * 4)) for h in (0.1, 2.0))
+    assert sure > 0.9 and unsure == pytest.approx(0.8, abs=0.05), "4 of 5, not 1 of 2"
+    again = ForecastTree(TreeConfig(branch="none", prune="mixed", roots=4, every=2))
+    again.restore(strategy.state())
+    assert again.chance(leaf(0, 0.7, 0.7)) == strategy.chance(leaf(0, 0.7, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"engine.backend": "vllm"}, "servers do not return the entropy"),
+        ({"engine.top_p": 0.9}, "needs sampling from the whole vocabulary, got engine.top_p"),
+        ({"tree.roots": 1}, "tree.roots must be from 2 to schedule.group_size"),
+        ({"tree.prune": "similar", "tree.branch": "none"}, "tree.branch none makes no forks"),
+        ({"tree.turn": 3}, "tree.turn is an option of turn"),
+    ],
+)
+def test_what_live_trees_lack_is_refused_with_the_reason(
+    options: dict[str, object], told: str
+) -> None:
+    given = {"techniques": "tree tree_advantage", "tree.branch": "entropy"} | options
+    with pytest.raises(ConfigError, match=told):
+        override(RunConfig(recipe="x"), given)

@@ -154,7 +154,7 @@ class LiveTree:
                     case "second":
                         forks += self._at_second(leaf)
                     case "confidence":
-                        forks += self._at_confidence(leaf, leaves, left)
+                        forks += self._at_confidence(leaf, leaves, left, forks)
                     case "tool":
                         forks += self._at_tool(leaf, leaves, random)
         begun = len(leaves)
@@ -169,19 +169,25 @@ class LiveTree:
                 yield from [Fork(leaf.episode, row.at)] * self._options.continuations
                 return
 
-    def _at_confidence(self, leaf: Leaf, leaves: Sequence[Leaf], left: int) -> Iterator[Fork]:
-        """Yield as many forks as ECHO, unless the episode's tree has half of the group."""
+    def _at_confidence(
+        self, leaf: Leaf, leaves: Sequence[Leaf], left: int, forks: Sequence[Fork]
+    ) -> list[Fork]:
+        """Return as many forks as ECHO, unless the episode's tree has half of the group.
+
+        `forks` are those of other episodes in this round.
+        """
         if not leaf.going:
-            return
+            return []
         options = self._options
         rows = chunk_of(leaf, options.every)
         entropy = min(1.0, fmean(row.entropy for row in rows) / options.threshold) if rows else 0.0
         width = echo_width(options.continuations + 1, entropy, confidence(rows))
         root = _root(leaf, leaves)
-        tree = sum(_root(each, leaves) == root for each in leaves)
+        roots = {each.episode: _root(each, leaves) for each in leaves}
+        tree = [*roots.values(), *(roots[fork.parent] for fork in forks)].count(root)
         place = sum(len(piece.tokens) for piece in leaf.pieces)
-        for _ in range(min(width - 1, (len(leaves) + left) // 2 - tree)):
-            yield Fork(leaf.episode, place)
+        number = min(width - 1, (len(leaves) + left) // 2 - tree)
+        return [Fork(leaf.episode, place)] * max(0, number)
 
     def _at_second(self, leaf: Leaf) -> Iterator[Fork]:
         """Yield the fork that begins with the other one of two likely tokens (LATR)."""

@@ -9,18 +9,26 @@ is the mean of V over the other branches of the nearest fork above e, or over th
 `pooled`: A(e) = M / N times the sum over the leaves below e of R minus the mean reward of all N
 leaves. `depth`: A(e) = M / n times (V(e) - mean) / deviation, over the n edges at the same number
 of tokens; V is the mean reward of the leaves. That is BranchGRPO's rule.
+
+A leaf that survived a draw of `tree.prune` counts in `loo` by its weight s = 1 / probability, and
+a pruned one by 0: A(e) is w(e) times the mean of s (R - b(e)) over the leaves below e, and V(e) the
+mean of s R. An episode that was pruned without a draw (`tree.spare 0`) is left out. The other rules
+leave out every pruned episode.
+
+BranchGRPO's pruning of gradients changes no episode: tokens of some levels (`kept_depths`), or of
+episodes between the best and the worst one of a group (`kept_leaves`), get the advantage 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from unstale.config.checks import ConfigError, Section
+from unstale.config.checks import ConfigError, Range, Section
 from unstale.config.techniques import Entry
 from unstale.records import SURVIVAL, Group, ScoredTrajectory, Trajectory
 
@@ -38,6 +46,15 @@ class TreeAdvantageConfig(Section):
 
     rule: Literal["loo", "pooled", "depth"] = "loo"
     """The rule by which the advantage of a token is computed. Only `loo` is unbiased."""
+    kept_depths: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Share of the levels of a tree whose tokens are trained on; other tokens have the advantage 0.
+    A level is the tokens with the same number of forks before them. The first level moves on by one
+    with each version of the weights.
+    """
+    kept_leaves: Literal["all", "extremes"] = "all"
+    """`extremes`: after the last fork, only episodes with the highest and the lowest reward of a
+    group are trained on.
+    """
 
 
 @dataclass(slots=True)
@@ -90,7 +107,7 @@ def trees(group: Group) -> list[Edge]:
     known = {each.episode: each for each in group.finished}
     children: dict[int, list[Trajectory]] = {}
     for each in known.values():
-        if not isfinite(each.reward):
+        if not math.isfinite(each.reward):
             raise ValueError(f"episode {each.episode} of {each.task.key} has reward {each.reward}")
         if each.fork is not None:
             parent = known.get(each.fork.parent)
@@ -162,19 +179,49 @@ class TreeAdvantage:
     """A technique that computes one advantage for every token of a tree of episodes."""
 
     def __init__(self, options: TreeAdvantageConfig) -> None:
+        self._options = options
         self._rule = RULES[options.rule]
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         scored = []
         for group in groups:
             advantages = {each.episode: [0.0] * len(each) for each in group.finished}
-            for trajectory, start, end, advantage in self._rule(trees(group)):
+            roots = trees(group)
+            for trajectory, start, end, advantage in self._rule(roots):
                 advantages[trajectory.episode][start:end] = [advantage] * (end - start)
+            for each in self._without_gradient(roots, context.version):
+                hidden = [0.0] * (each.end - each.start)
+                advantages[each.trajectory.episode][each.start : each.end] = hidden
             for each in group.trajectories:
                 scored.append(ScoredTrajectory(each, tuple(advantages[each.episode])))
                 whole = (fmean(advantages[each.episode]),)
                 scored += [ScoredTrajectory(branch, whole) for branch in each.branches]
         return scored
+
+    def _without_gradient(self, roots: Sequence[Edge], version: int) -> Iterator[Edge]:
+        """Yield the edges whose gradient is pruned (BranchGRPO)."""
+        levels = levels_of(roots)
+        kept = math.ceil(self._options.kept_depths * len(levels))
+        trained = {(version + number) % len(levels) for number in range(kept)} if levels else {}
+        for number, level in enumerate(levels):
+            if number not in trained:
+                yield from level
+        ends = [each for level in levels for each in level if not each.below]
+        ends = [each for each in ends if each.trajectory.stop != "pruned"]
+        if self._options.kept_leaves == "extremes" and ends:
+            rewards = [each.trajectory.reward for each in ends]
+            bounds = (min(rewards), max(rewards))
+            yield from (each for each in ends if each.trajectory.reward not in bounds)
+
+
+def levels_of(roots: Sequence[Edge]) -> list[list[Edge]]:
+    """Return the edges with the same number of forks before them, by this number."""
+    levels: list[list[Edge]] = []
+    level = list(roots)
+    while level:
+        levels.append(level)
+        level = [below for each in level for below in each.below]
+    return levels
 
 
 Advantages = Iterator[tuple[Trajectory, int, int, float]]
