@@ -233,15 +233,15 @@ def test_forks_at_a_large_entropy_while_episodes_run_do_not_bias_the_gradient() 
     assert len(places) > 1 and 0 not in places
 
 
+def least_sure(self: LiveTree, going: Sequence[Leaf]) -> list[Leaf]:
+    """Return the least confident of the running episodes: a rule that compares them."""
+    sure = {leaf.index: live_tree.confidence(live_tree.rows_of(leaf)) for leaf in going}
+    return [leaf for leaf in going if len(sure) > 1 and sure[leaf.index] == min(sure.values())]
+
+
 def test_pruning_by_a_draw_does_not_bias_the_gradient_and_dropping_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The less confident of two running episodes is pruned: a rule that compares episodes."""
-
-    def least_sure(self: LiveTree, going: Sequence[Leaf]) -> list[Leaf]:
-        sure = {leaf.index: live_tree.confidence(live_tree.rows_of(leaf)) for leaf in going}
-        return [leaf for leaf in going if len(sure) > 1 and sure[leaf.index] == min(sure.values())]
-
     monkeypatch.setattr(LiveTree, "_unsure", least_sure)
     options = live(branch="none", prune="confidence", spare=0.5)
     found, groups = bias(Words(6), options, size=2)
@@ -252,12 +252,15 @@ def test_pruning_by_a_draw_does_not_bias_the_gradient_and_dropping_does(
 
 
 @pytest.mark.costly
-def test_forks_and_pruning_together_do_not_bias_the_gradient() -> None:
+def test_forks_and_pruning_together_do_not_bias_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LiveTree, "_unsure", least_sure)
     options = live(branch="entropy", threshold=0.5, prune="confidence", spare=0.5)
     found, groups = bias(Words(6), options, size=3)
     assert found < 1e-6
     forked = [each for group in groups for each in group.trajectories if each.fork]
-    assert {each.facts.get(SURVIVAL, 1.0) for each in forked}
+    assert {each.facts.get(SURVIVAL, 1.0) for each in forked} == {2.0, 4.0}
 
 
 def leaf(index: int, *entropies: float, fork: Fork | None = None, p: float = 0.5) -> Leaf:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unstale.rollout.rounds import Rounds
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import Brancher, Reflector
+from unstale.techniques.hooks import Brancher, Reflector, Searcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +81,8 @@ class RunHooks:
         strategy = self.techniques.strategy
         if strategy and not isinstance(strategy, Brancher):
             roots = request.sizes[0]
+            if isinstance(strategy, Searcher):
+                return strategy.grow(results, self.group_size, self.writer)
             if isinstance(strategy, Reflector):
                 # a resumed group has those retries that had begun
                 return await strategy.reflect(results, self.writer) if len(results) == roots else ()

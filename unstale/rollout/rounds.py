@@ -178,7 +178,8 @@ class Rounds:
     def _begin(self, fork: Fork | None, parent: tuple[Piece, ...], weight: float = 1.0) -> None:
         """Start an episode. `parent` are the pieces of the one from which it is forked.
 
-        `weight` is that of the parent at this time.
+        `weight` is that of the parent before this round: whether it survives does not decide about
+        its forks, because the probability may depend on tokens after them.
         """
         assert self._tasks is not None
         index = len(self._paths)
@@ -252,7 +253,7 @@ class Rounds:
         by_episode = {leaf.episode: leaf for leaf in self._leaves.values()}
         for fork in forks:
             leaf = by_episode[fork.parent]
-            self._begin(fork, leaf.pieces, leaf.weight * factors.get(leaf.index, 1.0))
+            self._begin(fork, leaf.pieces, leaf.weight)
         for _ in range(fresh):
             self._begin(None, ())
 
@@ -270,8 +271,7 @@ class Rounds:
             chance = decided.survival.get(index, 1.0)
             survives = chance >= 1 or (chance > 0 and random.random() < chance)
             factors[index] = 1 / chance if survives else DROPPED if not chance else 0.0
-        gone = {self._leaves[index].episode for index, factor in factors.items() if factor <= 0}
-        return factors, [fork for fork in decided.forks if fork.parent not in gone], decided.fresh
+        return factors, list(decided.forks), decided.fresh
 
 
 def _row(factors: Mapping[int, float], forks: Sequence[Fork], fresh: int) -> dict[str, Any]:

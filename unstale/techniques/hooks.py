@@ -8,7 +8,8 @@ technique, and can be imported without torch. A technique is an object with the 
     strategy     roots(group_size) -> int           chooses the number of episodes that begin a
                                                     group
                  forks(results) -> forks            and where further ones are forked from these
-                 decide(leaves, left, random) forks and prunes episodes while they run
+                 decide(leaves, left, random)       forks and prunes episodes while they run
+                 grow(results, size, writer)        adds episodes again and again
                  reflect(results, writer) -> forks  the same, with texts that the policy writes
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
@@ -380,7 +381,7 @@ class Decisions:
     survival: Mapping[int, float] = field(default_factory=dict)
     """Probability with which an episode survives, by its index in the group. 1 for others."""
     forks: Sequence[Fork] = ()
-    """Forks of waiting episodes. A fork of an episode that is pruned now is left out."""
+    """Forks of episodes. They begin even if the episode is pruned in the same round."""
     fresh: int = 0
     """Number of episodes to start anew."""
 
@@ -436,6 +437,23 @@ class Reflector(Protocol):
         """Return the places at which further episodes are forked from finished ones.
 
         Called once, when the episodes that began a group have ended.
+        """
+        ...
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """A strategy that adds episodes to a group by the results of earlier ones."""
+
+    def roots(self, group_size: int) -> int: ...
+
+    def grow(
+        self, results: Sequence[Trajectory | Failure], size: int, writer: Writer
+    ) -> Sequence[Fork | None]:
+        """Return the places at which further episodes are forked, None for one that starts anew.
+
+        Called each time when all episodes have ended, until it returns none. A group has at most
+        `size` episodes. The result must depend only on the arguments.
         """
         ...
 
@@ -702,9 +720,8 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
-        self.strategy = next(
-            (each for each in values if isinstance(each, Strategy | Brancher | Reflector)), None
-        )
+        strategies = Strategy | Brancher | Reflector | Searcher
+        self.strategy = next((each for each in values if isinstance(each, strategies)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)

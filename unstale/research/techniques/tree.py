@@ -1,16 +1,36 @@
-"""`tree`: episodes that are forked from others of their group, and share their beginning.
+"""`tree`: episodes that are forked from others of their group, or end early.
 
-`turn`: each finished episode is forked before a fixed reply. The place does not depend on how the
-episode went on, so it adds no bias. `unlikely`: each finished episode is forked before its N
-sampled tokens with the lowest `behavior_logp`, which takes the place of the largest entropy. With B
-continuations, M roots become M (1 + B N) episodes (arXiv 2508.11356). These places are chosen when
-the episode is known, which biases the gradient.
+Finished episodes are forked at places of the option `branch`. With B continuations, M episodes
+become M (1 + B N) at N places (ETTRL, arXiv 2508.11356):
+
+`turn`: before a fixed reply.
+`unlikely`: before the N sampled tokens with the lowest `behavior_logp`, for servers.
+`peaks`: before the N tokens whose distribution had the largest entropy.
+
+While episodes run, they wait every `every` tokens of a reply, and at its end, until all of the
+group do. Then they are forked:
+
+`entropy`: before the first token since the last place whose entropy H is above `threshold`.
+`confidence`: at the place, with clip(round(w h (1 - C)), 1, w) branches, w = `continuations` + 1.
+h is the mean H over `threshold`, at most 1, and C the mean probability of the likeliest token. No
+tree gets more than half of the group (ECHO, arXiv 2602.02150).
+`second`: before the first token with p2 > `least` and p1 - p2 < `margin`, the probabilities of the
+two likeliest tokens. The fork begins with the other one, as FORCED text (LATR).
+`tool`: after the first `every` tokens of a reply to a tool, if (u + 0.2 dH)(1 - 0.05 l) >= 0.5. u
+is uniform, dH the mean entropy of these tokens minus that in the first reply, l the number of such
+forks in succession. With `roots` 1, the first episode decides that k sigmoid(-0.5 dH) + 1 of k
+begin anew (AEPO, arXiv 2510.14545).
+`none`: nowhere.
+
+`prune` ends episodes early at these places, without a reward. `mixed` keeps those whose forecasts
+of success have a mean near 1/2, and prunes nothing in 1 of 8 decisions (ARRoL). A forecast is a
+logistic regression on the entropy and log-probability of an episode's first tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import (
@@ -263,29 +283,42 @@ def check_sequences(config: RunConfig, technique: str = "tree") -> None:
         )
 
 
+_PLACES = {
+    "turn": "before reply {turn}, if it has that many",
+    "unlikely": "before each of its {places} least likely tokens (a biased choice)",
+    "peaks": "before each of its {places} tokens with the largest entropy (a biased choice)",
+    "entropy": "while it runs, before a token with an entropy above {threshold:g} nats",
+    "confidence": "while it runs, where entropy is large and confidence low",
+    "second": "while it runs, with the other one of two likely tokens (a biased choice)",
+    "tool": "while it runs, after the first {every} tokens of replies to tools, by their entropy",
+}
+
+
 def _describe(options: TreeConfig) -> str:
-    if options.branch == "turn":
-        place = f"before reply {options.turn}, if it has that many"
-    else:
-        place = f"before each of its {options.places} least likely tokens (a biased choice)"
-    return (
-        f"each episode that begins a tree is forked {place}, into {options.continuations} more at "
-        "each place; a token that several episodes share is trained on once"
-    )
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    told = "no episode is forked"
+    if options.branch != "none":
+        place = _PLACES[options.branch].format(**values)
+        told = f"each episode is forked {place}, into {options.continuations} more at each place"
+    if options.prune != "none":
+        chance = f"each survives with probability {options.spare:g} and the inverse as weight"
+        told += f"; those chosen by `{options.prune}` end early: "
+        told += chance if options.spare else "all of them, which biases the gradient"
+    return f"{told}; a token that several episodes share is trained on once"
 
 
 _MEASURED = """
 The tokens of a tree against those of independent episodes depend on the length of the shared
-beginning. With exact values of all trees of a small problem (three binary tokens), the variance of
-the gradient times its cost is that of independent episodes if the shared beginning costs as much as
-four tokens, and no better below that: trees pay for long beginnings, not by a better gradient. It
-has not been measured on the desks.
+beginning ([measured](trees.md#cost)). With exact values of all trees of a small problem (three
+binary tokens), the variance of the gradient times its cost is that of independent episodes if the
+shared beginning costs as much as four tokens, and no better below that: trees pay for long
+beginnings, not by a better gradient. It has not been measured on the desks.
 """
 
 ENTRY = Entry(
     name="tree",
     slot="strategy",
-    rows=(43,),
+    rows=(5, 12, 14, 30, 43, 55),
     makes=_make,
     options=TreeConfig,
     changes=frozenset({"count"}),
@@ -294,13 +327,15 @@ ENTRY = Entry(
     check=_check,
     complete=_complete,
     signals=lambda options: options.reads_signals,
-    use="Episodes have a long beginning that is expensive to sample, such as many tool calls. Use "
-    "it with `tree_advantage`.",
+    use="Episodes have a long beginning that is expensive to sample, such as many tool calls, or "
+    "most of them show early that they fail. Use it with `tree_advantage`.",
     measured=_MEASURED,
     exactness="A shared token belongs to the episode that sampled it: it has one `behavior_logp`, "
     "one version, one old log-probability and one loss, so D and S do not change. A ratio over "
     "several tokens (units, vetoes, `gspo`, `minpro`) counts it in every episode that has it. KL "
-    "and entropy terms weight a token by 1 / branches at each fork before it. `branch turn` "
-    "does not change the mean of the gradient; `branch unlikely` does (`tree_advantage`). The "
-    "paper takes the tokens with the largest entropy.",
+    "and entropy terms weight a token by 1 / branches at each fork before it, and do not know of "
+    "pruning. With `tree_advantage.rule loo`, `turn`, `entropy`, `confidence`, `tool` and pruning "
+    "with a `spare` above 0 do not change the mean of the gradient, because they look only at "
+    "tokens before the place. `unlikely`, `peaks`, `second` and `spare 0` do, and so does "
+    "`roots 1`, by the number of trees.",
 )

@@ -310,7 +310,7 @@ measured on the desks.
 ENTRY = Entry(
     name="tree_advantage",
     slot="estimator",
-    rows=(14, 43),
+    rows=(5, 12, 14, 30, 43, 55),
     makes=TreeAdvantage,
     options=TreeAdvantageConfig,
     changes=frozenset({"advantage"}),
