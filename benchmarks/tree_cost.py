@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
+from typing import Any
 
 from benchmarks.tables import columns, row, write
 from unstale.builders.sampling import build_rollout, build_sampler
@@ -21,9 +22,11 @@ from unstale.recipes import make_recipe
 from unstale.records import Failure, Fork, Group, GroupRequest, Task, Trajectory
 from unstale.research.techniques.tree import Tree, TreeConfig
 from unstale.rollout.episode import Rollout
+from unstale.rollout.rounds import reply_spans
 
 ROOTS, FORKS = 2, 3
 SIZE = ROOTS * (1 + FORKS)
+NO_TEXTS: Any = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ async def run(rollout: Rollout, tasks: Sequence[Task], turn: int) -> Cost:
     for number, task in enumerate(tasks):
 
         async def more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
-            return tree.forks(results[:ROOTS]) if turn and len(results) == ROOTS else ()
+            return await tree.forks([results], NO_TEXTS) if turn and len(results) == ROOTS else ()
 
         request = GroupRequest(number, task, turn, 0, sizes=(roots,))
         groups.append(await rollout.group(request, size=roots, more=more))
@@ -69,8 +72,6 @@ async def run(rollout: Rollout, tasks: Sequence[Task], turn: int) -> Cost:
 
 def _replies(trajectory: Trajectory, start: int, stop: int) -> int:
     """Return the number of tokens of replies among the tokens `start` to `stop`."""
-    from unstale.rollout.rounds import reply_spans
-
     spans = reply_spans(trajectory.pieces)
     return sum(max(0, min(end, stop) - max(begin, start)) for begin, end in spans)
 

@@ -101,9 +101,6 @@ class SnapshotOldSpec(ExactSpec):
         holds="one scoring copy and the deltas between versions",
         costs="one forward pass of each trajectory per version in it",
         choose="by default",
-        report="Exact. The weights of every version that a token still needs are kept, and each "
-        "token is scored by the version that sampled it. D contains only numerics, and S only "
-        "learning.",
     )
 
     @property

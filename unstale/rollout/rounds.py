@@ -23,7 +23,7 @@ from unstale.records import (
     Provenance,
     Trajectory,
     first_tokens,
-    is_reply,
+    replies,
 )
 from unstale.rollout.seeds import derive_seed
 from unstale.techniques.hooks import DROPPED, Brancher, Decisions, Leaf, LookPlan
@@ -52,16 +52,7 @@ class Pruned(Exception):
 
 def reply_spans(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
     """Return the first and last place of each reply, with replies before a fork."""
-    spans: list[tuple[int, int]] = []
-    start, inside = 0, False
-    for piece in pieces:
-        if not piece.tokens:
-            continue
-        end = start + len(piece.tokens)
-        if is_reply(piece):
-            spans[-1:] = [(spans[-1][0], end)] if inside else [*spans[-1:], (start, end)]
-        start, inside = end, is_reply(piece)
-    return spans
+    return [(start, start + len(tokens)) for start, tokens in replies(pieces)]
 
 
 def look_places(

@@ -30,12 +30,10 @@ from unstale.durability.journal.reader import (
     require_tables,
 )
 from unstale.durability.journal.tables import (
-    ADDED,
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
     JOURNAL,
-    OLDEST_FORMAT,
     REPEATED,
     ROUND,
     SCHEMA,
@@ -48,7 +46,6 @@ from unstale.durability.journal.tables import (
     journal_error,
     outcome_row,
     piece_rows,
-    schema,
     to_utf8,
 )
 from unstale.durability.journal.token_rows import token_rows
@@ -257,6 +254,8 @@ class Journal:
             records = [insert("episodes", *row)]
             if fork:
                 records.append(insert("forks", episode, fork.parent, fork.at, after))
+            if fork and fork.note:
+                records.append(insert("notes", episode, fork.note, fork.writes, after))
             if role:
                 records.append(insert("roles", episode, role, after))
             for position, piece in enumerate(prefix):
@@ -613,19 +612,11 @@ def _connect(path: Path) -> sqlite3.Connection:
             "PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if not OLDEST_FORMAT <= version <= FORMAT:
+        if version != FORMAT:
             raise journal_error(path, f"its format is {version}, this release writes {FORMAT}")
-        require_tables(path, connection, version)
-        if version < FORMAT:
-            _upgrade(connection, version)
+        require_tables(path, connection)
         on_error.pop_all()
     return connection
-
-
-def _upgrade(connection: sqlite3.Connection, version: int) -> None:
-    """Change a journal of an older format to the current one, in one transaction."""
-    added = schema([name for name, since in ADDED.items() if since > version])
-    connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version={FORMAT}; COMMIT;")
 
 
 def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:

@@ -138,6 +138,7 @@ class EmbeddedEngine:
             keeps_sets=not self._options.bitwise,
             measures=True,
             versions=self._versions,
+            pictures=self._options.pictures is not None,
         )
         child = self._live_child()
         number = next(self._numbers)
@@ -443,6 +444,7 @@ class _Child(Child, asyncio.Protocol):
             | {
                 "model_folder": str(options.model_folder.resolve()),
                 "experts_folder": experts_folder,
+                "pictures": str(options.pictures.folder) if options.pictures else "",
             },
             threads=options.threads,
             gpus=options.gpus,

@@ -1,10 +1,9 @@
 """`search`: a group is a search tree whose nodes are whole answers, by several roles of the policy.
 
 A group begins with `first` answers. Each further node is a new answer to the task, or improves an
-earlier one: its reply begins with that answer and the request of a role. Both are FORCED text. The
-place is drawn by Thompson sampling: from the top on, each answer below and each role that could
-write a new one draws a success rate from its Beta posterior, given the rewards so far. The largest
-draw is followed.
+earlier one: its prompt ends with that answer and the request of a role. The place is drawn by
+Thompson sampling: from the top on, each answer below and each role that could write a new one draws
+a success rate from its Beta posterior, given the rewards so far. The largest draw is followed.
 
 The reward of an improvement is r + gamma (r - b), b = (1 - mix) r_parent + mix r_siblings. These
 are the reward of the answer that it improves, and the mean of the other improvements of that one.
@@ -19,21 +18,23 @@ from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section, Share
+from unstale.config.checks import ConfigError, Count, NonNegative, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, refuse_slots
-from unstale.records import Failure, Fork, Group, Placed, Provenance, Trajectory, is_reply, walk
-from unstale.research.techniques.tree import check_sequences
+from unstale.records import Failure, Fork, Group, Trajectory, replies
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import CreditContext, Writer
+from unstale.techniques.hooks import CreditContext, Texts
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
 
-EARLIER = "An earlier answer: {answer}\n"
-CHARACTERS = 800
-"""Largest number of characters of an earlier answer. Of a longer one, the end is taken. Its tokens
-count in the limit of the reply.
-"""
+EARLIER = """
+
+An earlier answer was:
+{answer}
+
+{request}"""
+CHARACTERS = 2000
+"""Largest number of characters of an earlier answer. Of a longer one, the end is taken."""
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
     "distiller": "whose teacher scores sampled tokens only",
@@ -49,6 +50,8 @@ class SearchConfig(Section):
 
     first: PositiveInt = 2
     """Number of answers with which a group begins."""
+    number: Count = 0
+    """Number of answers that are added; 0 is the rest of `schedule.group_size`."""
     at_once: PositiveInt = 2
     """Number of nodes that are drawn from the same results, and run at the same time."""
     roles: str = "Check it step by step and correct it.|Solve the task in another way."
@@ -67,52 +70,40 @@ class Search:
     """A technique that improves answers of a group, at places drawn by Thompson sampling."""
 
     def __init__(self, options: SearchConfig) -> None:
+        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
         self._options = options
 
     def roots(self, group_size: int) -> int:
         return self._options.first
 
-    def grow(
-        self, results: Sequence[Trajectory | Failure], size: int, writer: Writer
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
     ) -> Sequence[Fork | None]:
-        first, at_once = self._options.first, self._options.at_once
-        # a resumed group may have a part of its last nodes, which were drawn without each other
-        start = first + (len(results) - first) // at_once * at_once
-        nodes = [each for each in results[:start] if isinstance(each, Trajectory)]
-        number = min(at_once, size - start)
+        results = [each for results in rounds for each in results]
+        nodes = [each for each in results if isinstance(each, Trajectory)]
+        begun = len(results) - self._options.first
+        number = min(self._options.at_once, self._options.number - begun)
         if number <= 0 or not nodes:
             return ()
-        random = Random(derive_seed(nodes[0].seed, "search", start))
-        drawn = [self._draw(nodes, writer, random) for _ in range(number)]
-        return drawn[len(results) - start :]
+        random = Random(derive_seed(nodes[0].seed, "search", begun))
+        return [self._draw(nodes, texts, random) for _ in range(number)]
 
-    def _draw(self, nodes: Sequence[Trajectory], writer: Writer, random: Random) -> Fork | None:
-        """Return the place of a new node: an answer and a role, or None for a new beginning."""
-        texts = [writer.encode(f"{request}\n") for request in self._options.requests]
-        roles = {each.episode: role_of(each, texts) for each in nodes}
+    def _draw(self, nodes: Sequence[Trajectory], texts: Texts, random: Random) -> Fork | None:
+        """Return the start of a new node: an answer and a role, or None for a new beginning."""
+        requests = self._options.requests
         node: Trajectory | None = None
         while True:
             below = [each for each in nodes if _parent(each) == (node.episode if node else None)]
             arms: list[tuple[float, int, Trajectory | None]] = [
                 (_sample(_rewards(each, nodes), random), -1, each) for each in below
             ]
-            for role in range(len(texts)) if node else (-1,):
-                rewards = [each.reward for each in nodes if roles[each.episode] == role]
+            for role in range(len(requests)) if node else (-1,):
+                rewards = [each.reward for each in nodes if role_of(each, requests) == role]
                 arms.append((_sample(rewards, random), role, None))
             _, role, chosen = max(arms, key=lambda arm: arm[0])
             if chosen is None:
-                return self._fork(node, texts[role], writer) if node else None
+                return _improvement(node, requests[role], texts) if node else None
             node = chosen
-
-    def _fork(self, node: Trajectory, request: tuple[int, ...], writer: Writer) -> Fork:
-        last = max(turn for _, _, turn in walk(node.pieces))
-        own = [piece for _, piece, turn in walk(node.pieces) if turn == last]
-        replies = [piece.tokens for piece in own if not isinstance(piece, Placed)]
-        answer = writer.text([token for tokens in replies for token in tokens])
-        answer = answer.strip()[-CHARACTERS:]
-        text = (*writer.encode(EARLIER.format(answer=answer)), *request)
-        start = next(start for start, piece, _ in walk(node.pieces) if is_reply(piece))
-        return Fork(node.episode, start, (Placed(text, Provenance.FORCED),))
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         changed = []
@@ -149,10 +140,16 @@ class Search:
         return found
 
 
-def role_of(node: Trajectory, texts: Sequence[tuple[int, ...]]) -> int:
-    """Return the index of the role whose text a reply begins with. -1 for none."""
-    begin = node.fork.text[-1].tokens if node.fork and node.fork.text else ()
-    return next((i for i, text in enumerate(texts) if text and begin[-len(text) :] == text), -1)
+def role_of(node: Trajectory, requests: Sequence[str]) -> int:
+    """Return the index of the role whose request a prompt ends with. -1 for none."""
+    note = node.fork.note if node.fork else ""
+    return next((i for i, request in enumerate(requests) if note.endswith(request)), -1)
+
+
+def _improvement(node: Trajectory, request: str, texts: Texts) -> Fork:
+    said = replies(node.pieces)
+    answer = texts.text(said[-1][1]).strip()[-CHARACTERS:] if said else ""
+    return Fork(node.episode, 0, note=EARLIER.format(answer=answer, request=request))
 
 
 def _parent(node: Trajectory) -> int | None:
@@ -178,19 +175,19 @@ def _mean_best(groups: Sequence[Group]) -> float:
 
 def _check(options: SearchConfig, config: RunConfig) -> None:
     size = config.schedule.group_size
-    if options.first > size:
+    if options.first + max(1, options.number) > size:
         raise ConfigError(
-            f"search.first must be at most schedule.group_size ({size}), got {options.first}"
+            f"search.first + search.number must be at most schedule.group_size ({size}), got "
+            f"{options.first} and {options.number}"
         )
     if not options.requests:
         raise ConfigError("search.roles must have a request, such as 'Check it.', got none")
-    if config.engine.truncated_by:
-        raise ConfigError(
-            f"the technique search cannot be used with {config.engine.truncated_by}: the kept sets "
-            "of an earlier answer are not those of the text that is placed"
-        )
     refuse_slots("search", REFUSED, config)
-    check_sequences(config, "search")
+
+
+def _complete(options: SearchConfig, config: RunConfig) -> SearchConfig:
+    rest = config.schedule.group_size - options.first
+    return replace(options, number=options.number or rest)
 
 
 def _describe(options: SearchConfig) -> str:
@@ -203,7 +200,7 @@ def _describe(options: SearchConfig) -> str:
 _MEASURED = """
 A lock with 8 positions and 4 words, where an improvement keeps the right positions of an answer and
 draws the others anew (`tests/techniques/test_search.py`): the mean best share of right positions in
-groups of 8 is 0.69 with a search and 0.48 with 8 independent answers. An improvement by a
+groups of 8 is 0.67 with a search and 0.48 with 8 independent answers. An improvement by a
 small policy may be none: `search/improvement_mean` shows it. It has not been measured on the desks.
 """
 
@@ -217,11 +214,12 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings"}),
     check=_check,
+    complete=_complete,
     use="Answers can be improved by reading them, and rewards say which to improve.",
     measured=_MEASURED,
-    exactness="Sampled tokens stand in the context in which they were sampled, so D and S do not "
-    "change. FORCED text has no loss unless `objective.placed` is anchor. The objective changes: "
-    "improvements count in it, with the reward of their advance, and where they are depends on the "
-    "rewards before. The roles are of one policy; the paper trains several.",
+    exactness="Every episode has the prompt in which it was sampled, so D and S do not change. The "
+    "objective does: improvements count in it, with the reward of their advance, and which answers "
+    "they improve depends on the rewards before. The roles are of one policy; the paper trains "
+    "several.",
     evidence="abstract",
 )
