@@ -37,6 +37,7 @@ TESTED = {
     "openenv": "adapters/test_openenv.py",
     "synthesis": "envs/test_synthesis.py",
     "tau2": "adapters/test_tau2.py",
+    "terminal": "envs/test_terminal_tasks.py",
     "vita": "envs/test_vita.py",
 }
 """The test that runs `check_env`, which forks episodes, on each environment and adapter."""
