@@ -111,7 +111,9 @@ TECHNIQUES = {
     "baseline/probe_squared_error_mean",
     "rollout/context_limit_mean",
     "rollout/slot_wait_s",
+    "rollout/pruned_share",
     "rollout/turn_limit_mean",
+    "tree/forecast_error",
 }
 UNDEFINED = {
     "audit/mask_f1",

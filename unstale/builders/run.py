@@ -193,6 +193,8 @@ def build(
             answer=AnswerReader(taskset, parts.generator.chat),
             lag=parts.trainer.lag,
             resize=journal.resize,
+            group_size=config.schedule.group_size,
+            record_round=journal.add_round,
             hidden_states=parts.hidden_states,
             texts=texts,
             seed=config.seed,
