@@ -62,6 +62,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "majority": {"majority.least": 0.0},
     "hints": {"objective.placed": "anchor", "hints.shortest": 0.5},
     "retry": {"objective.placed": "anchor"},
+    "exemplars": {"objective.placed": "anchor"},
     "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }
@@ -72,6 +73,7 @@ REFUSED_ALONE: Mapping[str, str] = {
     "reward_channels": "reward_channels needs several named rewards",
     "tree": "tree needs the technique tree_advantage",
     "tree_advantage": "tree_advantage needs the technique tree",
+    "hint_entropy_weights": "hint_entropy_weights needs the technique hints",
 }
 """The reasons for which a technique is refused alone in the recipe `retail`."""
 
@@ -104,6 +106,8 @@ NAMED: tuple[str, ...] = (
     "least_variance_baseline beta_sampler",
     "tree tree_advantage",
     "hints opmd",
+    "hints hint_entropy_weights",
+    "exemplars allocate",
     "majority tree tree_advantage",
 )
 """Combinations that are trained. `make test-all` trains the first `QUICK`, `-m slow` all."""

@@ -72,8 +72,9 @@ class RunHooks:
     async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
-        if strategy := self.techniques.strategy:
-            return await self._next_round(strategy, results, request.sizes[0])
+        strategy = self.techniques.strategy
+        if strategy and (starts := await self._next_round(strategy, results, request.sizes[0])):
+            return starts
         count = self.selection.more(request, results)
         if count:
             self.resize(request.number, len(results) + count)
