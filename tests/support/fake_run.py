@@ -76,6 +76,7 @@ def fake_metrics(
         else min(1.0, max(0.0, rng.gauss(0.38, 0.05))),
         "schedule/wait_for_batch_s": wait,
         "schedule/wait_ticket_s": abs(rng.gauss(0.4, 0.2)),
+        "rollout/sampled_tokens": float(total_tokens),
         "trainer/action_tokens": float(total_tokens),
         "correction/kept_share": 1 - abs(rng.gauss(0.0015, 0.0008)),
         "correction/log_d_abs_mean": sum(log_d[lag] * lags[lag] for lag in lags) / total_tokens,

@@ -36,7 +36,7 @@ from unstale.envs import (
     combine_rewards,
     implements,
 )
-from unstale.envs.chat import Chat
+from unstale.envs.chat import Chat, context_piece
 from unstale.envs.guard import (
     CANCEL_INTERVAL_S,
     MAX_HUNG,
@@ -53,7 +53,6 @@ from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     CUT_REPLIES,
     NO_BUDGET,
-    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
@@ -189,6 +188,8 @@ class Rollout:
         self.roles: Sequence[str] = getattr(taskset, "roles", ())
         """Roles of the policy in an episode. The main conversation has the first one."""
         self.config = config
+        self.turn_limit: TurnLimit | None = None
+        """A limit of turns for the episodes that `episode` runs, and for those of a server."""
         self.on_piece = on_piece
         self.on_end = on_end
         self.on_failure = on_failure
@@ -375,6 +376,7 @@ class Rollout:
                 noise_seed=noise_seed,
                 open_writer=open_writer,
                 record=record,
+                limit=self.turn_limit,
             )
             self._failures.count(number, [outcome])
         finally:
@@ -582,7 +584,8 @@ class Rollout:
                 return restored
         turn = await self.wait_times.on("tool_wait", caller.turn(caller.env.begin))
         self._check_size(turn)
-        transcript.add_context(ContextPiece(chat.encode_prompt(turn.messages)))
+        encode = partial(chat.encode_prompt, turn.messages)
+        transcript.add_context(context_piece(chat, await self._encoded(turn, encode)))
         if is_resumable:
             await transcript.save_snapshot(caller, turn, ())
         return turn, []
@@ -629,14 +632,27 @@ class Rollout:
                 if not turn.done:
                     turn = allowed.remind(turn, turn_rewards)
                     self._check_size(turn)
-                    text = chat.encode_continuation(
-                        turn.messages, ended=ended, calls=message.tool_calls
+                    encode = partial(
+                        chat.encode_continuation,
+                        turn.messages,
+                        ended=ended,
+                        calls=message.tool_calls,
                     )
+                    text = await self._encoded(turn, encode)
                     self._check_size(turn, len(text))
-                    transcript.add_context(ContextPiece(text))
+                    transcript.add_context(context_piece(chat, text))
                     if Resumable in caller.kinds:
                         await transcript.save_snapshot(caller, turn, turn_rewards)
         return turn, "done" if ended else "cut_reply"
+
+    async def _encoded(self, turn: Turn, encode: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the tokens of a turn's messages. Pictures are read in a thread.
+
+        A deterministic run uses no thread, because a call in a thread takes virtual time.
+        """
+        if self._deterministic or not any(message.images for message in turn.messages):
+            return encode()
+        return await in_thread(encode)
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
         """Parse a reply's tokens as a message. A long reply is decoded in a thread.

@@ -290,6 +290,25 @@ class TextReader(Protocol):
         ...
 
 
+@runtime_checkable
+class Forecaster(Protocol):
+    """A sampler that forecasts success rates of tasks from their texts."""
+
+    def forecast_of(self, task: str) -> float:
+        """Return the forecast success rate of a task of the pool, 0 to 1, by its identity.
+
+        It uses only groups that were trained on. May be called from several threads.
+        """
+        ...
+
+
+@runtime_checkable
+class ForecastReader(Protocol):
+    """A technique that can use the forecasts of the sampler."""
+
+    def use_forecasts(self, forecaster: Forecaster) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSoFar:
     """A group whose episodes have all ended. An allocator may enlarge it."""
@@ -672,6 +691,9 @@ class Techniques:
         parts = {entry.name: entry.makes(options[entry.name]) for entry in entries}
         needs = frozenset[Need]().union(*(entry.requires for entry in entries))
         made = cls(parts, needs=needs)
+        for part in parts.values():
+            if isinstance(part, ForecastReader) and isinstance(made.sampler, Forecaster):
+                part.use_forecasts(made.sampler)
         if config.cluster.trainers and made.stateful:
             raise ConfigError(
                 f"the techniques {', '.join(made.stateful)} need cluster.trainers = 0, got "

@@ -35,7 +35,6 @@ _METRICS = (
     "engine/sampled_tokens",
     "engine/steps",
     "old_logps/prepare_s",
-    "replay/token_share",
     "rollout/episodes",
     "rollout/generation_wait_s",
     "rollout/tool_wait_s",
@@ -96,13 +95,8 @@ class RecordedStep:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens in the batch, without those of replayed groups."""
+        """Number of tokens in the batch."""
         return self["rollout/episodes"] * self["rollout/total_tokens_mean"]
-
-    @property
-    def trained(self) -> float:
-        """Number of tokens in the batch, including those of replayed groups."""
-        return self.tokens / (1 - self["replay/token_share"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

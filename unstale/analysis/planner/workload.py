@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from statistics import NormalDist, fmean
@@ -159,10 +159,6 @@ class EpisodeShape(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.prompt + self.sampled + sum(turn.answer for turn in self.turns)
-
-
-Shorten = Callable[[list[list[EpisodeShape]]], list[list[EpisodeShape]]]
-"""A function that cuts off episodes. It takes and returns groups of episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,16 +411,10 @@ class EpisodeStats(NamedTuple):
         return self.prompt / self.tokens
 
     @classmethod
-    def of(
-        cls, workload: Workload, *, group_size: int, shorten: Shorten = lambda groups: groups
-    ) -> "EpisodeStats":
-        """Return the means over 64 groups of episodes that are drawn at random.
-
-        `shorten` cuts off the episodes of these groups. `longest` is that of the whole workload
-        without cuts, because no limit applies to all groups.
-        """
+    def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
+        """Return the means over 64 groups of episodes that are drawn at random."""
         random = np.random.default_rng(0)
-        groups = shorten([workload.group(random, group_size) for _ in range(64)])
+        groups = [workload.group(random, group_size) for _ in range(64)]
         episodes = [shape for group in groups for shape in group]
         calls = fmean(sum(turn.calls for turn in shape.turns) for shape in episodes)
         call_s = np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s)

@@ -21,13 +21,13 @@ from unstale.durability.journal.tables import (
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
-    OLDEST_FORMAT,
+    SCHEMA,
+    TABLES,
     TOKEN_SAMPLES,
     TURN_LIMIT,
     journal_error,
-    schema,
     seal,
-    tables,
+    to_pictures,
     to_piece,
     to_placed,
 )
@@ -164,14 +164,10 @@ class JournalReader:
                 # the first query fixes the moment that is read
                 self.rows("SELECT count(*) FROM sqlite_master")
                 self._connection.create_function("seal", -1, seal, deterministic=True)
-            if not OLDEST_FORMAT <= version <= FORMAT:
-                raise journal_error(
-                    path,
-                    f"its format is {version}, this release reads {OLDEST_FORMAT} to {FORMAT}",
-                )
-            self._tables = tables(version)
+            if version != FORMAT:
+                raise journal_error(path, f"its format is {version}, this release reads {FORMAT}")
             with self.wrap_errors():
-                require_tables(path, self._connection, version)
+                require_tables(path, self._connection)
             on_error.pop_all()
 
     def __enter__(self) -> Self:
@@ -182,11 +178,6 @@ class JournalReader:
 
     def close(self) -> None:
         self._connection.close()
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables of this journal. A journal of an older format has fewer."""
-        return self._tables
 
     @property
     def num_bytes(self) -> int:
@@ -295,14 +286,14 @@ class JournalReader:
     def unsound(self) -> list[str]:
         """Return a sentence for each table in which rows were changed, lost or added."""
         problems = []
-        for table in self._tables:
+        for table in TABLES:
             columns = COLUMNS[table]
             expected = f"seal('{table}', {', '.join(columns)})"
             ((count,),) = self.rows(f"SELECT count(*) FROM {table} WHERE seal IS NOT {expected}")
             if count:
                 problems.append(f"{count} rows of {table} changed after they were written")
         written = dict(self.rows("SELECT name, num_rows FROM counts"))
-        for table in (name for name in self._tables if name in COUNTED):
+        for table in COUNTED:
             ((count,),) = self.rows(f"SELECT count(*) FROM {table}")
             if count != written.get(table):
                 problems.append(f"{table} has {count} rows, but {written.get(table)} were written")
@@ -339,7 +330,7 @@ class JournalReader:
             WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
         sizes = self._sizes()
-        limits = self._turn_limits()
+        limits = self.turn_limits()
         budgets = self._budgets()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
@@ -373,7 +364,7 @@ class JournalReader:
                 sizes[group] = (*sizes.get(group, ()), int(event["size"]))
         return sizes
 
-    def _turn_limits(self) -> dict[int, TurnLimit]:
+    def turn_limits(self) -> dict[int, TurnLimit]:
         """Return the turn limit of each group that has one, by the group's number."""
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
         limits = {}
@@ -442,8 +433,6 @@ class JournalReader:
 
         Without `step`, return the groups of all steps in order.
         """
-        if "replayed" not in self._tables:
-            return []
         where = "" if step is None else f"WHERE step = {int(step)}"
         rows = self.rows(f"SELECT number FROM replayed {where} ORDER BY step, place")
         return [number for (number,) in rows]
@@ -454,11 +443,9 @@ class JournalReader:
         Groups and steps are in order. A group that was replayed has several steps.
         """
         steps: dict[int, list[int]] = {}
-        if "trained_tokens" in self._tables:
-            for group, step in self.rows(
-                "SELECT number, step FROM trained_tokens ORDER BY number, step"
-            ):
-                steps.setdefault(group, []).append(step)
+        rows = self.rows("SELECT number, step FROM trained_tokens ORDER BY number, step")
+        for group, step in rows:
+            steps.setdefault(group, []).append(step)
         return steps
 
     @property
@@ -467,8 +454,6 @@ class JournalReader:
 
         A token counts once for each step that trained on it.
         """
-        if "trained_tokens" not in self._tables:
-            return 0
         ((count,),) = self.rows("SELECT coalesce(sum(num_tokens), 0) FROM trained_tokens")
         return int(count)
 
@@ -516,8 +501,6 @@ class JournalReader:
 
     def _token_rows(self, group: int, step: int | None) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a group's trained tokens, in the order of the steps."""
-        if "trained_tokens" not in self._tables:
-            return
         where = "" if step is None else f"AND step = {int(step)}"
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['trained_tokens'])}, seal FROM trained_tokens "
@@ -594,8 +577,6 @@ class JournalReader:
 
         `pieces` are those of the episode.
         """
-        if "forks" not in self._tables:
-            return None
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
             note, writes = self._note(episode)
             text = () if note else _text_of_fork(pieces, at)
@@ -604,15 +585,11 @@ class JournalReader:
 
     def _note(self, episode: int) -> tuple[str, bool]:
         """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
-        if "notes" not in self._tables:
-            return "", False
         rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
         return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
     def _role(self, episode: int) -> str:
         """Return the role that the policy has in a conversation. Empty if it has none."""
-        if "roles" not in self._tables:
-            return ""
         return "".join(
             row[0] for row in self.rows("SELECT role FROM roles WHERE episode = ?", episode)
         )
@@ -634,11 +611,10 @@ class JournalReader:
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
         pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
+        pieces = self._with_pictures(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if "kept_sets" not in self._tables:
-            return pieces
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['kept_sets'])}, seal FROM kept_sets WHERE episode = ?",
             episode,
@@ -656,8 +632,6 @@ class JournalReader:
         return tuple(found)
 
     def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if "placed" not in self._tables:
-            return pieces
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
         )
@@ -667,6 +641,22 @@ class JournalReader:
                 if seal("placed", *row[:-1]) != row[-1]:
                     raise ValueError("it changed after it was written")
                 found[row[1]] = to_placed(found[row[1]], *row[2:-2])
+        return tuple(found)
+
+    def _with_pictures(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['pictures'])}, seal FROM pictures WHERE episode = ?",
+            episode,
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the pictures of episode {episode}"):
+            for row in rows:
+                if seal("pictures", *row[:-1]) != row[-1]:
+                    raise ValueError("they changed after they were written")
+                piece = found[row[1]]
+                if not isinstance(piece, ContextPiece):
+                    raise ValueError(f"piece {row[1]} is no context")
+                found[row[1]] = replace(piece, pictures=to_pictures(row[2]))
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -790,11 +780,11 @@ def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
     return found
 
 
-def require_tables(path: Path, connection: sqlite3.Connection, journal_format: int) -> None:
+def require_tables(path: Path, connection: sqlite3.Connection) -> None:
     """Raise `JournalError` if the database has other tables, or a view or trigger."""
     question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
     with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(schema(tables(journal_format)))
+        fresh.executescript(SCHEMA)
         expected = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != expected:
         raise journal_error(path, "its tables are not those of a journal")
@@ -827,7 +817,7 @@ def holds_journal(path: Path) -> bool:
 def identity(path: Path) -> int:
     """Return the random number that a journal got when it was created. Checkpoints store it, too.
 
-    0 if there is no journal, or if an earlier release created it.
+    0 if there is no journal.
     """
     if not holds_journal(path):
         return 0

@@ -30,12 +30,10 @@ from unstale.durability.journal.reader import (
     require_tables,
 )
 from unstale.durability.journal.tables import (
-    ADDED,
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
     JOURNAL,
-    OLDEST_FORMAT,
     REPEATED,
     SCHEMA,
     TOKEN_SAMPLES,
@@ -47,7 +45,6 @@ from unstale.durability.journal.tables import (
     journal_error,
     outcome_row,
     piece_rows,
-    schema,
     to_utf8,
 )
 from unstale.durability.journal.token_rows import token_rows
@@ -609,19 +606,11 @@ def _connect(path: Path) -> sqlite3.Connection:
             "PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if not OLDEST_FORMAT <= version <= FORMAT:
+        if version != FORMAT:
             raise journal_error(path, f"its format is {version}, this release writes {FORMAT}")
-        require_tables(path, connection, version)
-        if version < FORMAT:
-            _upgrade(connection, version)
+        require_tables(path, connection)
         on_error.pop_all()
     return connection
-
-
-def _upgrade(connection: sqlite3.Connection, version: int) -> None:
-    """Change a journal of an older format to the current one, in one transaction."""
-    added = schema([name for name, since in ADDED.items() if since > version])
-    connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version={FORMAT}; COMMIT;")
 
 
 def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
