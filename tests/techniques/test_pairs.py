@@ -262,7 +262,8 @@ class ErringTasks(EvenTasks):
 OF_RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small_group": {"selection.pool": 6},
     "long_horizon": {**CONDITIONS["limits"], "episode_filter.n": 4, "schedule.group_size": 5},
-    "hard_tasks": {"selection.pool": 6, "allocate.max": 6},
+    "hard_tasks": {"retry.number": 1},
+    "test_time": {"selection.pool": 6, "majority.least": 0.0},
 }
 """Options with which the tiny run of a recipe is small."""
 
@@ -277,10 +278,10 @@ def test_a_recipe_trains_and_ends_equal_after_a_kill(
     config = replace(
         recipe(),
         recipe=base.recipe,
-        policy=base.model,
+        model=base.model,
         runs=base.runs,
         name=base.name,
-        steps=base.max_steps,
+        max_steps=base.max_steps,
         minutes=base.minutes,
         deterministic=True,
         engine=base.engine,

@@ -254,11 +254,14 @@ ROWS: Sequence[Row] = (
         "--techniques episode_filter --episode_filter.rule balanced balances finished episodes",
         "Replies do not end early: all are sampled to their end.",
     ),
-    _idea(
+    _partly(
         31,
         "SWE-Reasoner",
         "search with a reward model",
-        "A search over the steps of a repair, and an environment of repositories, are missing.",
+        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "(docs/commands.md)",
+        "The policy judges the steps of a repair: there is no reward model of them, and no "
+        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
