@@ -472,7 +472,7 @@ class Strategy(Protocol):
     def roots(self, group_size: int) -> int:
         """Return the number of episodes with which a group begins, at least 1.
 
-        `group_size` is `schedule.group_size`.
+        `group_size` is `schedule.group_size`, or what an allocator chose.
         """
         ...
 

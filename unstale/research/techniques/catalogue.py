@@ -95,12 +95,12 @@ ROWS: Sequence[Row] = (
         "more requests than needed; the rest continues later",
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
     ),
-    _partly(
+    _works(
         7,
         "XRPO",
-        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        "--techniques 'allocate novelty' --allocate.gain interval",
-        "Solved examples in the prompts of tasks that always fail are missing.",
+        "episodes where the mean is uncertain, examples, a bonus for unlikely correct replies",
+        "--techniques 'allocate exemplars novelty' --allocate.gain interval --objective.placed "
+        "guided --selection.pool N",
     ),
     _works(
         8,
@@ -252,11 +252,14 @@ ROWS: Sequence[Row] = (
         "unpromising replies end early",
         "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
     ),
-    _idea(
+    _partly(
         31,
         "SWE-Reasoner",
         "search with a reward model",
-        "A search over the steps of a repair, and an environment of repositories, are missing.",
+        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "(docs/commands.md)",
+        "The policy judges the steps of a repair: there is no reward model of them, and no "
+        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -286,19 +289,18 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v05_risk --allocate.forecast sampler --baseline.centre shrink "
         "--baseline.forecast sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         36,
         "SAGE (skills)",
         "skills of one task help the next",
-        "Chains of tasks in one episode, and a reward for skills, are missing.",
+        "--task.env chain:ENV, with --task.length and --task.bonus (docs/your-own-task.md)",
     ),
-    _partly(
+    _works(
         37,
         "ADHint",
         "hints by difficulty",
-        "--techniques hints --objective.placed anchor",
-        "Weights of hint tokens by their entropy, and of advantages by the difference of "
-        "difficulty, are missing.",
+        "--techniques 'hints hint_entropy_weights' --objective.placed anchor "
+        "--hints.baseline apart --hints.gap true",
     ),
     _works(
         38,
@@ -359,8 +361,9 @@ ROWS: Sequence[Row] = (
         46,
         "UI-S1",
         "expert traces with patched steps; step and episode advantages",
-        "--techniques step_groups --step_groups.rule two_level are the advantages",
-        "Traces of an expert with patched steps, at which returns are cut, are missing.",
+        "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
+        "--step_groups.cut_below 1 (docs/your-own-task.md)",
+        "The traces are conversations with tools; screenshots are missing.",
     ),
     _partly(
         47,
