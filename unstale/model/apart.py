@@ -94,11 +94,12 @@ def _alone(run: PrefixTree, segment: Segment) -> PrefixTree:
 
 
 @torch.no_grad()
-def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Prepare a model for `run_apart`: with the code of transformers, and torch's fused attention.
 
     Attention that torch's fused one does not compute, as with sinks and soft caps, is computed by
-    transformers, which holds the scores of all pairs of tokens in memory.
+    transformers, which holds the scores of all pairs of tokens in memory. Return the name of the
+    attention, with which `set_attention` prepares other models of the architecture.
     """
     fused.undo(model)
     sequences, _ = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
@@ -111,7 +112,15 @@ def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
         is_same = _agree(model, partial(logits, "eager"), partial(logits, "sdpa"))
     except (NotImplementedError, ValueError):  # the architecture does not offer it
         is_same = False
-    model.set_attn_implementation("sdpa" if is_same else "eager")
+    attention = "sdpa" if is_same else "eager"
+    set_attention(model, attention)
+    return attention
+
+
+def set_attention(model: PreTrainedModel, attention: str) -> None:
+    """Prepare a model for `run_apart`, with the attention that `use` chose."""
+    fused.undo(model)
+    model.set_attn_implementation(attention)
 
 
 @torch.no_grad()
