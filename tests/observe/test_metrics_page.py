@@ -76,6 +76,8 @@ TECHNIQUES = {
     "long_reply_penalty/mean",
     "long_reply_penalty/share",
     "hints/episode_share",
+    "search/best_mean",
+    "search/improvement_mean",
     "retry/episode_share",
     "retry/success_share",
     "retry/gain_mean",
