@@ -79,6 +79,8 @@ TECHNIQUES = {
     "bus/episode_share",
     "bus/success_share",
     "bus/lost",
+    "search/best_mean",
+    "search/improvement_mean",
     "retry/episode_share",
     "retry/success_share",
     "retry/gain_mean",

@@ -303,6 +303,9 @@ the mean gradient with the true one.
 | `depth` | 0.575 | 0.979 |
 | `loo`, forks of the finished episode at its largest entropy | 0.185 | 0.987 |
 
+With one tree whose leaves are pruned if their second token was unlikely, the bias of `loo` is 0 if
+half of them survive with twice the weight (`tree.spare 0.5`), and 0.721 if none does (`0`).
+
 A bias includes the scale: a cosine near 1 means that the direction is kept. It has not been
 measured on the desks.
 """
@@ -320,8 +323,8 @@ ENTRY = Entry(
     use="Always with `tree`. The rules `pooled` and `depth` are for comparison with papers.",
     measured=_MEASURED,
     exactness="`loo` does not change the mean of the gradient if the places of forks depend only "
-    "on the tokens before them (`tree.branch turn`) and the divisor of the loss is constant "
-    "(`objective.loss_aggregation constant`). `pooled`, `depth` and `tree.branch unlikely` bias "
-    "it. D and S do not change.",
+    "on the tokens before them ([tree](#tree)) and the divisor of the loss is constant "
+    "(`objective.loss_aggregation constant`). `pooled`, `depth`, `kept_depths` and `kept_leaves` "
+    "bias it. D and S do not change.",
     evidence="own reading",
 )
