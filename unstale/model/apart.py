@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.model import fused
 from unstale.model.attention import running
-from unstale.model.forward import keep_states
+from unstale.model.forward import keep_states, run_model
 from unstale.model.loading import vocab_size
 from unstale.model.packing_check import (
     Packability,
@@ -94,11 +94,12 @@ def _alone(run: PrefixTree, segment: Segment) -> PrefixTree:
 
 
 @torch.no_grad()
-def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Prepare a model for `run_apart`: with the code of transformers, and torch's fused attention.
 
     Attention that torch's fused one does not compute, as with sinks and soft caps, is computed by
-    transformers, which holds the scores of all pairs of tokens in memory.
+    transformers, which holds the scores of all pairs of tokens in memory. Return the name of the
+    attention, with which `set_attention` prepares other models of the architecture.
     """
     fused.undo(model)
     sequences, _ = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
@@ -111,7 +112,15 @@ def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
         is_same = _agree(model, partial(logits, "eager"), partial(logits, "sdpa"))
     except (NotImplementedError, ValueError):  # the architecture does not offer it
         is_same = False
-    model.set_attn_implementation("sdpa" if is_same else "eager")
+    attention = "sdpa" if is_same else "eager"
+    set_attention(model, attention)
+    return attention
+
+
+def set_attention(model: PreTrainedModel, attention: str) -> None:
+    """Prepare a model for `run_apart`, with the attention that `use` chose."""
+    fused.undo(model)
+    model.set_attn_implementation(attention)
 
 
 @torch.no_grad()
@@ -150,14 +159,19 @@ def check_apart(
 
 
 @torch.no_grad()
-def check_pictures(model: PreTrainedModel, pictures: PictureInputs, found: Packability) -> None:
-    """Check that a model with pictures has the logits of transformers, at once and with a cache.
+def check_pictures(
+    model: PreTrainedModel, pictures: PictureInputs, found: Packability, *, packed: bool = False
+) -> None:
+    """Check that a model with pictures has the logits of transformers.
 
-    `found` are the results of `check_apart`. Raises ConfigError if a check fails.
+    They are computed at once and with a cache, or with `packed` in a packed pass. `found` are the
+    results of the check without pictures. Raises ConfigError if a check fails.
     """
     probe = PictureProbe(pictures)
-    plain = partial(probe.plain, model)
-    same = (_agree(model, plain, partial(probe.logits, model, parts)) for parts in (1, 3))
+    passes = [partial(probe.logits, model, parts) for parts in (1, 3)]
+    if packed:
+        passes = [partial(probe.packed, model, run_model)]
+    same = (_agree(model, partial(probe.plain, model), each) for each in passes)
     if not (found.plain_head and all(same)):
         raise ConfigError(
             f"policy: pictures give {type(model).__name__} other logits than in transformers"

@@ -58,8 +58,8 @@ from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.pictures import (
     PROCESSOR_FILES,
     PictureInputs,
+    freeze_tower,
     load_pictures,
-    tower_names,
 )
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
@@ -100,7 +100,7 @@ class Policy:
     ) -> None:
         self.pictures = pictures
         """Computes the inputs of a vision-language model. None if the model reads only text."""
-        self._frozen = tower_names(model) if pictures else frozenset[str]()
+        self._frozen = freeze_tower(model) if pictures else frozenset[str]()
         """Names of parameters that no step changes, and that are not among the weights."""
         if lora:
             adapters.inject(model, lora, without=self._frozen)
@@ -132,11 +132,11 @@ class Policy:
         """True if each sequence has a forward pass of its own, because it cannot be packed."""
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
-        self._run_model: Callable[..., Tensor] = run_model
+        self._run_model: Callable[..., Tensor] = partial(run_model, pictures=pictures)
         try:
-            if pictures:
-                raise ConfigError("it reads pictures")
             packability = check_packing(self._short_copy or model, tokenizer)
+            if pictures:
+                apart.check_pictures(model, pictures, packability, packed=True)
         except ConfigError as refusal:
             packability = self._compute_apart(refusal)
         self._plain_head = packability.plain_head
@@ -230,21 +230,20 @@ class Policy:
         """Compute each sequence in a forward pass of its own from now on.
 
         `refusal` says why sequences cannot be packed. Raises ConfigError if the model cannot be
-        computed in this way either, or is divided among trainer ranks.
+        computed in this way either, or if trainer ranks would divide a sequence.
         """
         name = type(self.model).__name__
-        if self._is_sharded:
+        if self.peers.context:
             raise ConfigError(
-                f"{refusal}. Such a model cannot be divided among trainer ranks, got "
-                f"{self.peers.count}"
+                f"{refusal}. The tokens of a sequence of such a model cannot be divided: "
+                f"cluster.context must be 1, got {self.peers.context.size}"
             ) from refusal
+        checked = self._short_copy or self.model
         try:
-            apart.use(self.model, self.tokenizer)
-            found = apart.check_apart(self.model, self.tokenizer)
+            attention = apart.use(checked, self.tokenizer)
+            found = apart.check_apart(checked, self.tokenizer)
             if self.pictures:
-                apart.check_pictures(self.model, self.pictures, found)
-                for frozen in self._frozen:
-                    self.model.get_parameter(frozen).requires_grad_(False)
+                apart.check_pictures(checked, self.pictures, found)
         except ConfigError as error:
             raise ConfigError(f"{error}. It cannot be packed either: {refusal}") from error
         warnings.warn(
@@ -255,7 +254,15 @@ class Policy:
         )
         self._run_model = partial(apart.run_apart, pictures=self.pictures)
         self.computes_apart = True
+        apart.set_attention(self.model, attention)
         return found
+
+    def _prepared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Prepare another model of this architecture for forward passes, as this policy's is."""
+        _use_packing(model)
+        if self.computes_apart:
+            apart.set_attention(model, self.model.config._attn_implementation)
+        return model
 
     @property
     def _is_sharded(self) -> bool:
@@ -328,9 +335,9 @@ class Policy:
         """
         if max_context <= self.checked_length:
             return
-        checked = self.model
-        if self._is_sharded:
-            checked = self._short_copy or _use_packing(sharding.shorter_copy(self.model))
+        if self._is_sharded and self._short_copy is None:
+            self._short_copy = self._prepared(sharding.shorter_copy(self.model))
+        checked = self._short_copy or self.model
         try:
             if not self.computes_apart:
                 check_length(checked, max_context, self.tokenizer)
@@ -338,7 +345,7 @@ class Policy:
             self._plain_head = self._compute_apart(refusal).plain_head
             self._compile()
         if self.computes_apart:
-            apart.check_length_apart(self.model, max_context, self.tokenizer)
+            apart.check_length_apart(checked, max_context, self.tokenizer)
         self.checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
@@ -469,7 +476,7 @@ class Policy:
             model = sharding.load_shard(
                 folder, self.peers, passes=self.dtype, wide=False, **options
             )
-            twin.model = _use_packing(model).requires_grad_(False)
+            twin.model = self._prepared(model).requires_grad_(False)
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)
             if self._expert_layers:
                 replay_experts(twin.model)
@@ -823,7 +830,7 @@ class Policy:
         query = replace(query, logit_bias=self._logit_bias)
         if self._is_sharded:
             run = replace(run, context=self.peers.context)
-            answer = sharding.run_pass(self.model, run, rows, query)
+            answer = sharding.run_pass(self.model, run, rows, query, self._run_model)
             if not torch.is_grad_enabled():
                 sharding.release(self.model)
             return answer
@@ -1032,6 +1039,9 @@ class Policy:
         tokens, unless one span is longer. `where` (`[T]` bool) is True for the tokens whose
         log-probability is needed.
         """
+        if self.computes_apart and self._is_sharded:
+            # Ranks gather weights together, so all run the model equally often in a pass: once.
+            return [[i] for i in range(len(spans))]
         if self._shares_prefixes:
             packed, index = cut(self._packed(batch, where), spans)
             wanted = count_tokens(packed.offsets, where[index])

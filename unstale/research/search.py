@@ -11,7 +11,8 @@ from itertools import count
 from typing import TypeVar
 
 from unstale.records import ENDED_BY_ENVIRONMENT, Fork, GroupRequest, Task, Trajectory, TurnLimit
-from unstale.rollout.episode import NO_FORK, Rollout
+from unstale.rollout.episode import Rollout
+from unstale.rollout.rounds import NO_FORK, Start
 from unstale.rollout.transcript import NullWriter
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class Stages:
         start = NO_FORK
         if attempt:
             fork = Fork(attempt.episode, len(attempt))
-            start = (fork, fork.prefix_of(attempt.pieces))
+            start = Start(fork, fork.prefix_of(attempt.pieces))
         limit = TurnLimit(stage * self._turns) if stage < self._stages else None
         indices = [next(self._numbers) for _ in range(share)]
         results = await self._rollout.run_episodes(

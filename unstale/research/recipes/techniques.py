@@ -99,4 +99,33 @@ def test_time(**changes: Any) -> RunConfig:
     return with_changes(override(config, values), changes)
 
 
-RECIPES = (steady, small_group, long_horizon, hard_tasks, test_time)
+def dart(**changes: Any) -> RunConfig:
+    """Agents of many turns, as in DART: counts and lengths by task, stored successes, entropy.
+
+    The techniques are allocate (fewer episodes where results are clear), limits (the longest past
+    success of the task), replay (only where every new episode failed) and top_turns (the turns of
+    the highest entropy), with a truncated weight of D. Successes of an earlier run can be loaded by
+    `bus` instead of allocate, limits and replay. The desk and the model are those of `retail`:
+    replace them. The techniques have not been measured together, so no result is promised.
+    """
+    config = retail(
+        recipe="dart",
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+    )
+    values = {
+        "techniques": "allocate limits replay top_turns",
+        "allocate.gain": "sqrt_law",
+        "limits.scope": "task",
+        "limits.quantile": 1.0,
+        "limits.successes": 4,
+        "limits.window": 16,
+        "replay.rule": "failed",
+        "replay.episodes": "successes",
+        "replay.max_age": 16,
+        "selection.pool": 64,
+        "correction.mode": "truncate",
+    }
+    return with_changes(override(config, values), changes)
+
+
+RECIPES = (steady, small_group, long_horizon, hard_tasks, test_time, dart)

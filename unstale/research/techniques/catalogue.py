@@ -60,15 +60,14 @@ ROWS: Sequence[Row] = (
         "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "It cannot compare contexts of one policy in self-distillation.",
     ),
-    _partly(
+    _works(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N",
-        "Counts of words take the place of the trained encoder, and past groups that of the "
-        "reference tasks.",
+        "--techniques 'predicted_sampler replay' --predicted_sampler.encoder policy "
+        "--predicted_sampler.forecast model --predicted_sampler.reference 256 --selection.pool N",
     ),
-    _diagnostic(
+    _works(
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
@@ -83,13 +82,12 @@ ROWS: Sequence[Row] = (
         "The chosen samples are not generated again in high precision, and FP4 and image models "
         "are missing.",
     ),
-    _partly(
+    _works(
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        "--techniques confidence_clip is the clip and the advantage, majority the label "
-        "without solutions",
-        "Branches and their pruning by confidence, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage confidence_clip majority' --tree.branch confidence "
+        "--tree.prune confidence",
     ),
     _works(
         6,
@@ -127,16 +125,16 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
-        "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
-        "--correction.mode truncate the ratio",
-        "Successes collected before the run cannot be loaded, and screenshots are missing.",
+        "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
+        "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
+        "bus --bus.load RUN --bus.when failed has successes collected before the run",
+        "Screenshots are missing.",
     ),
-    _idea(
+    _works(
         12,
         "LATR",
         "branches at uncertain tokens, looked ahead",
-        "Branches while an episode runs, and their pruning by similarity, are missing.",
+        "--techniques 'tree tree_advantage' --tree.branch second --tree.prune similar",
     ),
     _works(
         13,
@@ -148,14 +146,15 @@ ROWS: Sequence[Row] = (
         14,
         "BranchGRPO",
         "advantages by depth of a tree",
-        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage",
-        "Pruning of gradients and image models are missing.",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth "
+        "--tree_advantage.kept_depths 0.5 is advantage and pruning of gradients",
+        "It is for language models: the paper's image models are missing.",
     ),
-    _idea(
+    _works(
         15,
         "Swarm sampling",
         "nodes share episodes",
-        "Training on the texts of other runs is missing.",
+        "--techniques bus --bus.folder DIR --bus.node NAME --objective.placed anchor, in each run",
     ),
     _works(
         16,
@@ -247,12 +246,11 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
         "that is trained in the run; unstale route sends tasks to one of several policies",
     ),
-    _partly(
+    _works(
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes",
-        "Replies do not end early: all are sampled to their end.",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
     ),
     _partly(
         31,
@@ -337,13 +335,12 @@ ROWS: Sequence[Row] = (
         "supervised training with sampled alternatives",
         "unstale sft --loss otr (docs/your-own-data.md)",
     ),
-    _partly(
+    _works(
         43,
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch unlikely --majority.least 0, with --selection.test_time",
-        "Forks are at the least likely tokens, not at those with the largest entropy.",
+        "--tree.branch peaks --majority.least 0, with --selection.test_time",
     ),
     _works(
         44,
@@ -387,8 +384,7 @@ ROWS: Sequence[Row] = (
         49,
         "P/D-Serve",
         "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; "
-        "unstale simulate --set fleet.kv_transfer=true simulates a transfer",
+        "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
         "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
     ),
     _works(
@@ -426,18 +422,18 @@ ROWS: Sequence[Row] = (
         "--trainer.stream true, with --schedule.max_staleness 0 as in the paper or with more; what "
         "needs the whole batch before its gradient is refused; shared prompts are computed once",
     ),
-    _partly(
+    _works(
         55,
         "AEPO, arXiv 2510.14545",
         "branches, advantage and clip by entropy",
-        "--techniques 'token_entropy_advantage preserve_clip' is advantage and clip",
-        "Branches at tool calls by entropy, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage token_entropy_advantage preserve_clip' "
+        "--tree.branch tool --tree.roots 1",
     ),
-    _idea(
+    _works(
         56,
         "MARS^2",
-        "several agents in one search tree",
-        "A search tree over whole answers, and several policies, are missing.",
+        "several roles in one search tree over answers",
+        "--techniques search: the roles are of one policy",
     ),
     _idea(
         57,
@@ -473,6 +469,7 @@ ROWS: Sequence[Row] = (
 WISHES: Mapping[str, Sequence[str]] = {
     "more signal per token": (
         "baseline",
+        "bus",
         "confident_error_penalty",
         "distil",
         "entropy_advantage_reweighting",
@@ -482,6 +479,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "novelty",
         "reward_channels",
         "retry",
+        "search",
         "step_groups",
         "token_entropy_advantage",
         "top_tokens",
