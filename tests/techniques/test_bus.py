@@ -56,13 +56,8 @@ STEPS, SEEDS = 150, 3
 class Words:
     """Texts whose tokens are words. Another `base` stands for another tokenizer."""
 
-    tokens = 0
-
     def __init__(self, base: int = 0) -> None:
         self._base = base
-
-    async def write(self, instructions: str, seed: int, **texts: str) -> str:
-        raise AssertionError("nothing is written")
 
     def text(self, tokens: Sequence[int]) -> str:
         return " ".join(f"w{token - self._base}" for token in tokens)

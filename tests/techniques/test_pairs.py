@@ -62,8 +62,8 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "majority": {"majority.least": 0.0},
     "hints": {"objective.placed": "anchor", "hints.shortest": 0.5},
     "retry": {"objective.placed": "anchor"},
-    "exemplars": {"objective.placed": "anchor"},
     "bus": {"objective.placed": "anchor", "bus.load": "runs/earlier"},
+    "exemplars": {"objective.placed": "anchor"},
     "opmd": {"objective.loss_type": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }

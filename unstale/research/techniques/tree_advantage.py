@@ -189,9 +189,9 @@ class TreeAdvantage:
             roots = trees(group)
             for trajectory, start, end, advantage in self._rule(roots):
                 advantages[trajectory.episode][start:end] = [advantage] * (end - start)
-            for each in self._without_gradient(roots, context.version):
-                hidden = [0.0] * (each.end - each.start)
-                advantages[each.trajectory.episode][each.start : each.end] = hidden
+            for edge in self._without_gradient(roots, context.version):
+                hidden = [0.0] * (edge.end - edge.start)
+                advantages[edge.trajectory.episode][edge.start : edge.end] = hidden
             for each in group.trajectories:
                 scored.append(ScoredTrajectory(each, tuple(advantages[each.episode])))
                 whole = (fmean(advantages[each.episode]),)
