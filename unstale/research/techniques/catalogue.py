@@ -474,6 +474,8 @@ WISHES: Mapping[str, Sequence[str]] = {
         "distil",
         "entropy_advantage_reweighting",
         "episode_filter",
+        "exemplars",
+        "hint_entropy_weights",
         "hints",
         "least_variance_baseline",
         "novelty",
