@@ -53,12 +53,12 @@ def _idea(number: int, paper: str, about: str, missing: str, how: str = "") -> R
 
 
 ROWS: Sequence[Row] = (
-    _diagnostic(
+    _works(
         1,
         "Unmasking OPD",
         "where distillation follows success",
-        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
-        "It cannot compare contexts of one policy in self-distillation.",
+        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes; --context "
+        "compares contexts of one policy in self-distillation (docs/commands.md)",
     ),
     _works(
         2,
