@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.levels import differences, draw, successes, within_bounds
 from benchmarks.tables import columns, legend_below, picture, row, share_axis, write
 from unstale.analysis.report.compare import KEPT, ArmResult, Comparison
-from unstale.analysis.report.compare_page import points_with_interval, spread
+from unstale.analysis.report.compare_tables import points_with_interval, spread
 from unstale.analysis.report.study import ALPHA, StudyResults, StudySetting, read_results
 from unstale.durability.run_folder import EVENTS, RunFolder
 

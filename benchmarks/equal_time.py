@@ -17,7 +17,7 @@ from statistics import mean
 
 from benchmarks.tables import columns, row, write
 from unstale.analysis.report.compare import SUCCESS, Trial
-from unstale.analysis.report.compare_page import points_with_interval
+from unstale.analysis.report.compare_tables import points_with_interval
 from unstale.analysis.report.study import ALPHA, StudyResults, read_results
 from unstale.config import ConfigError
 from unstale.observe.statistics import paired_difference

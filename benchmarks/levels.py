@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.tables import columns, legend_below, picture, row, share_axis, write
 from unstale.analysis.report.compare import Trial, mean_over_seeds
-from unstale.analysis.report.compare_page import points_with_interval, spread
+from unstale.analysis.report.compare_tables import points_with_interval, spread
 from unstale.analysis.report.study import ALPHA, StudyResults, StudySetting, read_results
 from unstale.observe.statistics import paired_difference
 from unstale.observe.words import percent

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import CONSOLE
-from unstale.analysis.report.compare import LAUNCHES, PLAN, SERIES, TOKENS, TRAINED, ended
+from unstale.analysis.report.compare import LAUNCHES, PLAN, SERIES, TOKENS, ended
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, dumps, read_jsonl
 
-COLUMNS = ("step", "time_s", "eval/success_rate", TOKENS, TRAINED, *SERIES)
+COLUMNS = ("step", "time_s", "eval/success_rate", TOKENS, "trainer/action_tokens", *SERIES)
 KINDS = ("stopped", "eval", "ewma_reset")
 
 

@@ -6,7 +6,6 @@
   (`tests/durability/test_journal.py`).
 """
 
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,15 +69,6 @@ def test_a_set_that_resembles_an_earlier_one_takes_little_more_than_a_bit_an_id(
     alike = [tuple(each for each in ids if each % 7 != left) for left in range(7)]
     single, whole = (len(kept.pack(tokens)) for kept, tokens in (made(alike[:1]), made(alike)))
     assert whole < single + 6 * 1.2 * len(ids) / 8
-
-
-def test_sets_that_deflate_compressed_are_read() -> None:
-    kept, tokens = made([(1, 2, 3), (), (40, 100)])
-    sizes, steps = [3, 0, 2], [1, 2, 40]
-    assert tokens[2] == 100
-    deflate = zlib.compressobj(wbits=-15)
-    data = deflate.compress(bytes(sizes + steps)) + deflate.flush()
-    assert listed(KeptSets.unpack(data, tokens)) == listed(kept)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"no"])

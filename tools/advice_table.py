@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from unstale.analysis.report.compare import PLAN, ArmResult, Comparison, read_comparison
-from unstale.analysis.report.compare_page import points, points_with_interval
+from unstale.analysis.report.compare_tables import points, points_with_interval
 from unstale.analysis.report.study import ALPHA, is_study_folder
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import options, stored_config

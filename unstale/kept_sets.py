@@ -5,7 +5,6 @@ weights, or other rounding, would keep other tokens. So it is recorded with each
 log-probability of that token, by any weights, is taken over the recorded set.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,9 +143,9 @@ class KeptSets:
         """Return the sets that `pack` packed. Raises ValueError for other bytes."""
         import lzma
 
-        if not data.startswith(_LZMA):
-            return cls._inflated(data, tokens)
         try:
+            if not data.startswith(_LZMA):
+                raise ValueError("another format")
             body = lzma.decompress(data[1:], lzma.FORMAT_RAW, filters=_FILTERS)
             start = 4 + int.from_bytes(body[:4], "little")
             return cls._read(body[4:start], _from_leb128(body[start:]), tokens)
@@ -185,29 +184,6 @@ class KeptSets:
             raise ValueError("there are ids of no set")
         return cls(sizes, np.concatenate([np.empty(0, np.int32), *found]))
 
-    @classmethod
-    def _inflated(cls, data: bytes, tokens: "Sequence[int] | NDArray[Any]") -> "KeptSets":
-        """Return the sets from bytes that refer to no earlier sets, compressed by deflate.
-
-        They are the sizes, then for each set the differences of its other ids, in LEB128.
-        """
-        import numpy as np
-
-        try:
-            numbers = _from_leb128(zlib.decompress(data, _RAW))
-        except zlib.error as error:
-            raise ValueError(f"the kept sets are damaged: {error}") from error
-        sizes, steps = numbers[: len(tokens)], numbers[len(tokens) :]
-        counts = sizes - (sizes > 0)
-        if len(sizes) != len(tokens) or counts.sum() != len(steps):
-            raise ValueError(f"the kept sets of {len(tokens)} tokens are damaged")
-        parts = np.split(steps, np.cumsum(counts)[:-1])
-        sets = [
-            np.sort(np.append(np.cumsum(part), [token] * min(size, 1)))
-            for token, size, part in zip(tokens, sizes.tolist(), parts, strict=True)
-        ]
-        return cls(sizes, np.concatenate([np.empty(0), *sets]).astype(np.int32))
-
     def _each(self) -> "list[Ids]":
         """Return the ids of each token's set."""
         import numpy as np
@@ -230,10 +206,8 @@ def join(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
     return KeptSets(np.concatenate(sizes), np.concatenate(ids))
 
 
-_RAW = -15
-"""zlib's `wbits` for deflate without a header and a checksum."""
 _LZMA = b"\x07"
-"""First byte of sets that LZMA compressed. No block of deflate begins with it."""
+"""First byte of packed sets."""
 _FILTERS = ({"id": 0x4000000000000001, "preset": 6, "lc": 1, "lp": 0, "pb": 0, "dict_size": 2**16},)
 """LZMA1 without a header, with the options that made sets of SmolLM2 shortest."""
 _LEAST = 8

@@ -278,7 +278,7 @@ def test_the_lengths_of_lost_attempts_are_compared_as_in_the_report(
             )
     found = details.attempts(index.database)
     assert found["sentence"].startswith(sentence) and found["is_biased"] == is_biased
-    reported = survivorship({"contrast": contrast(lost, kept)})
+    reported = survivorship({"kinds": {"failed": {}}, "contrast": contrast(lost, kept)})
     assert not lost or reported == (found["sentence"], is_biased)
     index.close()
 
@@ -475,7 +475,7 @@ def test_curves_may_be_over_seconds_of_training_and_sampled_tokens(
     between = [each for each in spans if each["lane"] == "eval" and each["start"] >= first]
     assert between == []  # 6 steps, and an evaluation every 20
     assert seconds[1] == pytest.approx(rows[3]["time_s"] - first)
-    tokens = {row["step"]: row.get("trainer/action_tokens", 0) for row in rows}
+    tokens = {row["step"]: row.get("rollout/sampled_tokens", 0) for row in rows}
     upto = [sum(count for step, count in tokens.items() if step <= last) for last in (3, 6)]
     found = axes.positions(index.database, "tokens", [3, 6, 8])
     assert found == [*upto, upto[1] + 50]

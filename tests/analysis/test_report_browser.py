@@ -17,12 +17,9 @@ from tests.analysis.test_dashboard import ATTACK
 from tests.analysis.test_dashboard_browser import CONTRAST, NAMELESS, audit_with, see_all
 from tests.support.axe import needs_axe, serious
 from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
-from tests.support.fake_comparison import launched
 from tests.support.fake_run import fake_run
 from unstale.analysis.dashboard import frozen
 from unstale.analysis.dashboard.frozen import write_report
-from unstale.analysis.report.compare_page import write_comparison
-from unstale.durability.run_folder import RunLog
 
 pytestmark = pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
 
@@ -144,18 +141,3 @@ def test_the_script_of_a_run_would_be_refused(page: Page, report: Path, tmp_path
     page.wait("document.querySelector('.uplot')")
     assert page.run("document.title") != "run"
     assert any("Content Security Policy" in error for error in page.errors)
-
-
-def test_a_comparison_draws_its_plots(page: Page, tmp_path: Path) -> None:
-    for arm in ("snapshot_old", "rollout"):
-        for seed in range(2):
-            folder = fake_run(tmp_path / f"{arm}-seed{seed}", seed=seed, steps=8, route=arm)
-            with RunLog(folder) as log:
-                log.event("stopped", reason="finished")
-    launched(tmp_path)
-    file = write_comparison(tmp_path)
-    for width in (1280, 400):
-        show(page, file, width=width)
-        page.wait("document.querySelectorAll('[data-plot] .uplot').length > 4")
-        assert page.run("document.documentElement.scrollWidth <= innerWidth + 1")
-        assert page.run(CONTRAST) == [] and page.errors == [] and page.run(REQUESTS) == []

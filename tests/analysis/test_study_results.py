@@ -1,22 +1,18 @@
 """Promises: planned differences of a study are corrected for their number by Holm's method, and
 their intervals hold together; the power of a test is that of the noncentral t distribution; the
-page, the Markdown tables and the JSON have every setting, arm and measure, and draw the trade-off
-over a dial and the kept share over the steps."""
+Markdown tables and the JSON have every setting, arm and measure."""
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.research.test_compare import plots
 from tests.support.fake_comparison import comparison, study_plan
 from unstale.analysis.report.study import Difference, read_results
-from unstale.analysis.report.study_page import write_pages
+from unstale.analysis.report.study_tables import write_tables
 from unstale.cli import main
-from unstale.durability.run_folder import dumps
 from unstale.observe.statistics import PairedDifference, holm, paired_difference
 
 GAINS = {  # held-out success of an arm less that of the reference, by seed
@@ -134,18 +130,15 @@ def test_pairs_of_all_settings_give_one_difference_of_an_arm(study: Path) -> Non
     error = pairs.std(ddof=1) / math.sqrt(15)
     low, high = rollout.paired.interval(0.05)  # the 97.5% quantile of t with 14 degrees of freedom
     assert (high - low) / 2 == pytest.approx(2.144787 * error, rel=1e-5)
-    write_pages(study)
+    write_tables(study)
     row = (
         f"| rollout | 3 | 15 | {100 * pairs.mean():+.1f} ({100 * low:+.1f} to {100 * high:+.1f}) |"
     )
     assert row in (study / "study.md").read_text()
-    assert "Over all settings" in (study / "study.html").read_text()
 
 
 @pytest.mark.costly
-def test_the_page_has_every_measure_and_both_figures(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_have_every_measure(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main.main(["compare", "--report", str(study), "--json"])
     assert end.value.code == 0
@@ -162,18 +155,5 @@ def test_the_page_has_every_measure_and_both_figures(
     assert "1 of the study's 4 settings have no runs yet." in tables
     for heading in ("## At equal steps", "## At equal tokens", "## At equal wall-clock"):
         assert heading in tables
-    page = (study / "study.html").read_text()
-    assert '<a href="narrow/compare.html">narrow</a>' in page
-    titles = re.findall(r"<h3>(.*?)</h3>", page)
-    assert "Held-out success over band, s6" in titles and "Kept share over band, s6" in titles
-    assert sum(title.startswith("Kept share, ") for title in titles) == 3
-    assert {tuple(each["names"]) for each in plots(page)} == {(), ("narrow", "middle", "wide")}
-    plan = json.loads((study / "plan.json").read_text())
-    for name, number in (("narrow", 12), ("middle", 2), ("wide", 6)):
-        plan["settings"][name]["band"] = f"s{number}"
-    (study / "plan.json").write_text(dumps(plan))
-    write_pages(study)
-    names = {tuple(each["names"]) for each in plots((study / "study.html").read_text())}
-    assert names == {(), ("s2", "s6", "s12")}, "in the order of their numbers"
-    assert (study / "narrow" / "compare.html").exists()
-    assert write_pages(study / "narrow").name == "compare.html"
+    assert (study / "narrow" / "compare.md").exists()
+    assert write_tables(study / "narrow").name == "compare.md"

@@ -37,7 +37,6 @@ from tests.test_loop import make, run
 from unstale.analysis.planner.recorded import RESULTS
 from unstale.cli import main, session
 from unstale.config import ConfigError, install
-from unstale.durability.compare_runs import differences
 from unstale.durability.journal import (
     JOURNAL,
     CheckpointRow,
@@ -50,7 +49,6 @@ from unstale.durability.journal import (
     writer,
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
-from unstale.durability.journal.tables import ADDED
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     HAS_BEHAVIOR,
@@ -70,6 +68,7 @@ from unstale.records import (
     Trajectory,
 )
 from unstale.rollout.timeouts import first_error
+from unstale.signals import Signals
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("retail", "train", 17)
@@ -680,7 +679,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
             )
         case "format":
             with sqlite3.connect(tmp_path / JOURNAL) as connection:
-                connection.execute("PRAGMA user_version=8")
+                connection.execute("PRAGMA user_version=11")
             connection.close()
     return tmp_path / JOURNAL
 
@@ -690,7 +689,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 8, this release writes 7"),
+        ("format", "its format is 11, this release writes 10"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -698,7 +697,7 @@ def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: 
     with pytest.raises(JournalError, match=f"the journal {path} failed: {says}"), Journal(path):
         pass
     if kind != "folder":
-        with pytest.raises(JournalError, match=says.replace("writes", "reads 3 to")):
+        with pytest.raises(JournalError, match=says.replace("writes", "reads")):
             JournalReader(path)
 
 
@@ -750,7 +749,7 @@ def test_kept_sets_are_read_back_sealed_and_rewound(tmp_path: Path) -> None:
         connection.commit()
     with Journal.read(tmp_path) as read:
         assert check(read) == ["1 rows of kept_sets changed after they were written"]
-        with pytest.raises(JournalError, match="kept sets of episode 1: they changed"):
+        with pytest.raises(JournalError, match="kept_sets of episode 1: a row changed"):
             read.pieces(1)
 
 
@@ -778,7 +777,32 @@ def test_placed_text_is_read_back_sealed_and_rewound(tmp_path: Path) -> None:
         connection.commit()
     with Journal.read(tmp_path) as read:
         assert check(read) == ["1 rows of placed changed after they were written"]
-        with pytest.raises(JournalError, match="placed text of episode 1: it changed"):
+        with pytest.raises(JournalError, match="placed of episode 1: a row changed"):
+            read.pieces(1)
+
+
+def test_signals_are_read_back_and_sealed(tmp_path: Path) -> None:
+    signals = Signals(
+        np.array([0.5, 0.25], np.float32),
+        np.array([[3, 70_000], [4, 5]], np.int32),
+        np.array([[-0.5, -1.5], [-0.25, -2.5]], np.float32),
+    )
+    told = Sampled((3, 4), (-0.5, -0.25), version=0, signals=signals)
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        record(journal, group(0, ContextPiece((1,)), told, Sampled((5,), (-1.0,), 0)))
+    with Journal.read(tmp_path) as read:
+        assert check(read) == []
+        _, found, plain = read.pieces(1)
+    assert isinstance(found, Sampled) and isinstance(plain, Sampled)
+    assert found.signals is not None and plain.signals is None
+    assert found.signals.tobytes() == signals.tobytes()
+    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
+        connection.execute("UPDATE signals SET signals = x'00' WHERE episode = 1")
+        connection.commit()
+    with Journal.read(tmp_path) as read:
+        assert check(read) == ["1 rows of signals changed after they were written"]
+        with pytest.raises(JournalError, match="signals of episode 1: a row changed"):
             read.pieces(1)
 
 
@@ -809,65 +833,6 @@ def test_exports_name_the_parent_of_a_fork_and_the_source_of_placed_text(tmp_pat
     assert row["provenance"] == origins
     roles = [turn["role"] for turn in text["turns"]]
     assert roles == ["environment", "assistant"] * 3
-
-
-def make_older(path: Path, journal_format: int) -> None:
-    """Change a journal to one of an older format. Its added tables have no rows."""
-    with closing(sqlite3.connect(path)) as connection:
-        for name, since in ADDED.items():
-            if since > journal_format:
-                connection.execute(f"DROP TABLE {name}")
-                connection.execute("DELETE FROM counts WHERE name = ?", (name,))
-        connection.execute(f"PRAGMA user_version={journal_format}")
-        connection.commit()
-
-
-@pytest.mark.parametrize("journal_format", [3, 4, 5, 6])
-def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
-    tmp_path: Path, journal_format: int
-) -> None:
-    with Journal(tmp_path / JOURNAL) as journal:
-        asyncio.run(journal.publishing(0))
-        record(journal, group(0))
-        train_on(journal, group(0), step=0, version=0)
-    make_older(tmp_path / JOURNAL, journal_format)
-    with Journal.read(tmp_path) as read:
-        assert check(read) == [] and read.replayed() == read.replayed(0) == []
-        assert read.trained_tokens(0) == [] and read.token_steps() == {}
-        assert content(read)["token_values"] == 0
-        assert all(each.trajectory.fork is None for each in read.trajectories())
-        assert [one.number for one in read.consumed(0)] == [0]
-    with Journal(tmp_path / JOURNAL) as journal:
-        record(journal, group(1))
-        journal.commit([group(1)], step=1, version=1, replayed=[0])
-        asyncio.run(journal.checkpoint("of 1", step=1, version=2))
-    with Journal.read(tmp_path) as read:
-        assert check(read) == [] and read.replayed(1) == [0]
-
-
-@pytest.mark.parametrize("journal_format", [3, 4, 5, 6])
-def test_journals_of_two_formats_are_compared_in_the_tables_that_both_have(
-    tmp_path: Path, journal_format: int
-) -> None:
-    new, old = tmp_path / "new", tmp_path / "old"
-    for folder in (new, old):
-        folder.mkdir()
-        with Journal(folder / JOURNAL) as journal:
-            asyncio.run(journal.publishing(0))
-            record(journal, group(0))
-            train_on(journal, group(0), step=0, version=0)
-    make_older(old / JOURNAL, journal_format)
-    equal = ["the checkpoints: none has the same name"]  # these folders have journals alone
-    assert differences(new, old) == differences(old, new) == equal
-    assert differences(old, old) == equal
-    with Journal(old / JOURNAL):  # a resume adds the missing tables
-        pass
-    assert differences(new, old) == equal
-    with Journal(new / JOURNAL) as journal:
-        asyncio.run(journal.publishing(1))
-    make_older(old / JOURNAL, journal_format)
-    tables = {text.partition(" of the journal")[0] for text in differences(new, old)[1:]}
-    assert tables == {"versions", "counts"}
 
 
 PLANTED = (

@@ -177,7 +177,7 @@ def test_control_characters_are_escaped_in_every_file(tmp_path: Path) -> None:
 def test_watching_needs_no_torch() -> None:
     code = (
         "import sys, unstale.observe.trackers, unstale.observe.live, "
-        "unstale.analysis.report.compare_page, unstale.observe.recorder; "
+        "unstale.analysis.report.compare_tables, unstale.observe.recorder; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -81,7 +81,9 @@ TECHNIQUES = {
     "bus/lost",
     "retry/episode_share",
     "retry/success_share",
-    "retry/reflection_tokens",
+    "retry/gain_mean",
+    "retry/gain_error",
+    "retry/text_tokens",
     "hints/token_share_mean",
     "majority/share_mean",
     "majority/used_share",
@@ -109,7 +111,9 @@ TECHNIQUES = {
     "baseline/probe_squared_error_mean",
     "rollout/context_limit_mean",
     "rollout/slot_wait_s",
+    "rollout/pruned_share",
     "rollout/turn_limit_mean",
+    "tree/forecast_error",
 }
 UNDEFINED = {
     "audit/mask_f1",

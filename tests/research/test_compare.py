@@ -3,9 +3,8 @@ those worked out by hand; what did not finish is shown and is in no mean; times 
 runs that were alone. Every run's configuration is checked before the first begins, and what the
 linter says of the arms is shown; runs that finished are kept, others begun again, one failure stops
 nobody else, runs at the same time have cores of their own, Ctrl-C ends the run in progress, and a
-killed command continues; the page escapes what it shows and draws inside its frames."""
+killed command continues."""
 
-import html
 import io
 import json
 import math
@@ -31,21 +30,19 @@ from unstale.analysis.report.compare import (
     mean_over_seeds,
     read_comparison,
 )
-from unstale.analysis.report.compare_page import (
+from unstale.analysis.report.compare_tables import (
     conduct,
     equal,
     equal_steps,
     findings,
-    page,
     remarks,
     tables,
-    write_comparison,
 )
 from unstale.cli import main, recipe_options
 from unstale.cli.recipe_options import configure_recipe
 from unstale.config import ConfigError, OldLogpsConfig
 from unstale.durability.machine import lock_folder
-from unstale.durability.run_folder import RunLog, dumps
+from unstale.durability.run_folder import dumps
 from unstale.observe.statistics import PairedDifference, paired_difference
 from unstale.research import launcher
 from unstale.research.compare import Arm, ComparisonPlan, Planned, plan
@@ -123,9 +120,7 @@ def test_equal_values_have_no_interval(tmp_path: Path) -> None:
     )
     row = next(row for row in equal_steps(found).rows if row[0] == "ewma_prox")
     assert row[3:5] == ("+1.6", "2")
-    text = page(found)
-    assert "neither have values that are all equal" in text
-    assert "Where all seeds are equal, it has no width" in text, "before training, all have 40%"
+    assert "neither have values that are all equal" in tables(found)
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
@@ -200,18 +195,7 @@ def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path)
     assert table and table.head[2] == "success after 200 sampled tokens"
     assert table.rows[1][:3] == ("lost", "2", "45.0%") and table.rows[1][-1] == "800"
     assert equal_steps(found).rows[1][2] == "10.0%", "equal values have no interval"
-    for told in (page(found), tables(found)):
-        assert "range from 220 (good) to 800 (lost)" in told
-
-
-def test_runs_of_before_sampled_tokens_were_counted_have_those_trained_on(tmp_path: Path) -> None:
-    trial(tmp_path / "a-seed0", seed=0, evaluations=(0.4, 0.6, 0.8), tokens=70)
-    log = tmp_path / "a-seed0" / "metrics.jsonl"
-    text = log.read_text()
-    assert text.count("rollout/sampled_tokens") == 2
-    log.write_text(text.replace("rollout/sampled_tokens", "trainer/action_tokens"))
-    (old,) = read_comparison(tmp_path).trials
-    assert old.tokens == 140
+    assert "range from 220 (good) to 800 (lost)" in tables(found)
 
 
 def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(
@@ -225,7 +209,7 @@ def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(
     (tmp_path / "b-seed0").rename(tmp_path / "b")
     found = read_comparison(tmp_path)
     assert equal(found, "tokens") is None
-    assert UNCOUNTED in page(found) and UNCOUNTED in tables(found)
+    assert UNCOUNTED in tables(found)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +226,7 @@ def test_times_of_runs_that_shared_the_machine_are_left_out(
     found = read_comparison(tmp_path)
     assert equal(found, "minutes") is None
     assert says in found.shared_machine
-    assert says in page(found) and says in tables(found)
+    assert says in tables(found)
 
 
 def test_times_of_deterministic_runs_are_left_out_and_resets_are_counted(tmp_path: Path) -> None:
@@ -279,40 +263,6 @@ def test_a_falling_learning_rate_and_different_code_are_said(tmp_path: Path) -> 
         file.write('{"kind": "began", "run": "ewma_prox-seed0", "jobs": 1, "commit": "def5678"}\n')
     told = " ".join(remarks(read_comparison(tmp_path)))
     assert "(cosine)" in told and "different versions of the code: abc1234, def5678" in told
-
-
-def plots(text: str) -> list[dict[str, Any]]:
-    """Return what the script of a page draws."""
-    found = re.findall(r'<div data-plot="([^"]*)"', text)
-    return [json.loads(html.unescape(each)) for each in found]
-
-
-@pytest.mark.costly
-def test_the_page_is_complete_escaped_and_has_its_plots(tmp_path: Path) -> None:
-    for arm in ("snapshot_old", "rollout", "beta <b>"):
-        for seed in range(3):
-            folder = fake_run(
-                tmp_path / f"{arm}-seed{seed}", seed=seed + 7 * len(arm), steps=40, route="rollout"
-            )
-            with RunLog(folder) as log:
-                log.event("stopped", reason="finished")
-    launched(tmp_path)
-    assert write_comparison(tmp_path) == tmp_path / "compare.html"
-    text = (tmp_path / "compare.html").read_text()
-    assert "beta &lt;b&gt;" in text and "<b>-seed" not in text and "beta <b>" not in text
-    assert 'href="beta%20%3Cb%3E-seed2/report.html"' in text
-    drawn = plots(text)
-    assert len(drawn) == 8
-    lines = [line for plot in drawn for line in plot["series"]]
-    assert sum("low" in line for line in lines) == 9  # three arms in three plots have intervals
-    for line in lines:
-        columns = [line[name] for name in ("x", "y", "low", "high") if name in line]
-        assert len({len(column) for column in columns}) == 1
-        assert all(math.isfinite(value) for column in columns for value in column)
-    assert {line["name"] for line in lines} == {"snapshot_old", "rollout", "beta <b>"}
-    data = json.loads((tmp_path / "compare.json").read_text())
-    assert [arm["finished"] for arm in data["arms"]] == [3, 3, 3]
-    assert data["arms"][0]["final"]["n"] == 3
 
 
 def planned(folder: Path, *arms: Arm, seeds: int = 2, **values: Any) -> ComparisonPlan:
@@ -529,7 +479,7 @@ def test_more_jobs_than_pairs_of_cores_are_refused(
 
 @pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
-def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_on_the_page(
+def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_in_the_results(
     tmp_path: Path,
 ) -> None:
     young = [
@@ -542,7 +492,7 @@ def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_on_the_page(
     )
     plan = planned(folder, *young, Arm.of_route("snapshot_old"), **{"schedule.max_staleness": 6})
     assert start(plan).count(warning) == 1
-    assert warning in (folder / "compare.html").read_text()
+    assert warning in (folder / "compare.md").read_text()
     assert f"## Linter warnings\n\n- {warning}" in (folder / "compare.md").read_text()
     (folder / "plan.json").unlink()
     assert "- Not recorded: other, snapshot_old, young." in tables(read_comparison(folder))
@@ -603,7 +553,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as end:
         main.main(["compare", "--report", str(tmp_path)])
     assert end.value.code == 0
-    assert (tmp_path / "compare.html").exists()
+    assert (tmp_path / "compare.md").exists()
     for words, says in (
         (
             ["retail", "--routes", "snapshot_old", "rolout"],

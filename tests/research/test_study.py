@@ -97,14 +97,14 @@ def test_a_study_alternates_settings_and_continues(tmp_path: Path) -> None:
     first = [name.replace("/x-", "/snapshot_old-") for name in first]
     assert ran(tmp_path) == first
     assert "4 runs in" in said and "s2-bf16/snapshot_old-seed0: " in said
-    assert (tmp_path / "mine" / "study.html").exists()
+    assert (tmp_path / "mine" / "study.md").exists()
     plan = json.loads((tmp_path / "mine" / "plan.json").read_text())
     assert plan["settings"]["s2-int4"] == {"bound": "s2", "format": "int4"}
     # of the whole file, so that a part of the results is corrected for all planned differences
     assert plan["planned"] == [["s6-bf16", "rollout"], ["s2-bf16", "rollout"]]
     found = read_comparison(tmp_path / "mine" / "s6-bf16")
     assert (found.reference.name, len(found.finished)) == ("snapshot_old", 2)
-    assert (tmp_path / "mine" / "s6-bf16" / "compare.html").exists()
+    assert (tmp_path / "mine" / "s6-bf16" / "compare.md").exists()
 
     (tmp_path / "mine" / "break").touch()
     start(planned(tmp_path, "--settings", "s2-bf16"))

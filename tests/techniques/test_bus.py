@@ -56,13 +56,8 @@ STEPS, SEEDS = 150, 3
 class Words:
     """A writer whose tokens are words. Another `base` stands for another tokenizer."""
 
-    tokens = 0
-
     def __init__(self, base: int = 0) -> None:
         self._base = base
-
-    async def write(self, instructions: str, seed: int, **texts: str) -> str:
-        raise AssertionError("nothing is written")
 
     def text(self, tokens: Sequence[int]) -> str:
         return " ".join(f"w{token - self._base}" for token in tokens)
@@ -77,7 +72,7 @@ def node(folder: Path | str, name: str, **options: Any) -> Bus:
 
 
 def exchanged(bus: Bus, results: Sequence[Trajectory | Failure], base: int = 0) -> list[Any]:
-    return [fork.text for fork in asyncio.run(bus.reflect(results, Words(base)))]
+    return [fork.text for fork in asyncio.run(bus.forks([results], Words(base)))]
 
 
 def test_a_success_of_one_run_begins_episodes_of_another_in_its_own_tokens(tmp_path: Path) -> None:
@@ -153,7 +148,7 @@ def learn(bus: Bus | None, logits: np.ndarray, random: Any, first: int) -> None:
     policy = weights / weights.sum(1, keepdims=True)
     own = EPISODES // 2 if bus else EPISODES
     episodes = [ended(first + i, draw(policy, random, 0)) for i in range(own)]
-    for fork in asyncio.run(bus.reflect(episodes, Words())) if bus else ():
+    for fork in asyncio.run(bus.forks([episodes], Words())) if bus else ():
         (text,) = fork.text
         cut = replace(text, tokens=text.tokens[:-1])  # the last word takes the place of the end
         end = draw(policy, random, POSITIONS - 1)

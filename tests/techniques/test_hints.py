@@ -4,11 +4,15 @@ The lock has 8 positions with 4 words, and the reward is 1 if all are right. A p
 right learns nothing from its own episodes.
 """
 
+import asyncio
+import math
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.groups import TASK
 from unstale.config import ConfigError
@@ -23,12 +27,19 @@ from unstale.records import (
     Placed,
     Provenance,
     Sampled,
+    ScoredTrajectory,
+    Task,
     Trajectory,
+    collate,
     has_loss,
     walk,
 )
+from unstale.research.techniques.hint_entropy_weights import (
+    HintEntropyWeights,
+    HintEntropyWeightsConfig,
+)
 from unstale.research.techniques.hints import Hints, HintsConfig
-from unstale.techniques.hooks import CreditContext
+from unstale.techniques.hooks import CreditContext, Signals
 
 POSITIONS, WORDS, EPISODES, STEPS, SEEDS = 8, 4, 8, 150, 12
 RIGHT = (0,) * POSITIONS
@@ -46,10 +57,20 @@ def ended(episode: int, *pieces: Piece, fork: Fork | None = None) -> Trajectory:
     return Trajectory((PROMPT, *pieces), rewards, "done", TASK, 0, episode, fork=fork)
 
 
-def made(solution: Sequence[int] = RIGHT, **options: Any) -> Hints:
-    hints = Hints(HintsConfig(**{"number": EPISODES // 2, **options}))
-    hints.read_solutions(lambda task: solution)
-    return hints
+class Solved:
+    def solution(self, task: Task, field: str) -> tuple[int, ...]:
+        return RIGHT
+
+
+def forks(hints: Hints, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+    texts: Any = Solved()
+    first = asyncio.run(hints.forks([results], texts))
+    assert asyncio.run(hints.forks([results, results], texts)) == ()
+    return first
+
+
+def made(**options: Any) -> Hints:
+    return Hints(HintsConfig(**{"number": EPISODES // 2, **options}))
 
 
 def hinted(parent: int, length: int) -> Fork:
@@ -74,25 +95,25 @@ def test_a_hint_is_the_longer_the_more_often_the_task_fails(
     hints = made()
     assert hints.roots(EPISODES) == 4
     expected = hinted(results[0].episode, length) if length else None
-    assert hints.forks(results) == [expected] * 4
-    assert hints.forks(results) == hints.forks(results), "a resumed run forks in the same way"
+    assert forks(hints, results) == [expected] * 4
+    assert forks(hints, results) == forks(hints, results), "a resumed run forks in the same way"
 
 
 def test_noise_shortens_hints_and_shortest_gives_some_always() -> None:
-    forks = made(noise=1, number=40).forks([WRONG])
-    lengths = [len(fork.text[0].tokens) if fork else 0 for fork in forks]
+    found = forks(made(noise=1, number=40), [WRONG])
+    lengths = [len(fork.text[0].tokens) if fork else 0 for fork in found]
     assert min(lengths) <= 1 and max(lengths) >= 6 and len(set(lengths)) > 5
-    (fork,) = made(shortest=0.5, number=1).forks([OPEN])
+    (fork,) = forks(made(shortest=0.5, number=1), [OPEN])
     assert fork == hinted(8, 4)
 
 
 def test_failed_episodes_have_no_hint_to_measure() -> None:
-    assert made().forks([Failure(TASK, "begin", "broken")]) == ()
-    assert len(made().forks([Failure(TASK, "begin", "broken"), WRONG])) == 4
+    assert forks(made(), [Failure(TASK, "begin", "broken")]) == ()
+    assert len(forks(made(), [Failure(TASK, "begin", "broken"), WRONG])) == 4
 
 
 def test_a_hint_is_forced_text_before_the_reply() -> None:
-    (fork,) = made(number=1, longest=0.25).forks([WRONG])
+    (fork,) = forks(made(number=1, longest=0.25), [WRONG])
     assert fork is not None
     assert fork.prefix_of(WRONG.pieces) == (PROMPT, Placed((0, 0), Provenance.FORCED))
 
@@ -115,6 +136,35 @@ def test_a_hint_has_an_advantage_only_if_its_episode_has_one_above_0() -> None:
     assert (good.advantage[0], bad.advantage[0]) == (0.5, -0.5)
 
 
+def test_successes_without_and_failures_with_a_hint_weigh_more_where_hints_help() -> None:
+    fork = hinted(7, 2)
+    (hint,) = fork.text
+    helped = ended(9, hint, reply((0,) * 6), fork=fork)
+    failed = ended(10, hint, reply((1,) * 6), fork=fork)
+    group = Group(TASK, (OPEN, WRONG, WRONG, WRONG, helped, helped, helped, failed))
+    items = made(baseline="apart", gap=True).estimate([group], context())
+    found = [item.advantage[-1] for item in items]
+    assert found == [0.75 * 1.5, *[-0.25] * 3, *[0.25] * 3, -0.75 * 1.5]
+    same = Group(TASK, (OPEN, WRONG))
+    assert [item.advantage[-1] for item in made(gap=True).estimate([same], context())] == [
+        0.5,
+        -0.5,
+    ]
+
+
+def test_a_hint_token_weighs_less_the_further_its_entropy_is_from_the_continuation() -> None:
+    fork = hinted(7, 2)
+    (hint,) = fork.text
+    episode = ended(9, hint, reply((0,) * 6), fork=fork)
+    plain = ended(8, reply(RIGHT))
+    batch = collate([ScoredTrajectory(each, (2.0,)) for each in (plain, episode)], placed="anchor")
+    entropy = torch.tensor([0.0, *[1.0] * 8, 0.0, 3.0, 0.5, *[0.5] * 6])
+    signals = cast(Signals, SimpleNamespace(entropy=entropy))
+    shaped = HintEntropyWeights(HintEntropyWeightsConfig()).shape(batch, signals)
+    expected = [0, *[2] * 8, 0, 2 * math.exp(-2.5), 2, *[2] * 6]
+    assert shaped.advantage.tolist() == pytest.approx(expected)
+
+
 def open_lock(seed: int, placed: Any, **options: Any) -> float:
     """Train a policy of independent positions. Return the probability that it opens the lock."""
     random = np.random.default_rng(seed)
@@ -131,7 +181,7 @@ def open_lock(seed: int, placed: Any, **options: Any) -> float:
 
         first = step * EPISODES
         episodes = [ended(first + i, say(0)) for i in range(hints.roots(EPISODES))]
-        for fork in hints.forks(episodes):
+        for fork in forks(hints, episodes):
             number = first + len(episodes)
             if fork is None:
                 episodes.append(ended(number, say(0)))

@@ -1,9 +1,9 @@
 """The registry of techniques. Importing this module does not import torch.
 
 A technique changes one part of training, such as the learning rate of a step. Each technique is one
-file of `unstale/techniques`, which declares it in `ENTRY`, or an entry point of another
-distribution. The option `techniques` chooses some by name. The options of a technique are a section
-with its name, as in `--ess_lr.base 0.5`.
+file of `unstale/techniques` or `unstale/research/techniques`, which declares it in `ENTRY`, or an
+entry point of another distribution. The option `techniques` chooses some by name. The options of a
+technique are a section with its name, as in `--ess_lr.base 0.5`.
 """
 
 import re
@@ -68,13 +68,22 @@ ON_BATCH: frozenset[Slot] = frozenset(
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
-    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "answers", "halves"
+    "siblings",
+    "reference",
+    "entropy",
+    "trajectory_gradients",
+    "pool",
+    "texts",
+    "answers",
+    "halves",
+    "rewards",
 ]
 """A need of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
 a pool of tasks that come again, `texts` a task set with a text of each task, `answers` a task set
-that reads the answer of an episode, `halves` the gradients of two halves of a step's groups (one
+that reads the answer of an episode, `rewards` the environment's rewards while a group is
+sampled, `halves` the gradients of two halves of a step's groups (one
 more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
@@ -124,6 +133,10 @@ class Entry:
     """
     without_labels: bool = False
     """True if the technique replaces the environment's rewards by some that need no solution."""
+    signals: Callable[[Any], bool] = lambda options: False
+    """A function that returns True if the technique with some options reads the signals of sampled
+    tokens: figures of the distributions from which an engine drew them.
+    """
     needs_repeats: Callable[[Any], str] = lambda options: ""
     """A function that returns the option that makes the technique need repeated tasks (a pool, or a
     list that repeats). Empty if the technique does not need them.
@@ -214,11 +227,16 @@ def check_needs(config: "RunConfig") -> None:
     size = config.schedule.group_size
     for entry in chosen(config.techniques):
         entry.check(config.technique_options[entry.name], config)
-        if entry.slot == "estimator" and config.advantage != type(config.advantage)():
+        estimates = entry.slot == "strategy" and "advantage" in entry.changes
+        if (estimates or entry.slot == "estimator") and config.advantage != type(
+            config.advantage
+        )():
             raise ConfigError(
                 f"the technique {entry.name} replaces advantage.estimator, got "
                 f"{config.advantage.estimator}: leave all options of `advantage` at their defaults"
             )
+        if entry.signals(config.technique_options[entry.name]):
+            _require_signals(entry.name, config)
         if "pool" in entry.requires and not config.selection.pool:
             raise ConfigError(
                 f"the technique {entry.name} needs selection.pool > 0, got 0: it needs "
@@ -244,6 +262,25 @@ def check_needs(config: "RunConfig") -> None:
                 f"the technique {entry.name} needs schedule.groups_per_step >= 2, got "
                 f"{config.schedule.groups_per_step}: it compares two halves of a step's groups"
             )
+
+
+def _require_signals(technique: str, config: "RunConfig") -> None:
+    if config.engine.backend != "embedded":
+        raise ConfigError(
+            f"the technique {technique} with these options needs engine.backend = embedded, got "
+            f"{config.engine.backend}: servers do not return the entropy of a token's distribution"
+        )
+    if config.engine.truncated_by:
+        raise ConfigError(
+            f"the technique {technique} with these options needs sampling from the whole "
+            f"vocabulary, got {config.engine.truncated_by}: signals are of the whole distribution"
+        )
+
+
+def reads_signals(config: "RunConfig") -> bool:
+    """Return True if a chosen technique reads the signals of sampled tokens."""
+    options = config.technique_options
+    return any(entry.signals(options[entry.name]) for entry in chosen(config.techniques))
 
 
 def require_sequences(config: "RunConfig", size: int, option: str) -> None:

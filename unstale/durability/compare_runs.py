@@ -1,7 +1,7 @@
 """Compare two deterministic runs bit for bit."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,14 @@ def differences(one: Path, other: Path) -> list[str]:
     """Return a sentence for each difference between two run folders. Equal runs have none.
 
     All checkpoints and versions that both folders have, the trained policy, the journal and the
-    metrics are compared. Times, and metrics with the endings in `MEASURED`, are not compared. A
-    table that only one journal has is ignored, because the other journal has an older format.
+    metrics are compared. Times, and metrics with the endings in `MEASURED`, are not compared.
     Raises `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
     found += _limit(str(_POLICY), _compare(_trained_policy(one), _trained_policy(other)))
     with Journal.read(one) as left, Journal.read(other) as right:
-        shared = [table for table in left.tables if table in right.tables]
-        for table in shared:
-            rows = _compare(_rows(left, table, shared), _rows(right, table, shared), "row")
+        for table in COLUMNS:
+            rows = _compare(_rows(left, table), _rows(right, table), "row")
             found += _limit(f"{table} of the journal", rows)
     return found + _limit(METRICS, _compare(_metrics(one), _metrics(other)))
 
@@ -72,21 +70,16 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return RunFolder(run).metrics() if (run / METRICS).exists() else []
 
 
-def _rows(journal: JournalReader, table: str, shared: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(journal: JournalReader, table: str) -> list[dict[str, Any]]:
     """Return the rows of a journal's table, without times.
 
-    The checksums of rows (seals) are left out as well, because they include the times. `counts` has
-    one row for each table. Only those of the tables in `shared` are returned, sorted by name,
-    because a resume appends the rows of the tables that it adds to a journal of an older format.
+    The checksums of rows (seals) are left out as well, because they include the times.
     """
     columns = [name for name in COLUMNS[table] if name != "at"]
     values = journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
     rows = [dict(zip(columns, row, strict=True)) for row in values]
     if table == "events":
         rows = [{**row, "fields": json.loads(row["fields"])} for row in rows]
-    if table == "counts":
-        rows = [row for row in rows if row["name"] in shared]
-        rows.sort(key=lambda row: row["name"])
     return rows
 
 

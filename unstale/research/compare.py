@@ -1,7 +1,7 @@
 """The plan of a comparison: several configurations (arms), each trained with several seeds.
 
 A comparison is a folder. For each run it has `<arm>-seed<k>/` and `<arm>-seed<k>.log`. `plan.json`
-lists the planned runs, `launches.jsonl` the start and end of each process, and `compare.html` has
+lists the planned runs, `launches.jsonl` the start and end of each process, and `compare.md` has
 the results. `unstale.research.launcher` runs a plan.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.analysis.report.compare import PLAN
-from unstale.analysis.report.compare_page import write_comparison
+from unstale.analysis.report.compare_tables import write_comparison
 from unstale.cli.recipe_options import configure_recipe, refuse_unknown, split_options
 from unstale.config import ConfigError, RunConfig
 from unstale.config.files import read_mapping
@@ -154,7 +154,7 @@ class ComparisonPlan:
     def remember(self, command: str) -> None:
         """Merge the plan into `plan.json`. Configurations and seeds of earlier commands are kept.
 
-        `command` is the command line, for the page of results.
+        `command` is the command line, for the results.
         """
         path = self.folder / PLAN
         stored: dict[str, Any] = read_mapping(path) if path.is_file() else {}
@@ -172,7 +172,7 @@ class ComparisonPlan:
         write_whole(path, dumps(merged, indent=2) + "\n")
 
     def write(self) -> Path:
-        """Write the page with the results, and return its path."""
+        """Write the results, and return the path of their tables."""
         return write_comparison(self.folder)
 
 

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from unstale.analysis.report.compare import LAUNCHES, ended, grouped
-from unstale.analysis.report.compare_page import write_comparison
+from unstale.analysis.report.compare_tables import write_comparison
 from unstale.cli.failures import literal
 from unstale.config import ConfigError
 from unstale.config.options import changed_options, stored_config
@@ -60,19 +60,19 @@ class Plan(Protocol):
         ...
 
     def write(self) -> Path:
-        """Write the pages with the results. Return the path of the main page."""
+        """Write the results. Return the path of the main tables."""
         ...
 
 
 def compare(
     plan: Plan, *, jobs: int = 1, command: str = "", console: Console | None = None
 ) -> Path:
-    """Run the unfinished runs of a plan, `jobs` at a time. Return the path of the page of results.
+    """Run the unfinished runs of a plan, `jobs` at a time. Return the path of the tables.
 
     All runs of one seed come before the next seed, so the results of an interrupted comparison can
     be compared. A failed run does not stop the others. Raises ConfigError before the first run if a
     folder has a run of another configuration, or if there are too few cores for `jobs`. After
-    Ctrl-C, the current runs write a checkpoint, the pages are written and KeyboardInterrupt is
+    Ctrl-C, the current runs write a checkpoint, the results are written and KeyboardInterrupt is
     raised.
     """
     plans = plan.comparisons
@@ -101,9 +101,9 @@ def compare(
             console.print(command, markup=False, highlight=False)
             raise
         finally:
-            page = plan.write()
-            console.print(f"comparison {page}", highlight=False)
-    return page
+            tables = plan.write()
+            console.print(f"comparison {tables}", highlight=False)
+    return tables
 
 
 def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from unstale.analysis.report.compare import LAUNCHES, PLAN
-from unstale.analysis.report.compare_page import write_comparison
+from unstale.analysis.report.compare_tables import write_comparison
 from unstale.analysis.report.study import MEASURES
-from unstale.analysis.report.study_page import write_results
+from unstale.analysis.report.study_tables import write_results
 from unstale.cli.recipe_options import configure_recipe, file_values, is_study
 from unstale.config import ConfigError, nearest
 from unstale.config.files import read_mapping
@@ -166,9 +166,9 @@ class StudyPlan:
             each.remember(command)
 
     def write(self) -> Path:
-        """Write the pages of the study and of each of its settings.
+        """Write the results of the study and of each of its settings.
 
-        Return the path of the study's page.
+        Return the path of the study's tables.
         """
         for each in self.comparisons:
             write_comparison(each.folder)

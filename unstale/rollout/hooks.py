@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from unstale.rollout.rounds import Rounds
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import Reflector
+from unstale.techniques.hooks import Brancher, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from unstale.rollout.selection import Selection
-    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques, Writer
+    from unstale.techniques.hooks import HiddenStates, StatesQuery, Strategy, Techniques, Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +51,17 @@ class RunHooks:
     """A function that computes hidden states of the policy. None with several trainer ranks, where
     techniques that need hidden states are refused.
     """
-    writer: Writer
-    """The policy as a writer of texts outside of episodes."""
+    texts: Texts
+    """What strategies do with texts."""
     seed: int
     replay_experts: bool
     """True if the forward passes for hidden states use the experts that were recorded during
     sampling.
     """
+    group_size: int = 1
+    """Largest number of episodes of a group whose episodes are forked while they run."""
+    record_round: Callable[[int, Mapping[str, Any]], None] = lambda group, decisions: None
+    """A function that writes a round of decisions about the episodes of a group to the journal."""
     give_lessons: Callable[[Batch, Sequence[Group]], Batch] | None = None
     """A function that adds each sequence's lesson to a batch: its teacher, and text that only the
     teacher reads. None if the run has no such teacher.
@@ -73,17 +78,38 @@ class RunHooks:
     async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
-        if strategy := self.techniques.strategy:
-            roots = request.sizes[0]
-            if isinstance(strategy, Reflector):
-                # a resumed group has those retries that had begun
-                return await strategy.reflect(results, self.writer) if len(results) == roots else ()
-            # a resumed group may have some of its forks already; the journal has them as episodes
-            return strategy.forks(results[:roots])[len(results) - roots :]
+        strategy = self.techniques.strategy
+        if isinstance(strategy, Strategy):
+            if starts := await self._next_round(strategy, results, request.sizes[0]):
+                return starts
+        elif strategy is not None:
+            return ()
         count = self.selection.more(request, results)
         if count:
             self.resize(request.number, len(results) + count)
         return [None] * count
+
+    def rounds(self, request: GroupRequest) -> Rounds | None:
+        strategy = self.techniques.strategy
+        if not isinstance(strategy, Brancher):
+            return None
+        return Rounds(strategy, request, self.group_size, self.record_round)
+
+    async def _next_round(
+        self, strategy: Strategy, results: Sequence[Trajectory | Failure], roots: int
+    ) -> Sequence[Fork | None]:
+        """Return the starts of the next round's episodes, or of those that are missing in a round.
+
+        A resumed group may have a part of a round: the journal has it as episodes.
+        """
+        rounds = [results[:roots]]
+        done = roots
+        while True:
+            starts = await strategy.forks(rounds, self.texts)
+            if not starts or done + len(starts) > len(results):
+                return starts[len(results) - done :]
+            rounds.append(results[done : done + len(starts)])
+            done += len(starts)
 
     def read_states(self, groups: Sequence[Group]) -> None:
         assert self.hidden_states, "reads_states says whether there are any"
@@ -99,6 +125,7 @@ class RunHooks:
             estimate=self.estimate,
             identify=self.identify,
             answer=self.answer,
+            texts=self.texts,
             whole=whole,
         )
 

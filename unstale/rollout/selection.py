@@ -260,10 +260,11 @@ class Selection:
         limits each reply (0: no limit).
         """
         allocator, strategy = self._techniques.allocator, self._techniques.strategy
+        group_size = self._config.schedule.group_size
+        if allocator is not None:
+            size = allocator.first(self.identify(request.task)) or group_size
         if strategy is not None:
-            size = strategy.roots(self._config.schedule.group_size)
-        elif allocator is not None:
-            size = allocator.first(self.identify(request.task)) or self._config.schedule.group_size
+            size = strategy.roots(size or group_size)
         limiter = self._techniques.limiter
         task = self.identify(request.task)
         limit = limiter.turn_limit(request.number, task) if limiter else None
@@ -279,7 +280,8 @@ class Selection:
     def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
         """Return the number of further episodes to run in a group whose episodes have all ended."""
         allocator = self._techniques.allocator
-        rewards = tuple(each.reward for each in results if isinstance(each, Trajectory))
+        ended = (each for each in results if isinstance(each, Trajectory))
+        rewards = tuple(each.reward for each in ended if each.fork is None)
         if allocator is None or not rewards:
             return 0
         first = request.sizes[0] if request.sizes else len(results)

@@ -7,8 +7,8 @@ technique, and can be imported without torch. A technique is an object with the 
     allocator    first(task), more(group) -> int    chooses the number of episodes of a group
     strategy     roots(group_size) -> int           chooses the number of episodes that begin a
                                                     group
-                 forks(results) -> forks            and where further ones are forked from these
-                 reflect(results, writer) -> forks  the same, with texts that the policy writes
+                 forks(rounds, texts) -> forks      and how further ones begin, in rounds
+                 decide(leaves, left, random)       forks and prunes episodes while they run
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
     reward       reward(groups, context)            changes the rewards of a batch's episodes
@@ -27,6 +27,11 @@ technique, and can be imported without torch. A technique is an object with the 
     distiller    rewarded(batch, teacher_logp, ...) adds log q - log p of a teacher to advantages
                  divergence(logp, teacher_logp)     computes the divergence of whole distributions
     controller   plan(seen) -> StepPlan             is called before each optimizer step
+
+The rollout calls sampler, limiter, allocator and strategy; `Techniques.credit` calls reward,
+filter, estimator, recredit and diagnostic when a batch's episodes have ended. The other slots are
+called by the trainer: source and shaper before the loss, distiller, ratio and objective in it, and
+controller before each optimizer step.
 
 A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
 state. It is called when a batch was trained on. The state and the record of the batches that were
@@ -59,7 +64,8 @@ if TYPE_CHECKING:
 
     from unstale.algorithms.objectives import Surrogate
     from unstale.config import ObjectiveConfig, RunConfig
-    from unstale.records import Batch, Failure, Fork, Trajectory
+    from unstale.envs import Message
+    from unstale.records import Batch, Failure, Fork, Piece, Trajectory
     from unstale.techniques.distil import DistilConfig
 
 GradientPart = Literal["full", "head"]
@@ -81,6 +87,8 @@ class CreditContext:
     """A function that returns the answer of an episode, for techniques that need `answers`. Empty
     if the episode gives none.
     """
+    texts: Texts | None = None
+    """What strategies do with texts. None outside of a run."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, by whole name such as `long_reply_penalty/share`. Techniques add
     theirs.
@@ -346,38 +354,73 @@ class Allocator(Protocol):
         ...
 
 
+DROPPED = -1.0
+"""Factor of the weight of an episode that was pruned without a chance to survive."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookPlan:
+    """Places in every reply at which a strategy decides how episodes continue."""
+
+    first: int
+    """Number of tokens of a reply before its first place, at least 1."""
+    every: int = 0
+    """Number of tokens between two places of a reply, whose end is one, too. 0 for one place, which
+    is the end of a shorter reply.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An episode that waits at a place of decision, or has ended."""
+
+    index: int
+    """The number of the episode in its group, in the order of their start."""
+    episode: int
+    pieces: tuple[Piece, ...]
+    """The episode up to the place, with the pieces of its parents as these sampled them."""
+    fork: Fork | None = None
+    weight: float = 1.0
+    """Weight of an episode that waits: 1 / probability of its survival so far. 0 if it was
+    pruned.
+    """
+    going: bool = False
+    """True if the episode waits within a reply, False at the end of one."""
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """A strategy's decisions about the episodes of a group."""
+
+    survival: Mapping[int, float] = field(default_factory=dict)
+    """Probability with which an episode survives, by its index in the group. 1 for others."""
+    forks: Sequence[Fork] = ()
+    """Forks of episodes. They begin even if the episode is pruned in the same round."""
+    fresh: int = 0
+    """Number of episodes to start anew."""
+
+
 @runtime_checkable
-class Strategy(Protocol):
-    """A technique that forks episodes: a group becomes one or several trees of episodes."""
+class Brancher(Protocol):
+    """A strategy that forks and prunes episodes while they run."""
 
-    def roots(self, group_size: int) -> int:
-        """Return the number of episodes with which a group begins, at least 1.
+    look_plan: LookPlan
 
-        `group_size` is `schedule.group_size`, the largest number of episodes of the whole group.
+    def roots(self, group_size: int) -> int: ...
+
+    def decide(self, leaves: Sequence[Leaf], left: int, random: Random) -> Decisions:
+        """Decide how the episodes of a group continue. All have ended or wait at a place.
+
+        At most `left` episodes may be started. `leaves` are in the order of their start. Called
+        on the event loop, again when each has reached its next place, and when all have ended,
+        until it starts none.
         """
         ...
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-        """Return the places at which further episodes are forked from finished ones, None for an
-        episode with its own beginning.
 
-        `results` are those of the episodes that began the group, in order. All have ended. The
-        result must depend only on the arguments.
-        """
-        ...
-
-
-class Writer(Protocol):
-    """The policy as a writer of texts outside of episodes, such as reflections."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens sampled so far."""
-        ...
-
-    async def write(self, instructions: str, seed: int, **texts: str) -> str:
-        """Return the policy's reply to instructions and named texts."""
-        ...
+class Texts(Protocol):
+    """What strategies do with texts. A note is text at the end of an episode's prompt."""
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens of an episode."""
@@ -387,19 +430,60 @@ class Writer(Protocol):
         """Return the tokens of a text in a reply."""
         ...
 
+    def parse(self, tokens: Sequence[int]) -> Message:
+        """Return a reply as a message."""
+        ...
+
+    def written(self, text: Trajectory) -> str:
+        """Return what the policy wrote in a text about an episode, without its thoughts."""
+        ...
+
+    def prompt(self, instructions: str, **texts: str) -> str:
+        """Return a note with instructions and named texts, as the prompt of a text to write.
+
+        The end of each text is taken, so that the prompt leaves half of the context to the reply.
+        """
+        ...
+
+    def words(self, episode: Trajectory) -> str:
+        """Return the text of an episode's task, or else its prompt."""
+        ...
+
+    def solution(self, task: Task, field: str) -> tuple[int, ...]:
+        """Return the tokens of a reply that solves a task, without its end token.
+
+        `field` is that of the task's data with the solution. Empty for the first reply of the task
+        set's demonstration. Raises `ConfigError` if there is none.
+        """
+        ...
+
+    async def correction(self, episode: Trajectory) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of tokens before the first wrong reply or step, and right tokens.
+
+        None if nothing can be corrected.
+        """
+        ...
+
 
 @runtime_checkable
-class Reflector(Protocol):
-    """A strategy for which the policy writes texts about finished episodes."""
+class Strategy(Protocol):
+    """A technique that adds episodes to a group, in rounds, by the results of earlier ones."""
 
-    def roots(self, group_size: int) -> int: ...
+    def roots(self, group_size: int) -> int:
+        """Return the number of episodes with which a group begins, at least 1.
 
-    async def reflect(
-        self, results: Sequence[Trajectory | Failure], writer: Writer
-    ) -> Sequence[Fork]:
-        """Return the places at which further episodes are forked from finished ones.
+        `group_size` is `schedule.group_size`, or what an allocator chose.
+        """
+        ...
 
-        Called once, when the episodes that began a group have ended.
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
+    ) -> Sequence[Fork | None]:
+        """Return the starts of the episodes of the next round. None is an episode of its own.
+
+        `rounds` has the results of all earlier rounds, in order: the first has the episodes that
+        began the group. All have ended. No element ends the group. The result must depend only on
+        the arguments and the state. In a resumed group the method is called for each round again.
         """
         ...
 
@@ -415,14 +499,10 @@ class TaskNamer(Protocol):
 
 @runtime_checkable
 class SolutionReader(Protocol):
-    """A technique that uses solutions of tasks."""
+    """A strategy that uses solutions of tasks."""
 
     solution_field: str
     """The field of the task's data with the solution. Empty for the task set's demonstration."""
-
-    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
-        """Receive a function that returns the tokens of a reply that solves a task."""
-        ...
 
 
 class GradientNorms(Protocol):
@@ -591,7 +671,7 @@ class Outcome:
     from which the step started.
     """
     rewards: tuple[float, ...]
-    """The rewards of the finished episodes. Episodes forked from others are left out."""
+    """The rewards of the finished episodes. Forked and pruned episodes are left out."""
     failures: int
     tokens: int
     """Number of sampled tokens of the group's finished episodes, with those of branches."""
@@ -675,9 +755,8 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
-        self.strategy = next(
-            (each for each in values if isinstance(each, Strategy | Reflector)), None
-        )
+        strategies = Strategy | Brancher
+        self.strategy = next((each for each in values if isinstance(each, strategies)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
@@ -745,6 +824,7 @@ class Techniques:
         estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
         identify: Callable[[Task], str],
         answer: Callable[[Trajectory], str] = lambda episode: "",
+        texts: Texts | None = None,
         whole: bool = True,
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
@@ -754,7 +834,7 @@ class Techniques:
         filters leave no trajectory of the batch, all its trajectories are returned with advantage
         0. `whole` is False for a part of a batch.
         """
-        context = CreditContext(progress, version, identify, answer, whole=whole)
+        context = CreditContext(progress, version, identify, answer, texts, whole=whole)
         selected = groups
         for term in self.rewards:
             selected = term.reward(selected, context)
@@ -887,7 +967,7 @@ def _outcome(
     trajectories = group.finished
     conversations = [one for each in trajectories for one in each.conversations]
     # A forked episode depends on its parent, and ran only part of its turns.
-    roots = [each for each in trajectories if each.fork is None]
+    roots = [each for each in trajectories if each.fork is None and each.stop != "pruned"]
     versions = [version for one in conversations for version in one.versions]
     age = int(lag(torch.tensor(max(versions)))) if versions else 0
     return Outcome(

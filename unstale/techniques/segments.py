@@ -226,8 +226,7 @@ def _check(options: SegmentsConfig, config: RunConfig) -> None:
 _MEASURED = """
 Tests show that the limits grow by the table and that every episode continues
 (`tests/techniques/test_segments.py`, `tests/rollout/test_episode_slots.py`). A gain is not shown,
-neither in time nor in success. `unstale simulate --techniques segments` estimates the seconds of a
-step for your own lengths and engines.
+neither in time nor in success.
 """
 
 ENTRY = Entry(

@@ -6,14 +6,12 @@ It imports torch only for the simulations.
 import argparse
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unstale.analysis.planner.assignments import parse_assignments
 from unstale.analysis.planner.hardware import DEVICES, Device, Shares
 from unstale.analysis.planner.models import PRESETS, Model
-from unstale.analysis.planner.simulated_techniques import choose, option_kinds, shorten_groups
 from unstale.analysis.planner.workload import Distribution, EpisodeStats, Workload
 from unstale.config import ConfigError, nearest
 from unstale.config.checks import bounded, check_value, option_types
@@ -93,9 +91,6 @@ def add(verbs: Any) -> None:
     number("--longest", longest, 2, 10**9, default=16384, metavar="TOKENS")
     rounds = "length of a simulation, in rounds of lag + 1 steps after the queue is full"
     number("--rounds", rounds, 2, 1000, default=10, metavar="N")
-    option("--techniques", "limits or replay, as in a run", default="", metavar="NAMES")
-    values = "options of these techniques, such as limits.quantile=0.9"
-    option("--set", values, nargs="+", default=[], metavar="NAME=VALUE")
     option("--like", like, type=Path, metavar="RUN")
     option("--json", "print JSON", action="store_true")
 
@@ -120,13 +115,6 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
     if chosen.route is not None and chosen.route not in routes():
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")
     workload = workload_of(chosen)
-    techniques = choose(chosen.techniques, parse_assignments("--set", chosen.set, option_kinds()))
-    if techniques.segments:
-        raise ConfigError(
-            "the technique segments cannot be planned: no formula estimates how long a paused "
-            "episode waits to continue. Use unstale simulate --techniques segments"
-        )
-    shorten = partial(shorten_groups, options=techniques.limits)
     device, shares = _device(chosen, model)
     progress = Console(stderr=True)
     return PlanRequest(
@@ -136,7 +124,7 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
             shares=shares,
             lr=chosen.lr,
             lora_rank=chosen.lora_rank or 0,
-            episodes=EpisodeStats.of(workload, group_size=chosen.group_size, shorten=shorten),
+            episodes=EpisodeStats.of(workload, group_size=chosen.group_size),
         ),
         workload=workload,
         devices=chosen.gpus,
@@ -146,7 +134,6 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
         windows=(chosen.window,) if chosen.window else (),
         route=chosen.route,
         rounds=chosen.rounds,
-        techniques=techniques,
         on_progress=lambda text: progress.print(text, style="dim"),
     )
 

@@ -15,13 +15,6 @@ from rich.table import Table
 
 from unstale.analysis.planner.assignments import parse_assignments, value_kinds
 from unstale.analysis.planner.costs import LinearCosts, Overheads
-from unstale.analysis.planner.simulated_techniques import (
-    NO_TECHNIQUES,
-    SimulatedTechniques,
-    choose,
-    of_run,
-    option_kinds,
-)
 from unstale.analysis.planner.workload import Fleet, Workload
 from unstale.config import MAX_SEED, ConfigError, OldLogpsConfig, ScheduleConfig
 from unstale.config.checks import bounded
@@ -50,7 +43,7 @@ def _value_kinds() -> dict[str, Any]:
         for name, kind in value_kinds(cls).items():
             kinds[f"{section}.{name}"] = kind
     del kinds["workload.recorded"], kinds["overheads.paces"]
-    return kinds | option_kinds()
+    return kinds
 
 
 def _epilog() -> str:
@@ -92,11 +85,6 @@ def add(verbs: Any) -> None:
         "it; costs are fitted to all runs if it is given more than once",
     )
     add(
-        "--techniques",
-        metavar="NAMES",
-        help="simulate limits, segments or replay; with --like, in place of the run's own",
-    )
-    add(
         "--set",
         nargs="+",
         default=[],
@@ -129,15 +117,15 @@ def _simulate(chosen: argparse.Namespace) -> int:
         parse_assignments("--set", assignments, _value_kinds())
     for run in chosen.like or ():
         RunFolder(run)  # raises an error before torch is imported
-    source = _Source.of(chosen.like, chosen.techniques, chosen.seed)
-    changed = bool(chosen.set or chosen.against or chosen.techniques is not None)
+    source = _Source.of(chosen.like, chosen.seed)
+    changed = bool(chosen.set or chosen.against)
     refused = [problem for own in source.own for problem in own.problems]
     results: dict[str, SimulationResult] = {}
     if source.result and not changed and not chosen.steps:
         results[""] = source.result
     elif not refused:
         for title, assignments in titles.items():
-            setup = _setup(source, assignments, chosen.techniques)
+            setup = _setup(source, assignments)
             steps = chosen.steps or 21 + setup.schedule.max_staleness
             results[title] = setup.simulate(steps, chosen.seed)
             if changed:
@@ -192,11 +180,8 @@ class _Source:
     own: "Sequence[OwnRun]" = ()
 
     @classmethod
-    def of(cls, like: Sequence[Path] | None, names: str | None, seed: int) -> "_Source":
-        """Read the runs of --like, fit costs to them, and simulate each with its own settings.
-
-        `names` are those of --techniques, or None.
-        """
+    def of(cls, like: Sequence[Path] | None, seed: int) -> "_Source":
+        """Read the runs of --like, fit costs to them, and simulate each with its own settings."""
         from unstale.analysis.planner.measured import fit_costs, setup_of
         from unstale.analysis.planner.own_run import require_alike, simulate_own
         from unstale.analysis.planner.recorded import RecordedRun
@@ -206,10 +191,7 @@ class _Source:
         runs = [RecordedRun.read(each) for each in like]
         require_alike(runs)
         fitted = fit_costs(runs)
-        simulated = [
-            simulate_own(run, setup_of(run, fitted, _own_techniques(run, names)), seed)
-            for run in runs
-        ]
+        simulated = [simulate_own(run, setup_of(run, fitted), seed) for run in runs]
         setup, result, _ = simulated[0]
         return cls(runs, fitted, setup, result, [own for _, _, own in simulated])
 
@@ -231,42 +213,19 @@ def _json_row(result: "SimulationResult") -> dict[str, Any]:
     return plain(result) | {name: getattr(result, name) for name in derived}
 
 
-def _own_techniques(run: "RecordedRun", names: str | None) -> SimulatedTechniques | None:
-    """Return the techniques for the simulation of a run with its own settings. None means those of
-    the run.
-
-    With --techniques, a run whose techniques cannot be simulated is simulated without any.
-    """
-    try:
-        of_run(run.config, None)
-    except ConfigError:
-        if names is None:
-            raise
-        return NO_TECHNIQUES
-    return None
-
-
-def _setup(source: _Source, assignments: Sequence[str], names: str | None) -> "SimulationSetup":
+def _setup(source: _Source, assignments: Sequence[str]) -> "SimulationSetup":
     """Return the setup of a simulation: that of --like or the defaults, changed by --set.
 
-    `names` are those of --techniques, or None. Raises `ConfigError` if costs are missing.
+    Raises `ConfigError` if costs are missing.
     """
     from unstale.analysis.planner.measured import SimulationSetup
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    options = {}
     for name, value in parse_assignments("--set", assignments, _value_kinds()).items():
         section, _, field = name.partition(".")
-        if section in _SECTIONS:
-            changes[section][field] = value
-        else:
-            options[name] = value
-    techniques = choose(names or "", options)
-    if source.setup is not None:
-        setup = source.setup
-        if names is not None:
-            setup = replace(setup, techniques=of_run(source.runs[0].config, techniques))
-    else:
+        changes[section][field] = value
+    setup = source.setup
+    if setup is None:
         for required in ("decode", "train"):
             if not any(name.startswith(required) for name in changes["costs"]):
                 raise ConfigError(
@@ -274,8 +233,7 @@ def _setup(source: _Source, assignments: Sequence[str], names: str | None) -> "S
                     "and the other costs"
                 )
         needs = OldLogpsConfig().needs
-        parts = (Workload(), Fleet(), ScheduleConfig(), LinearCosts(), needs)
-        setup = SimulationSetup(*parts, techniques)
+        setup = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), needs)
     if changes["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
         changes["workload"]["recorded"] = ()
     changed = {
@@ -349,8 +307,7 @@ def _cells(result: "SimulationResult") -> dict[str, str]:
         f"({min(result.steady_s):.3g} to {max(result.steady_s):.3g})",
         "groups": f"{60 * result.groups_per_s:.3g} a minute",
         "tokens": f"{result.trained_tokens / seconds:,.0f} trained a second, "
-        f"{result.trained_sampled / seconds:,.0f} of them sampled"
-        + (f"; {result.replayed_tokens / seconds:,.0f} replayed" if result.replayed_tokens else ""),
+        f"{result.trained_sampled / seconds:,.0f} of them sampled",
         "engines": busy,
         "first token": f"mean {result.first_token_s:.3g} s, 99% {result.first_token_p99_s:.3g} s; "
         f"{result.rejects:,} rejects, longest queue {result.longest_queue}",
@@ -359,7 +316,6 @@ def _cells(result: "SimulationResult") -> dict[str, str]:
         f"waits for groups {result.trainer_wait_share:.0%}",
         "an episode": f"{result.episode_s:.3g} s, {result.tool_share:.0%} of it in tools, "
         f"{result.engine_share:.0%} with an engine"
-        + (f", {result.slot_share:.0%} waiting for a slot" if result.slot_share else "")
         + f"; then {result.ready_s:.3g} s until training",
         "staleness": f"mean {result.staleness_mean:.2f}, max {result.staleness_max}, "
         f"bound {result.staleness_bound} (tokens by staleness: {ages})",

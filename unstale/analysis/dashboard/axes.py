@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from unstale.analysis.dashboard.database import Database
 from unstale.analysis.dashboard.table import BadQuestion
-from unstale.analysis.report.compare import TOKENS, TRAINED, training_seconds
+from unstale.analysis.report.compare import TOKENS, training_seconds
 
 AXES = ("step", "seconds", "tokens")
 
@@ -33,7 +33,7 @@ def _seconds(database: Database) -> dict[int, float]:
 
 
 def _tokens(database: Database) -> dict[int, float]:
-    values = dict(_values(database, TRAINED)) | dict(_values(database, TOKENS))
+    values = dict(_values(database, TOKENS))
     steps = sorted(values)
     return dict(zip(steps, accumulate(values[step] for step in steps), strict=True))
 

@@ -89,7 +89,6 @@ def write_and_summarize(run_folder: Path) -> str:
 def _write(folder: Path, answers: Row) -> Path:
     run = answers["run"]
     page = document(
-        "run.html",
         run["name"],
         script("report.js", (("api.js", "frozen.js"),)),
         summary=_sentences(run),

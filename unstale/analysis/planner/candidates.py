@@ -24,7 +24,6 @@ from unstale.analysis.planner.analytic import (
     scoring_devices,
 )
 from unstale.analysis.planner.route_costs import RouteCost, route_cost
-from unstale.analysis.planner.simulated_techniques import NO_TECHNIQUES, SimulatedTechniques
 from unstale.analysis.planner.workload import EpisodeStats, Workload
 from unstale.config import ConfigError, ScheduleConfig, staleness_bound
 
@@ -63,8 +62,6 @@ class PlanRequest:
     """Number of rounds to simulate, each of maximum staleness + 1 steps, after a first round in
     which the queue fills up.
     """
-    techniques: SimulatedTechniques = NO_TECHNIQUES
-    """Techniques to simulate. Their limits are already applied to `setup.episodes`."""
     on_progress: Callable[[str], None] = lambda text: None
 
 
@@ -164,13 +161,10 @@ class Candidate:
         """
         costs = self.costs
         batch = round(costs.batch)
-        replay = self.request.techniques.replay
-        groups = self.schedule.groups_per_step
-        trained = round(batch * (1 + replay.count(groups) / groups)) if replay else batch
         estimate = ThroughputEstimate(math.inf, 0.0, 1.0)
         for _ in range(4):
             scoring_s = costs.old_logps_s(batch, estimate.versions)
-            train_s, optimizer_s = costs.train_s(trained), costs.optimizer_s
+            train_s, optimizer_s = costs.train_s(batch), costs.optimizer_s
             engines_s = costs.stage_s() + costs.load_s()
             needs = costs.route.needs
             ahead_s = scoring_s + train_s - optimizer_s  # before the optimizer step, which waits

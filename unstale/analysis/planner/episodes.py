@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 from unstale.analysis.planner.clock import SimulatedClock
 from unstale.analysis.planner.costs import NO_OVERHEADS, Overheads
 from unstale.analysis.planner.engines import SimulatedEnginePool, SimulatedReply
-from unstale.analysis.planner.simulated_techniques import SimulatedLimits
 from unstale.analysis.planner.workload import EpisodeShape, Prefix, Workload
 from unstale.engines import Stopwatch
 from unstale.records import (
     ContextPiece,
-    EpisodeBudget,
     Failure,
     Group,
     GroupRequest,
@@ -33,7 +31,7 @@ from unstale.records import (
     Trajectory,
 )
 from unstale.rollout import More, no_more
-from unstale.rollout.segments import Age, BudgetUse
+from unstale.rollout.rounds import Rounds
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.transcript import OpenWriter
 
@@ -46,40 +44,20 @@ class SimulatedEpisode:
         rollout: "SimulatedRollout",
         shape: EpisodeShape,
         *,
-        age: Age,
-        budget: EpisodeBudget,
+        group: int,
         on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """Start an episode.
+        """Start an episode of the group with number `group`.
 
-        If its `budget` has segments, it first waits for a slot, the permission to run. `age` is the
-        number of the episode's group and its index there. `on_end` is called with the finished
-        episode, or with None if all attempts failed.
+        `on_end` is called with the finished episode, or with None if all attempts failed.
         """
         self.rollout = rollout
         self.shape = shape
-        self.group = age[0]
+        self.group = group
         self.on_end = on_end
         self.failures = 0
         self.began = self.ended = self.requested = rollout.clock.now
-        self._age = age
-        self._budget = budget
-        self._take_slot(self._begin)
-
-    def _take_slot(self, start: Callable[[], None]) -> None:
-        """Call `start`, in a run with segments after the episode has got a slot (permission to
-        run).
-        """
-        if self.rollout.slots is None:
-            start()
-            return
-        since = self.rollout.clock.now
-
-        def taken() -> None:
-            self.rollout.totals["slot_s"] += self.rollout.clock.now - since
-            start()
-
-        self.rollout.slots.take(self._age, taken)
+        self._begin()
 
     def _begin(self) -> None:
         self.number = next(self.rollout.numbers)
@@ -91,29 +69,14 @@ class SimulatedEpisode:
         self.turn = 0
         self._calls = 0
         """Number of tool calls so far."""
-        self._budget_use = BudgetUse(self._budget)
-        self._left = 0
-        """Number of tokens of the present reply that are still to be sampled."""
         prompt = self.shape.prompt
         prefixes = self.shape.prefixes or (Prefix(-1 - self.group, prompt),)
         self.reply = SimulatedReply(self.number, prefixes, self._on_tokens, prompt)
         self._begin_reply()
 
     def _begin_reply(self) -> None:
-        self._left = self.shape.turns[self.turn].reply
         self.reply.sampled = 0
-        self._request_tokens()
-
-    def _request_tokens(self) -> None:
-        """Request the next tokens of the reply, up to the end of the segment."""
-        if self._budget_use.begin_segment() and self.rollout.slots is not None:
-            self.rollout.slots.give_back()
-            self._take_slot(self._sample)
-        else:
-            self._sample()
-
-    def _sample(self) -> None:
-        self.reply.left = min(self._left, self._budget_use.segment_left)
+        self.reply.left = self.shape.turns[self.turn].reply
         self.requested = self.reply.requested_at = self.rollout.clock.now
         self.rollout.engines.sample(self.reply)
 
@@ -122,8 +85,6 @@ class SimulatedEpisode:
             version = self.rollout.engines.version
             self.pieces.append((version, tokens))
             self.rollout.arrived(self.number, version)
-            self._budget_use.count(tokens)
-            self._left -= tokens
             self.reply.sampled += tokens
         if complete:
             self.rollout.receive(self.group, self._receive)
@@ -131,12 +92,8 @@ class SimulatedEpisode:
     def _receive(self) -> None:
         now = self.rollout.clock.now
         self.rollout.totals["engine_s"] += now - self.requested
-        if self._left:
-            self._request_tokens()
-        else:
-            self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
-            self._budget_use.count_calls(self.shape.turns[self.turn].calls)
-            self._call_tools(now)
+        self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
+        self._call_tools(now)
 
     def _call_tools(self, now: float) -> None:
         timeout_s = self.rollout.workload.timeout_s
@@ -174,8 +131,6 @@ class SimulatedEpisode:
             self.rollout.totals["episodes"] += 1
             self.rollout.totals["life_s"] += self.ended - self.began
         self.on_end(finished)
-        if self.rollout.slots is not None:
-            self.rollout.slots.give_back()
 
 
 _ONE_TOKEN = (0,)
@@ -191,7 +146,6 @@ class SimulatedRollout:
         engines: SimulatedEnginePool,
         *,
         pending: PendingPieces,
-        limits: SimulatedLimits,
         seed: int,
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
@@ -203,8 +157,6 @@ class SimulatedRollout:
         """The simulated time at which the event loop of each rollout process is free again. The
         last entry is that of the run's process.
         """
-        self.slots = limits.slots
-        self._limits = limits
         self.clock = clock
         self.engines = engines
         self.workload = workload
@@ -228,7 +180,13 @@ class SimulatedRollout:
         self._order: list[int] = shuffled.tolist()
 
     async def group(
-        self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
+        self,
+        request: GroupRequest,
+        *,
+        size: int,
+        open_writer: OpenWriter,
+        more: More = no_more,
+        rounds: Rounds | None = None,
     ) -> Group:
         random = np.random.default_rng([self._seed, 0, request.number])
         results: list[Trajectory | Failure] = []
@@ -265,11 +223,8 @@ class SimulatedRollout:
                 self.clock.resolve(ended, None)
 
         number = self._recorded_number(request.number, begun)
-        drawn = self.workload.group(random, size, number=number)
-        shapes = self._limits.shorten(drawn, request)
-        for index, shape in enumerate(shapes, begun):
-            age = (request.number, index)
-            SimulatedEpisode(self, shape, age=age, budget=request.budget, on_end=on_end)
+        for shape in self.workload.group(random, size, number=number):
+            SimulatedEpisode(self, shape, group=request.number, on_end=on_end)
         await ended
         self._group_tool_s.pop(request.number, None)
         return [

@@ -17,7 +17,6 @@ from unstale.analysis.planner.models import Model
 from unstale.analysis.planner.recorded import RecordedRun, RecordedStep
 from unstale.analysis.planner.result import SimulationResult
 from unstale.analysis.planner.simulate import simulate
-from unstale.analysis.planner.simulated_techniques import NO_TECHNIQUES, SimulatedTechniques, of_run
 from unstale.analysis.planner.workload import (
     Constant,
     EpisodeShape,
@@ -28,6 +27,7 @@ from unstale.analysis.planner.workload import (
 )
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
 from unstale.config.routes import Needs
+from unstale.config.techniques import chosen
 from unstale.trainer.threads import trainer_threads
 
 
@@ -40,7 +40,6 @@ class SimulationSetup:
     schedule: ScheduleConfig
     costs: LinearCosts
     needs: Needs
-    techniques: SimulatedTechniques = NO_TECHNIQUES
     overheads: Overheads = NO_OVERHEADS
 
     def simulate(self, steps: int, seed: int = 0) -> SimulationResult:
@@ -52,7 +51,6 @@ class SimulationSetup:
             steps=steps,
             seed=seed,
             needs=self.needs,
-            techniques=self.techniques,
             overheads=self.overheads,
         )
 
@@ -84,23 +82,36 @@ class FittedCosts:
         )
 
 
-def setup_of(
-    run: RecordedRun, fitted: FittedCosts, techniques: SimulatedTechniques | None = None
-) -> SimulationSetup:
+_CHANGES = frozenset({"tasks", "count", "turns", "groups"})
+"""Values of `Entry.changes`, which names what a technique changes. A technique with one of these
+also changes how long a run takes.
+"""
+
+
+def setup_of(run: RecordedRun, fitted: FittedCosts) -> SimulationSetup:
     """Return the arguments to simulate a recorded run: its episodes, and fitted durations.
 
-    `techniques` replace those of the run, but its recorded episodes stay cut off by the run's own
-    limits. The seconds of tool calls are drawn, and the standard deviation of their logarithm is
-    `task.latency_sigma`. Raises `ConfigError` for techniques that cannot be simulated.
+    The seconds of tool calls are drawn, and the standard deviation of their logarithm is
+    `task.latency_sigma`. Raises `ConfigError` for techniques that cannot be simulated. The limits
+    of `limits` are no such technique: they have cut off the recorded episodes already.
     """
     config = run.config
+    other = [
+        each.name
+        for each in chosen(config.techniques)
+        if each.changes & _CHANGES and each.name != "limits"
+    ]
+    if other:
+        raise ConfigError(
+            f"the run has techniques that cannot be simulated: {', '.join(other)}. Take a run "
+            "without them"
+        )
     return SimulationSetup(
         workload=recorded_workload(config, run.groups, run.call_s),
         fleet=recorded_fleet(config),
         schedule=config.schedule,
         costs=fitted.costs,
         needs=config.old_logps.needs,
-        techniques=of_run(config, techniques),
         overheads=recorded_overheads(run, fitted),
     )
 
@@ -181,7 +192,7 @@ def engine_work(step: RecordedStep) -> dict[str, float]:
 
 
 def training_work(step: RecordedStep) -> dict[str, float]:
-    return {"train": 1.0, "train_token": step.trained}
+    return {"train": 1.0, "train_token": step.tokens}
 
 
 def scoring_work(step: RecordedStep) -> dict[str, float]:
@@ -228,7 +239,7 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
     or that recorded no number of cores.
     """
     recorded = RecordedRun.read(run)
-    setup = setup_of(recorded, fit_costs([recorded]), NO_TECHNIQUES)
+    setup = setup_of(recorded, fit_costs([recorded]))
     if not setup.costs.train_token:
         raise ConfigError(f"{run}: its batches are too similar in size to fit a cost per token")
     config = recorded.config

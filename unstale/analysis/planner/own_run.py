@@ -304,7 +304,7 @@ def _parts(
         _Part(
             "the time of training",
             fitted.train,
-            {"train": 1.0, "train_token": tokens + result.replayed_tokens / steps},
+            {"train": 1.0, "train_token": tokens},
             1,
             "Give a second run with another schedule.groups_per_step: --like A --like B",
         ),
@@ -333,7 +333,7 @@ def _spread(part: _Part, runs: Sequence[RecordedRun]) -> str:
             f"The recorded decoding steps have {min(replies):.3g} to {max(replies):.3g} replies, "
             f"the simulated ones {simulated:.3g}."
         )
-    sizes = [each.trained for each in steps]
+    sizes = [each.tokens for each in steps]
     simulated = part.work.get("train_token", part.work.get("old_token", 0.0))
     text = (
         f"The recorded batches have {min(sizes):,.0f} to {max(sizes):,.0f} tokens, the simulated "

@@ -88,10 +88,8 @@ def describe(rated: SimulatedCandidate) -> str:
         checkpointing += f"; {setup.context} GPUs divide each pass"
     if setup.offload:
         checkpointing += "; the optimizer's state in main memory"
-    names = candidate.request.techniques.names
-    techniques = f"; techniques {names}" if names else ""
     return (
-        f"{candidate.place}{checkpointing}; route {candidate.name}{techniques}; "
+        f"{candidate.place}{checkpointing}; route {candidate.name}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
         f"{schedule.staleness_bound} versions old. {rated.rate:,.0f} trained tokens/s "
         f"(+-{rated.spread:.0%}), a step in {rated.result.mean_step_s:.3g} s"
@@ -294,7 +292,6 @@ def command(candidate: Candidate) -> str:
             options["old_logps.ranks"] = placement.scorers
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
-    options |= candidate.request.techniques.options()
     words = ["unstale", "train", "llm", "--model", _SHIPPED.get(setup.model.name, "FOLDER")]
     for name, value in options.items():
         words += [f"--{name}", str(value)]

@@ -31,8 +31,6 @@ class SimulationResult:
     """Number of tokens in the batches after the first `filling` steps."""
     trained_sampled: int
     """Number of sampled tokens in the batches after the first `filling` steps."""
-    replayed_tokens: int = 0
-    """Number of tokens that replayed groups added to the batches of `trained_tokens`."""
     sampled_tokens: int
     """Number of tokens that engines sampled in the whole run."""
     lost_tokens: int
@@ -57,8 +55,6 @@ class SimulationResult:
     """How often an engine would have been chosen for a request but had no free place."""
     longest_queue: int
     """Largest number of replies that waited on one engine while it sampled."""
-    transferred_tokens: int
-    """Number of tokens whose keys and values were sent to another engine."""
     trainer_busy_share: float
     """Share of the time in which the trainer trains, computes `old_logp` or prepares versions."""
     trainer_wait_share: float
@@ -78,10 +74,6 @@ class SimulationResult:
     """Share of an episode's time that is spent in tool calls."""
     ready_s: float
     """Mean seconds from the end of an episode to the step that trains on it."""
-    slot_share: float = 0.0
-    """Share of an episode's time in which it waits for a slot (permission to run). 0 unless
-    episodes run in segments.
-    """
     waiting: Waiting
     """Shares of the time that decide which bottleneck a report names."""
     work: EngineWork

@@ -21,18 +21,13 @@ from unstale.analysis.planner.simulated import (
     NullAudit,
     NullCheckpoints,
     NullJournal,
+    NullTechniques,
     SimulatedPublisher,
     SimulatedQueue,
     SimulatedRecorder,
     SimulatedRoute,
     SimulatedThread,
     SimulatedTrainer,
-)
-from unstale.analysis.planner.simulated_techniques import (
-    NO_TECHNIQUES,
-    SimulatedLimits,
-    SimulatedReplay,
-    SimulatedTechniques,
 )
 from unstale.analysis.planner.workload import (
     Constant,
@@ -58,7 +53,6 @@ from unstale.observe.words import waiting
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.timeouts import first_error
-from unstale.techniques.replay import ENTRY as REPLAY
 
 __all__ = [
     "Constant",
@@ -67,7 +61,6 @@ __all__ = [
     "EpisodeShape",
     "Fleet",
     "LogNormal",
-    "SimulatedTechniques",
     "SimulationResult",
     "TurnShape",
     "Workload",
@@ -86,36 +79,28 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     steps: int,
     seed: int = 0,
     needs: Needs = _NO_NEEDS,
-    techniques: SimulatedTechniques = NO_TECHNIQUES,
     overheads: Overheads = NO_OVERHEADS,
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    `needs` are those of the method to get `old_logp`. `techniques` change the lengths of episodes
-    or the size of batches. Raises `ConfigError` for settings with which too many episodes fail, and
-    `StalenessError` if a token is older than the bound.
+    `needs` are those of the method to get `old_logp`. Raises `ConfigError` for settings with which
+    too many episodes fail, and `StalenessError` if a token is older than the bound.
     """
     _check(fleet, needs, steps)
     config = _config(schedule, fleet, steps, overheads.checkpoint_every)
-    if techniques.replay:
-        REPLAY.check(techniques.replay, config)
     clock = SimulatedClock()
     engines = SimulatedEnginePool(clock, costs, fleet, overheads)
     pending = PendingPieces()
-    limits = SimulatedLimits(techniques)
+    techniques = NullTechniques()
     rollout = SimulatedRollout(
         workload,
         clock,
         engines,
         pending=pending,
-        limits=limits,
         seed=seed,
         overheads=overheads,
     )
-    replay = SimulatedReplay(techniques.replay, seed)
-    trainer = SimulatedTrainer(
-        costs, rollout, fleet, closing=needs.closing, replay=replay, overheads=overheads
-    )
+    trainer = SimulatedTrainer(costs, rollout, fleet, closing=needs.closing, overheads=overheads)
     recorder = SimulatedRecorder(clock, engines, trainer)
     publisher = SimulatedPublisher(costs, clock, engines, trainer=trainer)
     snapshots = needs.snapshots and not fleet.colocated
@@ -123,13 +108,13 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         config=config,
         progress=Progress(),
         resumed_requests=(),
-        requests=limits.requests(),
+        requests=techniques.requests(),
         engine=publisher,
         rollout=rollout,
         evaluation=None,
         queue=SimulatedQueue(schedule, fleet.steps_per_version),
         pending=pending,
-        techniques=limits,
+        techniques=techniques,
         old_logps=SimulatedRoute(Needs(closing=needs.closing, snapshots=snapshots), trainer),
         auditor=NullAudit(),
         trainer=trainer,
@@ -217,7 +202,6 @@ def _result(
         groups_per_step=schedule.groups_per_step,
         trained_tokens=sum(tokens for tokens, _ in batches),
         trained_sampled=sum(sampled for _, sampled in batches),
-        replayed_tokens=sum(trainer.replayed[filling:]),
         sampled_tokens=sum(engine.sampled for engine in members),
         lost_tokens=sum(engine.lost for engine in members),
         failed_episodes=int(totals["failed"]),
@@ -229,7 +213,6 @@ def _result(
         first_token_p99_s=float(np.quantile(waits, 0.99)) if waits else 0.0,
         rejects=engines.rejects,
         longest_queue=max(engine.longest_queue for engine in members),
-        transferred_tokens=engines.transferred,
         trainer_busy_share=scored + trained + published,
         trainer_wait_share=recorder.share("wait", filling),
         old_logps_share=scored,
@@ -239,5 +222,4 @@ def _result(
         engine_share=totals["engine_s"] / life_s,
         tool_share=totals["tool_s"] / life_s,
         ready_s=totals["ready_s"] / episodes,
-        slot_share=totals["slot_s"] / life_s,
     )

@@ -6,7 +6,15 @@ call it.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
@@ -18,13 +26,12 @@ from unstale.analysis.planner.clock import SimulatedClock
 from unstale.analysis.planner.costs import NO_OVERHEADS, Costs, Overheads
 from unstale.analysis.planner.engines import SimulatedEnginePool
 from unstale.analysis.planner.episodes import SimulatedEpisode, SimulatedRollout
-from unstale.analysis.planner.simulated_techniques import SimulatedReplay
 from unstale.analysis.planner.workload import Fleet
 from unstale.config import ScheduleConfig
 from unstale.durability.checkpoint import Checkpoint, Progress
 from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
-from unstale.records import Batch, Group, GroupRequest, PendingPiece
+from unstale.records import Batch, Group, GroupRequest, PendingPiece, ScoredTrajectory, Task
 from unstale.rollout.staleness_queue import StalenessQueue
 from unstale.rollout.transcript import NullWriter
 from unstale.token_values import TokenValues
@@ -44,14 +51,13 @@ class SimulatedTrainer:
     devices pause while the trainer works.
     """
 
-    def __init__(  # noqa: PLR0913 - three of them are the costs of a run
+    def __init__(
         self,
         costs: Costs,
         rollout: SimulatedRollout,
         fleet: Fleet,
         *,
         closing: bool,
-        replay: SimulatedReplay,
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
         self.version = 0
@@ -62,8 +68,6 @@ class SimulatedTrainer:
         """Seconds that the trainer's thread has waited so far, by activity."""
         self.batches: list[tuple[int, int]] = []
         """Number of tokens and of sampled tokens in each batch."""
-        self.replayed: list[int] = []
-        """Number of tokens that replayed groups add to each batch."""
         self.ages: Counter[int] = Counter()
         """Number of sampled tokens by staleness in versions."""
         self.num_versions: list[float] = []
@@ -74,7 +78,6 @@ class SimulatedTrainer:
         self.every = fleet.steps_per_version
         """Number of steps between two published versions."""
         self._costs = costs
-        self._replay = replay
         self._overheads = overheads
         self._closing = closing
         self._colocated = fleet.colocated
@@ -83,10 +86,6 @@ class SimulatedTrainer:
         self._counted = (0, 0)
         """Number of tokens of the episodes in `_added` or in the batch, and how many of them were
         sampled.
-        """
-        self._groups: dict[int, tuple[int, int]] = {}
-        """For each group of the next batch: its number of tokens, and the staleness of its oldest
-        token in versions.
         """
         self._left = 0
         """Number of tokens of the batch that `add` had not taken before the batch was prepared."""
@@ -116,8 +115,6 @@ class SimulatedTrainer:
         self.owed["audit"] += self._overheads.audit_s
         self._left = self._take(batch)
         self.batches.append(self._counted)
-        self.replayed.append(self._replay.tokens(list(self._groups.values())))
-        self._groups = {}
         self._counted = (0, 0)
         self._added = set()
         return [Minibatch(batch, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)]
@@ -136,11 +133,6 @@ class SimulatedTrainer:
         self._counted = (self._counted[0] + tokens, self._counted[1] + sampled)
         if episodes:
             self._owe_scoring(episodes, tokens, newest)
-        for episode in episodes:
-            group_tokens, oldest = self._groups.get(episode.group, (0, 0))
-            age = max(newest - version for version, _ in episode.pieces)
-            size = group_tokens + episode.shape.tokens
-            self._groups[episode.group] = (size, max(oldest, age))
         return tokens
 
     def _train(self, tokens: int) -> None:
@@ -171,7 +163,7 @@ class SimulatedTrainer:
         self.owed["old_logps"] += seconds * self._overheads.pace(self.version).old
 
     def backward(self, minibatch: Minibatch) -> None:
-        self._train(self._left + self.replayed[-1])
+        self._train(self._left)
 
     def step(self) -> None:
         self.owed["train"] += self._costs.optimizer_s
@@ -368,6 +360,38 @@ class NullJournal:
     ) -> None: ...
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
+
+
+class NullTechniques:
+    """The methods of `unstale.loop.TechniqueHooks` that change nothing. All advantages are 0."""
+
+    max_replay_age = 0
+    reads_states = False
+
+    async def requests(self) -> AsyncIterator[GroupRequest]:
+        for number in count():
+            yield GroupRequest(number, Task("simulated", "train", number), 0, number)
+
+    async def more(self, request: GroupRequest, results: object) -> Sequence[None]:
+        return ()
+
+    def rounds(self, request: GroupRequest) -> None: ...
+
+    def read_states(self, groups: Sequence[Group]) -> None: ...
+
+    def credit(
+        self, groups: Sequence[Group], *, progress: float, version: int, whole: bool
+    ) -> tuple[list[ScoredTrajectory], dict[str, float]]:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories], {}
+
+    def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
+        return ()
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        return batch
+
+    def trained(self, groups: Sequence[Group], step: int) -> None: ...
 
 
 class NullCheckpoints:

@@ -190,7 +190,6 @@ class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult])
             candidate.costs,
             steps=(schedule.max_staleness + 1) * (request.rounds + 1),
             needs=candidate.costs.route.needs,
-            techniques=request.techniques,
         )
 
 

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from statistics import NormalDist, fmean
 from typing import Annotated, NamedTuple
@@ -159,10 +159,6 @@ class EpisodeShape(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.prompt + self.sampled + sum(turn.answer for turn in self.turns)
-
-
-Shorten = Callable[[list[list[EpisodeShape]]], list[list[EpisodeShape]]]
-"""A function that cuts off episodes. It takes and returns groups of episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,18 +333,6 @@ class Fleet(Section):
     """New context tokens per expected reply token above which a request goes to the prefill group,
     as `engine.prefill_ratio`.
     """
-    kv_transfer: bool = False
-    """Engines of the prefill group sample the first token only. They send the keys and values to a
-    decode engine, which samples the others. Needs `prefill_engines`.
-    """
-    prefill_speed: Positive = 1.0
-    """Speed of the prefill group in computing contexts, divided by that of the decode group."""
-    decode_speed: Positive = 1.0
-    """Speed of the decode group in decoding steps, divided by that of the prefill group."""
-    rejects: bool = True
-    """True if an engine without a free place rejects a request, which then goes to another engine.
-    Runs do so. If False, the request waits at the first engine.
-    """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
     loaded the new version.
@@ -372,11 +356,8 @@ class Fleet(Section):
                 f"fleet.prefill_engines must be < {self.engines} (fleet.engines), because at least "
                 f"one must decode; got {self.prefill_engines}"
             )
-        of_groups = ("prefill_ratio", "kv_transfer", "prefill_speed", "decode_speed")
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in of_groups:
-            if not self.prefill_engines and getattr(self, name) != defaults[name]:
-                raise ConfigError(f"fleet.{name} is read only with fleet.prefill_engines > 0")
+        if self.prefill_ratio != 8.0 and not self.prefill_engines:
+            raise ConfigError("fleet.prefill_ratio is read only with fleet.prefill_engines > 0")
 
 
 def mean_attended(lengths: Collection[float]) -> float:
@@ -415,16 +396,10 @@ class EpisodeStats(NamedTuple):
         return self.prompt / self.tokens
 
     @classmethod
-    def of(
-        cls, workload: Workload, *, group_size: int, shorten: Shorten = lambda groups: groups
-    ) -> "EpisodeStats":
-        """Return the means over 64 groups of episodes that are drawn at random.
-
-        `shorten` cuts off the episodes of these groups. `longest` is that of the whole workload
-        without cuts, because no limit applies to all groups.
-        """
+    def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
+        """Return the means over 64 groups of episodes that are drawn at random."""
         random = np.random.default_rng(0)
-        groups = shorten([workload.group(random, group_size) for _ in range(64)])
+        groups = [workload.group(random, group_size) for _ in range(64)]
         episodes = [shape for group in groups for shape in group]
         calls = fmean(sum(turn.calls for turn in shape.turns) for shape in episodes)
         call_s = np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s)

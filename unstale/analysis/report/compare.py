@@ -3,7 +3,7 @@
 An arm is one configuration that was trained with several seeds. Only finished runs count. Training
 time is the time since the start of the first step, without evaluations. Intervals are over seeds
 (Student's t). Differences are between runs with the same seed. This module does not import torch,
-so the page can be written on another machine.
+so the tables can be written on another machine.
 """
 
 import re
@@ -35,9 +35,6 @@ KEPT, CLIPPED, EXACT_SHARE = (
 )
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "rollout/sampled_tokens"
-TRAINED = "trainer/action_tokens"
-"""Name of the metric that old runs have instead of the metric `TOKENS`. Both have the same meaning.
-"""
 UNCOUNTED = "The number of sampled tokens was not recorded."
 
 Point = tuple[float, float]
@@ -211,7 +208,6 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     events = list(run.rows(EVENTS)) if run else []
     minutes = _training_minutes(rows, events)
     tokens = _sampled_tokens(rows)
-    pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
     evaluations = [each for row in rows if (each := HeldOut.of_metrics(row))]
     return Trial(
         arm=arm,
@@ -229,8 +225,12 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         ),
         last=evaluations[-1] if evaluations else None,
         series={
-            name: [(step, value) for step, value in points if value is not None]
-            for name, points in pairs.items()
+            name: [
+                (step_of(row), value)
+                for row in rows
+                if (value := number(row.get(name))) is not None
+            ]
+            for name in SERIES
         },
         resets=sum(event.get("kind") == "ewma_reset" for event in events),
         launch=launch,
@@ -283,7 +283,7 @@ def _sampled_tokens(rows: Sequence[Row]) -> dict[int, float]:
 
     Episodes that a filter left out are counted. Groups that are replayed are counted once.
     """
-    sampled = (number(row.get(TOKENS, row.get(TRAINED))) or 0.0 for row in rows)
+    sampled = (number(row.get(TOKENS)) or 0.0 for row in rows)
     return dict(zip(map(step_of, rows), accumulate(sampled), strict=True))
 
 

@@ -1,12 +1,11 @@
 """Fill the HTML templates of the reports. Text from a run is escaped."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from unstale.analysis.report.bundle import Code, script, styles
+from unstale.analysis.report.bundle import Code, styles
 from unstale.durability.run_folder import show_controls
 
 
@@ -42,43 +41,13 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(_TEMPLATES.get_template(template).render(values))
 
 
-def document(template: str, title: str, code: Code | None = None, **values: Any) -> Markup:
-    """Return the page that a template gives with these values. The template extends `base.html`.
+def document(title: str, code: Code, **values: Any) -> Markup:
+    """Return the page of a run's report, `run.html`, with these values.
 
-    The page's content security policy admits only its styles and its script: `code`, or by default
-    that of the plots.
+    The page's content security policy admits only its styles and the script `code`.
     """
-    return render(
-        template, title=title, style=_marked(styles()), script=_marked(code or _plots()), **values
-    )
-
-
-def _plots() -> Code:
-    return script("plots.js")
+    return render("run.html", title=title, style=_marked(styles()), script=_marked(code), **values)
 
 
 def _marked(code: Code) -> Code:
     return Code(Markup(code.text), code.digest)
-
-
-_PARTS: Any = _TEMPLATES.get_template("parts.html").module
-
-
-def figure(
-    title: str,
-    about: str,
-    *content: Markup,
-    class_: str = "",
-) -> Markup:
-    """Return a box with a title, an explanation and its content."""
-    return _PARTS.figure(title, about, Markup().join(content), class_)
-
-
-def gap(title: str, missing: str) -> Markup:
-    """Return a box that gives the reason why there is no plot."""
-    return _PARTS.gap(title, missing)
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[Any]], class_: str = "") -> Markup:
-    """Return an HTML table, which scrolls sideways if it is too wide."""
-    return _PARTS.table(head, rows, class_)

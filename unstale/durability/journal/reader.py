@@ -6,11 +6,11 @@ The database is opened read-only, and nothing that it contains is executed.
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 from urllib.parse import quote
 
 from unstale.durability.journal.expert_files import ExpertFiles, ExpertKey
@@ -21,13 +21,14 @@ from unstale.durability.journal.tables import (
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
-    OLDEST_FORMAT,
+    ROUND,
+    SCHEMA,
+    TABLES,
     TOKEN_SAMPLES,
     TURN_LIMIT,
     journal_error,
-    schema,
     seal,
-    tables,
+    to_pictures,
     to_piece,
     to_placed,
 )
@@ -55,7 +56,10 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
+from unstale.signals import Signals
 from unstale.token_values import TokenValues
+
+_Read = TypeVar("_Read")
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
@@ -164,14 +168,10 @@ class JournalReader:
                 # the first query fixes the moment that is read
                 self.rows("SELECT count(*) FROM sqlite_master")
                 self._connection.create_function("seal", -1, seal, deterministic=True)
-            if not OLDEST_FORMAT <= version <= FORMAT:
-                raise journal_error(
-                    path,
-                    f"its format is {version}, this release reads {OLDEST_FORMAT} to {FORMAT}",
-                )
-            self._tables = tables(version)
+            if version != FORMAT:
+                raise journal_error(path, f"its format is {version}, this release reads {FORMAT}")
             with self.wrap_errors():
-                require_tables(path, self._connection, version)
+                require_tables(path, self._connection)
             on_error.pop_all()
 
     def __enter__(self) -> Self:
@@ -182,11 +182,6 @@ class JournalReader:
 
     def close(self) -> None:
         self._connection.close()
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables of this journal. A journal of an older format has fewer."""
-        return self._tables
 
     @property
     def num_bytes(self) -> int:
@@ -295,14 +290,14 @@ class JournalReader:
     def unsound(self) -> list[str]:
         """Return a sentence for each table in which rows were changed, lost or added."""
         problems = []
-        for table in self._tables:
+        for table in TABLES:
             columns = COLUMNS[table]
             expected = f"seal('{table}', {', '.join(columns)})"
             ((count,),) = self.rows(f"SELECT count(*) FROM {table} WHERE seal IS NOT {expected}")
             if count:
                 problems.append(f"{count} rows of {table} changed after they were written")
         written = dict(self.rows("SELECT name, num_rows FROM counts"))
-        for table in (name for name in self._tables if name in COUNTED):
+        for table in COUNTED:
             ((count,),) = self.rows(f"SELECT count(*) FROM {table}")
             if count != written.get(table):
                 problems.append(f"{table} has {count} rows, but {written.get(table)} were written")
@@ -340,7 +335,8 @@ class JournalReader:
         )
         sizes = self._sizes()
         limits = self.turn_limits()
-        budgets = self._budgets()
+        budgets = self._of_groups(EPISODE_BUDGET, EpisodeBudget)
+        rounds = self._rounds()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
@@ -355,6 +351,7 @@ class JournalReader:
                 sizes=sizes.get(number, ()),
                 turn_limit=limits.get(number),
                 budget=budgets.get(number, NO_BUDGET),
+                rounds=rounds.get(number, ()),
             )
             requests.append(request)
         return requests
@@ -375,25 +372,31 @@ class JournalReader:
 
     def turn_limits(self) -> dict[int, TurnLimit]:
         """Return the turn limit of each group that has one, by the group's number."""
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
-        limits = {}
-        with self.wrap_errors("the limits of turns"):
-            for (fields,) in rows:
-                event = _parse_object(fields)
-                number = int(event.pop("group"))
-                limits[number] = TurnLimit(**event)
-        return limits
+        return self._of_groups(TURN_LIMIT, TurnLimit)
 
-    def _budgets(self) -> dict[int, EpisodeBudget]:
-        """Return the budget of the episodes of each group that has one, by the group's number."""
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", EPISODE_BUDGET)
-        budgets = {}
-        with self.wrap_errors("the budgets of episodes"):
-            for (fields,) in rows:
+    def _of_groups(self, kind: str, read: Callable[..., _Read]) -> dict[int, _Read]:
+        """Return what the events of a kind say of each group, by the group's number.
+
+        `read` gets the other fields of an event.
+        """
+        found = {}
+        for (fields,) in self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", kind):
+            with self.wrap_errors(f"an event of kind {kind}"):
                 event = _parse_object(fields)
                 number = int(event.pop("group"))
-                budgets[number] = EpisodeBudget(**event)
-        return budgets
+                found[number] = read(**event)
+        return found
+
+    def _rounds(self) -> dict[int, tuple[Mapping[str, Any], ...]]:
+        """Return the decisions about the episodes of each group that has some, round by round."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", ROUND)
+        rounds: dict[int, tuple[Mapping[str, Any], ...]] = {}
+        with self.wrap_errors("the rounds of groups"):
+            for (fields,) in rows:
+                event = _parse_object(fields)
+                group = int(event["group"])
+                rounds[group] = (*rounds.get(group, ()), event)
+        return rounds
 
     def visits(self) -> dict[Task, int]:
         """Return the number of groups that were started on each task."""
@@ -442,8 +445,6 @@ class JournalReader:
 
         Without `step`, return the groups of all steps in order.
         """
-        if "replayed" not in self._tables:
-            return []
         where = "" if step is None else f"WHERE step = {int(step)}"
         rows = self.rows(f"SELECT number FROM replayed {where} ORDER BY step, place")
         return [number for (number,) in rows]
@@ -454,11 +455,9 @@ class JournalReader:
         Groups and steps are in order. A group that was replayed has several steps.
         """
         steps: dict[int, list[int]] = {}
-        if "trained_tokens" in self._tables:
-            for group, step in self.rows(
-                "SELECT number, step FROM trained_tokens ORDER BY number, step"
-            ):
-                steps.setdefault(group, []).append(step)
+        rows = self.rows("SELECT number, step FROM trained_tokens ORDER BY number, step")
+        for group, step in rows:
+            steps.setdefault(group, []).append(step)
         return steps
 
     @property
@@ -467,8 +466,6 @@ class JournalReader:
 
         A token counts once for each step that trained on it.
         """
-        if "trained_tokens" not in self._tables:
-            return 0
         ((count,),) = self.rows("SELECT coalesce(sum(num_tokens), 0) FROM trained_tokens")
         return int(count)
 
@@ -516,8 +513,6 @@ class JournalReader:
 
     def _token_rows(self, group: int, step: int | None) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a group's trained tokens, in the order of the steps."""
-        if "trained_tokens" not in self._tables:
-            return
         where = "" if step is None else f"AND step = {int(step)}"
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['trained_tokens'])}, seal FROM trained_tokens "
@@ -594,16 +589,19 @@ class JournalReader:
 
         `pieces` are those of the episode.
         """
-        if "forks" not in self._tables:
-            return None
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(parent, at, _text_of_fork(pieces, at))
+            note, writes = self._note(episode)
+            text = () if note else _text_of_fork(pieces, at)
+            return Fork(parent, at, text, note, writes)
         return None
+
+    def _note(self, episode: int) -> tuple[str, bool]:
+        """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
+        rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
+        return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
     def _role(self, episode: int) -> str:
         """Return the role that the policy has in a conversation. Empty if it has none."""
-        if "roles" not in self._tables:
-            return ""
         return "".join(
             row[0] for row in self.rows("SELECT role FROM roles WHERE episode = ?", episode)
         )
@@ -624,40 +622,21 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
+        pieces = self._with_annexes(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
-    def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if "kept_sets" not in self._tables:
-            return pieces
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['kept_sets'])}, seal FROM kept_sets WHERE episode = ?",
-            episode,
-        )
+    def _with_annexes(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Return pieces with what other tables have of them: kept sets, sources and signals."""
         found = list(pieces)
-        with self.wrap_errors(f"the kept sets of episode {episode}"):
-            for row in rows:
-                if seal("kept_sets", *row[:-1]) != row[-1]:
-                    raise ValueError("they changed after they were written")
-                piece = found[row[1]]
-                if not isinstance(piece, Sampled):
-                    raise ValueError(f"piece {row[1]} was not sampled")
-                sets = KeptSets.unpack(row[2], piece.tokens)
-                found[row[1]] = replace(piece, kept_sets=sets)
-        return tuple(found)
-
-    def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if "placed" not in self._tables:
-            return pieces
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
-        )
-        found = list(pieces)
-        with self.wrap_errors(f"the placed text of episode {episode}"):
-            for row in rows:
-                if seal("placed", *row[:-1]) != row[-1]:
-                    raise ValueError("it changed after it was written")
-                found[row[1]] = to_placed(found[row[1]], *row[2:-2])
+        for table, attach in _ANNEXES.items():
+            rows = self.rows(
+                f"SELECT {', '.join(COLUMNS[table])}, seal FROM {table} WHERE episode = ?", episode
+            )
+            with self.wrap_errors(f"{table} of episode {episode}"):
+                for row in rows:
+                    if seal(table, *row[:-1]) != row[-1]:
+                        raise ValueError("a row changed after it was written")
+                    found[row[1]] = attach(found[row[1]], *row[2:-2])
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -764,6 +743,35 @@ class JournalReader:
             raise journal_error(self.path, cause) from error
 
 
+def _with_kept_sets(piece: Piece, packed: bytes) -> Piece:
+    return replace(_sampled(piece), kept_sets=KeptSets.unpack(packed, piece.tokens))
+
+
+def _with_signals(piece: Piece, data: bytes) -> Piece:
+    return replace(_sampled(piece), signals=Signals.frombuffer(data))
+
+
+def _sampled(piece: Piece) -> Sampled:
+    if not isinstance(piece, Sampled):
+        raise ValueError("a piece was not sampled")
+    return piece
+
+
+def _with_pictures(piece: Piece, packed: bytes) -> Piece:
+    if not isinstance(piece, ContextPiece):
+        raise ValueError("a piece is no context")
+    return replace(piece, pictures=to_pictures(packed))
+
+
+_ANNEXES: Mapping[str, Callable[..., Piece]] = {
+    "kept_sets": _with_kept_sets,
+    "pictures": _with_pictures,
+    "placed": to_placed,
+    "signals": _with_signals,
+}
+"""Tables with further columns of pieces, and functions that add them to a piece."""
+
+
 def _row_of_tokens(row: Sequence[Any]) -> str:
     """Return a text that names a row of the table `trained_tokens`, for error messages."""
     return f"the trained tokens of group {row[0]} in step {row[1]}"
@@ -781,11 +789,11 @@ def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
     return found
 
 
-def require_tables(path: Path, connection: sqlite3.Connection, journal_format: int) -> None:
+def require_tables(path: Path, connection: sqlite3.Connection) -> None:
     """Raise `JournalError` if the database has other tables, or a view or trigger."""
     question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
     with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(schema(tables(journal_format)))
+        fresh.executescript(SCHEMA)
         expected = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != expected:
         raise journal_error(path, "its tables are not those of a journal")
@@ -818,7 +826,7 @@ def holds_journal(path: Path) -> bool:
 def identity(path: Path) -> int:
     """Return the random number that a journal got when it was created. Checkpoints store it, too.
 
-    0 if there is no journal, or if an earlier release created it.
+    0 if there is no journal.
     """
     if not holds_journal(path):
         return 0

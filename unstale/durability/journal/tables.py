@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from unstale.pictures import Picture
 from unstale.records import (
     ContextPiece,
     Edit,
@@ -23,11 +24,8 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 7
+FORMAT = 10
 """Number of the journal's format, stored as `user_version` of the database."""
-
-OLDEST_FORMAT = 3
-"""Oldest format that can be read. A run that is resumed changes its journal to `FORMAT`."""
 
 TABLES = {
     "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, "
@@ -44,6 +42,10 @@ TABLES = {
     "after INTEGER NOT NULL",
     "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
     "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
+    "signals": "episode INTEGER NOT NULL, position INTEGER NOT NULL, signals BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
+    "pictures": "episode INTEGER NOT NULL, position INTEGER NOT NULL, pictures BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -70,6 +72,8 @@ TABLES = {
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
     "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
+    "notes": "episode INTEGER PRIMARY KEY REFERENCES forks, note TEXT NOT NULL, "
+    "writes INTEGER NOT NULL, after INTEGER NOT NULL",
     "roles": "episode INTEGER PRIMARY KEY REFERENCES episodes, role TEXT NOT NULL, "
     "after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
@@ -88,13 +92,14 @@ _KEYS = {
     "REFERENCES pieces",
     "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
+    "signals": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
+    "pictures": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
 }
-
-ADDED = {"replayed": 4, "trained_tokens": 5, "forks": 6, "kept_sets": 6, "placed": 7, "roles": 7}
-"""The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
@@ -111,10 +116,13 @@ REPEATED = (
     "snapshots",
     "kept_sets",
     "placed",
+    "signals",
+    "pictures",
     "pieces",
     "trajectories",
     "failures",
     "restarts",
+    "notes",
     "forks",
     "roles",
     "finished",
@@ -137,6 +145,9 @@ conversations of an agent are in the same table, with other seeds.
 TOKEN_SAMPLES = "token_samples"
 """Kind of the event with a sample of the tokens of a step."""
 
+ROUND = "round"
+"""Kind of the event with a round of decisions about the episodes of a group."""
+
 GROUP_SIZE = "group_size"
 """Kind of the event with the number of episodes of a group: its fields are `group` and `size`.
 Groups of `schedule.group_size` episodes have no such event. An enlarged group has several.
@@ -151,6 +162,9 @@ EPISODE_BUDGET = "episode_budget"
 """Kind of the event with the budget of each episode of a group: its fields are `group` and those of
 `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
 """
+
+_PICTURE = struct.Struct("<I32s")
+"""Format of a picture in a row of `pictures`: its number and its content hash."""
 
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
@@ -182,26 +196,13 @@ def seal(table: str, *row: Any) -> int:
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-def tables(journal_format: int) -> tuple[str, ...]:
-    """Return the names of the tables in a version of the journal's format."""
-    return tuple(name for name in TABLES if ADDED.get(name, 0) <= journal_format)
-
-
-def schema(names: Sequence[str]) -> str:
-    """Return the SQL statements that create these tables and record that they have no rows."""
-    return "".join(
-        f"CREATE TABLE {name} ({TABLES[name]}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) "
-        "STRICT;\n"
-        for name in names
-    ) + "".join(
-        f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n"
-        for name in names
-        if name in COUNTED
-    )
-
-
-SCHEMA = schema(tuple(TABLES))
-"""SQL statements that create the tables of an empty journal."""
+SCHEMA = "".join(
+    f"CREATE TABLE {name} ({columns}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) STRICT;\n"
+    for name, columns in TABLES.items()
+) + "".join(
+    f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n" for name in COUNTED
+)
+"""SQL statements that create the tables of an empty journal, and record that they have no rows."""
 
 
 def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:
@@ -219,8 +220,8 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets or
-    its source.
+    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets, its
+    signals, its source or the content hashes of its pictures.
 
     `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
     two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
@@ -236,9 +237,21 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
     if isinstance(piece, Sampled) and piece.kept_sets is not None:
         sets = piece.kept_sets.pack(piece.tokens)
         rows.append(insert("kept_sets", episode, position, sets, after))
+    if isinstance(piece, Sampled) and piece.signals is not None:
+        rows.append(insert("signals", episode, position, piece.signals.tobytes(), after))
     if isinstance(piece, Placed):
         rows.append(insert("placed", episode, position, *_source(piece), after))
+    if isinstance(piece, ContextPiece) and piece.pictures:
+        packed = b"".join(
+            _PICTURE.pack(each.number, bytes.fromhex(each.digest)) for each in piece.pictures
+        )
+        rows.append(insert("pictures", episode, position, packed, after))
     return rows
+
+
+def to_pictures(packed: bytes) -> tuple[Picture, ...]:
+    """Return pictures from the column of their row in `pictures`."""
+    return tuple(Picture(number, digest.hex()) for number, digest in _PICTURE.iter_unpack(packed))
 
 
 def _source(piece: Placed) -> tuple[Any, ...]:

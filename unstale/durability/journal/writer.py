@@ -30,13 +30,12 @@ from unstale.durability.journal.reader import (
     require_tables,
 )
 from unstale.durability.journal.tables import (
-    ADDED,
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
     JOURNAL,
-    OLDEST_FORMAT,
     REPEATED,
+    ROUND,
     SCHEMA,
     TOKEN_SAMPLES,
     TURN_LIMIT,
@@ -47,7 +46,6 @@ from unstale.durability.journal.tables import (
     journal_error,
     outcome_row,
     piece_rows,
-    schema,
     to_utf8,
 )
 from unstale.durability.journal.token_rows import token_rows
@@ -222,6 +220,11 @@ class Journal:
         """Record that a group is enlarged to `size` episodes, before its further episodes begin."""
         self.transaction([self._size_record(number, size)])
 
+    def add_round(self, number: int, decisions: Mapping[str, Any]) -> None:
+        """Record a round of decisions about a group's episodes, before any of them continues."""
+        fields = json.dumps({"group": number, **decisions})
+        self.transaction([insert("events", time.time(), ROUND, fields, self._checkpoint)])
+
     def _size_record(self, number: int, size: int) -> Record:
         fields = json.dumps({"group": number, "size": size})
         return insert("events", time.time(), GROUP_SIZE, fields, self._checkpoint)
@@ -251,6 +254,8 @@ class Journal:
             records = [insert("episodes", *row)]
             if fork:
                 records.append(insert("forks", episode, fork.parent, fork.at, after))
+            if fork and fork.note:
+                records.append(insert("notes", episode, fork.note, fork.writes, after))
             if role:
                 records.append(insert("roles", episode, role, after))
             for position, piece in enumerate(prefix):
@@ -607,19 +612,11 @@ def _connect(path: Path) -> sqlite3.Connection:
             "PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if not OLDEST_FORMAT <= version <= FORMAT:
+        if version != FORMAT:
             raise journal_error(path, f"its format is {version}, this release writes {FORMAT}")
-        require_tables(path, connection, version)
-        if version < FORMAT:
-            _upgrade(connection, version)
+        require_tables(path, connection)
         on_error.pop_all()
     return connection
-
-
-def _upgrade(connection: sqlite3.Connection, version: int) -> None:
-    """Change a journal of an older format to the current one, in one transaction."""
-    added = schema([name for name, since in ADDED.items() if since > version])
-    connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version={FORMAT}; COMMIT;")
 
 
 def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:

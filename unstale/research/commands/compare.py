@@ -10,19 +10,19 @@ from unstale.cli.verbs import CONFIG, COUNT, JSON, OPTIONAL_RECIPE, argument, co
 
 
 def _compare(chosen: argparse.Namespace) -> int:
-    from unstale.analysis.report.study_page import write_pages
+    from unstale.analysis.report.study_tables import write_tables
     from unstale.research.launcher import compare
     from unstale.research.study import planned
 
     console = console_of(chosen)
     if chosen.report:
-        page = write_pages(chosen.report)
-        console.print(str(page), highlight=False)
+        tables = write_tables(chosen.report)
+        console.print(str(tables), highlight=False)
     else:
         command = shlex.join(["unstale", *chosen.given])
-        page = compare(planned(chosen), jobs=chosen.jobs, command=command, console=console)
+        tables = compare(planned(chosen), jobs=chosen.jobs, command=command, console=console)
     if chosen.json:
-        print_json(json.loads(page.with_suffix(".json").read_text("utf-8")))
+        print_json(json.loads(tables.with_suffix(".json").read_text("utf-8")))
     return 0
 
 
@@ -53,6 +53,6 @@ add = command(
         help="only these settings or parts of a study; a name may have a *",
     ),
     argument("--jobs", type=COUNT, default=1, metavar="N", help="runs at a time (default: 1)"),
-    argument("--report", type=Path, metavar="FOLDER", help="only write the page again"),
+    argument("--report", type=Path, metavar="FOLDER", help="only write the results again"),
     JSON,
 )(_compare)

@@ -47,7 +47,7 @@ from unstale.research.techniques.hints import of_tokens
 from unstale.research.techniques.success import SuccessThreshold
 from unstale.research.techniques.tree import check_sequences
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import CreditContext, Writer
+from unstale.techniques.hooks import CreditContext, Texts
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -114,27 +114,27 @@ class Bus:
     def roots(self, group_size: int) -> int:
         return group_size - self._options.number
 
-    async def reflect(
-        self, results: Sequence[Trajectory | Failure], writer: Writer
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
     ) -> Sequence[Fork]:
-        finished = [each for each in results if isinstance(each, Trajectory)]
+        finished = [each for each in rounds[0] if isinstance(each, Trajectory)]
         trunk = next((each for each in finished if not each.branches), None)
-        if trunk is None:
+        if trunk is None or len(rounds) > 1:
             return ()
         task = self._identify(trunk.task)
-        texts = await asyncio.to_thread(self._exchange, task, finished, writer)
+        found = await asyncio.to_thread(self._exchange, task, finished, texts)
         if self._options.when == "failed" and any(map(self._solved, finished)):
             return ()
         start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
-        texts += self._of_earlier_run(task, tuple(trunk.tokens[:start]))
+        found += self._of_earlier_run(task, tuple(trunk.tokens[:start]))
         random = Random(derive_seed(trunk.seed, "bus"))
-        chosen = random.sample(texts, min(len(texts), self._options.number))
+        chosen = random.sample(found, min(len(found), self._options.number))
         return [Fork(trunk.episode, start, text) for text in chosen]
 
     def _solved(self, episode: Trajectory) -> bool:
         return episode.reward >= self._options.success_at
 
-    def _exchange(self, task: str, finished: Sequence[Trajectory], writer: Writer) -> list[Text]:
+    def _exchange(self, task: str, finished: Sequence[Trajectory], texts: Texts) -> list[Text]:
         """Write the successes of a group to the folder, and return the texts of other runs."""
         if not self._options.folder:
             return []
@@ -144,10 +144,10 @@ class Bus:
             for each in finished:
                 replies = [piece for piece in each.pieces if is_reply(piece)]
                 if self._solved(each) and not each.fork and each.num_turns == 1:
-                    text = writer.text([token for piece in replies for token in piece.tokens])
+                    text = texts.text([token for piece in replies for token in piece.tokens])
                     name = f"{self._options.node}.{each.episode % KEPT}.json"
                     self._publish(place / name, task, text)
-            return self._others(place, task, writer)
+            return self._others(place, task, texts)
         except OSError:
             self.lost += 1
             return []
@@ -157,9 +157,9 @@ class Bus:
         part.write_text(json.dumps({"task": task, "text": text}), encoding="utf-8")
         part.replace(path)
 
-    def _others(self, place: Path, task: str, writer: Writer) -> list[Text]:
+    def _others(self, place: Path, task: str, texts: Texts) -> list[Text]:
         """Return the different texts that other runs wrote for a task. Other files are skipped."""
-        texts = {}
+        found = {}
         for path in sorted(place.glob("*.json")):
             if path.name.partition(".")[0] == self._options.node:
                 continue
@@ -169,10 +169,10 @@ class Bus:
                 continue
             match message:
                 case {"task": str(of), "text": str(text)} if of == task:
-                    tokens = writer.encode(text) if 0 < len(text) <= MOST_CHARACTERS else ()
+                    tokens = texts.encode(text) if 0 < len(text) <= MOST_CHARACTERS else ()
                     if tokens:
-                        texts[text] = (Placed(tuple(tokens), Provenance.FOREIGN),)
-        return list(texts.values())
+                        found[text] = (Placed(tuple(tokens), Provenance.FOREIGN),)
+        return list(found.values())
 
     def _of_earlier_run(self, task: str, prompt: tuple[int, ...]) -> list[Text]:
         if not self._options.load:

@@ -82,13 +82,12 @@ ROWS: Sequence[Row] = (
         "The chosen samples are not generated again in high precision, and image models are "
         "missing.",
     ),
-    _partly(
+    _works(
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        "--techniques confidence_clip is the clip and the advantage, majority the label "
-        "without solutions",
-        "Branches and their pruning by confidence, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage confidence_clip majority' --tree.branch confidence "
+        "--tree.prune confidence",
     ),
     _works(
         6,
@@ -96,12 +95,12 @@ ROWS: Sequence[Row] = (
         "more requests than needed; the rest continues later",
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
     ),
-    _partly(
+    _works(
         7,
         "XRPO",
-        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        "--techniques 'allocate novelty' --allocate.gain interval",
-        "Solved examples in the prompts of tasks that always fail are missing.",
+        "episodes where the mean is uncertain, examples, a bonus for unlikely correct replies",
+        "--techniques 'allocate exemplars novelty' --allocate.gain interval --objective.placed "
+        "guided --selection.pool N",
     ),
     _works(
         8,
@@ -109,11 +108,12 @@ ROWS: Sequence[Row] = (
         "tasks drawn from a Beta posterior",
         "--techniques beta_sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         9,
         "SCOPE",
         "a corrector continues from the first wrong step",
-        "A checker of steps during training, and training on corrected steps, are missing.",
+        "--techniques retry --retry.rule correct --objective.placed anchor, with a method "
+        "correction of the task set, which may ask a judge and a teacher, or its demonstrations",
     ),
     _works(
         10,
@@ -130,11 +130,11 @@ ROWS: Sequence[Row] = (
         "bus --bus.load RUN --bus.when failed has successes collected before the run",
         "Screenshots are missing.",
     ),
-    _idea(
+    _works(
         12,
         "LATR",
         "branches at uncertain tokens, looked ahead",
-        "Branches while an episode runs, and their pruning by similarity, are missing.",
+        "--techniques 'tree tree_advantage' --tree.branch second --tree.prune similar",
     ),
     _works(
         13,
@@ -146,8 +146,9 @@ ROWS: Sequence[Row] = (
         14,
         "BranchGRPO",
         "advantages by depth of a tree",
-        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage",
-        "Pruning of gradients and image models are missing.",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth "
+        "--tree_advantage.kept_depths 0.5 is advantage and pruning of gradients",
+        "It is for language models: the paper's image models are missing.",
     ),
     _works(
         15,
@@ -245,18 +246,20 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
         "that is trained in the run; unstale route sends tasks to one of several policies",
     ),
-    _partly(
+    _works(
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes",
-        "Replies do not end early: all are sampled to their end.",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
     ),
-    _idea(
+    _partly(
         31,
         "SWE-Reasoner",
         "search with a reward model",
-        "A search over the steps of a repair, and an environment of repositories, are missing.",
+        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "(docs/commands.md)",
+        "The policy judges the steps of a repair: there is no reward model of them, and no "
+        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -271,12 +274,12 @@ ROWS: Sequence[Row] = (
         "step groups that share the last states",
         "--techniques step_groups --step_groups.rule hgpo (or gigpo)",
     ),
-    _partly(
+    _works(
         34,
         "R3L",
         "reflect, restart, train the suffix",
-        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none",
-        "Only failed attempts are reflected on, and the reflections themselves are not trained on.",
+        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none "
+        "--retry.attempts all --retry.train_texts true",
     ),
     _works(
         35,
@@ -286,19 +289,18 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v05_risk --allocate.forecast sampler --baseline.centre shrink "
         "--baseline.forecast sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         36,
         "SAGE (skills)",
         "skills of one task help the next",
-        "Chains of tasks in one episode, and a reward for skills, are missing.",
+        "--task.env chain:ENV, with --task.length and --task.bonus (docs/your-own-task.md)",
     ),
-    _partly(
+    _works(
         37,
         "ADHint",
         "hints by difficulty",
-        "--techniques hints --objective.placed anchor",
-        "Weights of hint tokens by their entropy, and of advantages by the difference of "
-        "difficulty, are missing.",
+        "--techniques 'hints hint_entropy_weights' --objective.placed anchor "
+        "--hints.baseline apart --hints.gap true",
     ),
     _works(
         38,
@@ -313,11 +315,11 @@ ROWS: Sequence[Row] = (
         "recipes areal_naive, areal_decoupled, areal_loglinear and areal_m2po; "
         "--schedule.max_staleness; --techniques m2po",
     ),
-    _idea(
+    _works(
         40,
         "CLEANER",
         "failed calls replaced by later successes",
-        "Replacing a failed call in an episode, and training on the result, are missing.",
+        "--techniques retry --retry.rule clean --objective.placed guided",
     ),
     _partly(
         41,
@@ -333,20 +335,19 @@ ROWS: Sequence[Row] = (
         "supervised training with sampled alternatives",
         "unstale sft --loss otr (docs/your-own-data.md)",
     ),
-    _partly(
+    _works(
         43,
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch unlikely --majority.least 0, with --selection.test_time",
-        "Forks are at the least likely tokens, not at those with the largest entropy.",
+        "--tree.branch peaks --majority.least 0, with --selection.test_time",
     ),
-    _partly(
+    _works(
         44,
         "SAGE (plans)",
         "a plan from the first attempt",
-        "unstale attempt --plan (docs/commands.md)",
-        "Training with plans is missing.",
+        "--techniques retry --retry.rule plan --retry.train_texts true; unstale attempt --plan "
+        "attempts tasks so (docs/commands.md)",
     ),
     _diagnostic(
         45,
@@ -360,8 +361,9 @@ ROWS: Sequence[Row] = (
         46,
         "UI-S1",
         "expert traces with patched steps; step and episode advantages",
-        "--techniques step_groups --step_groups.rule two_level are the advantages",
-        "Traces of an expert with patched steps, at which returns are cut, are missing.",
+        "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
+        "--step_groups.cut_below 1 (docs/your-own-task.md)",
+        "The traces are conversations with tools; screenshots are missing.",
     ),
     _works(
         47,
@@ -381,8 +383,7 @@ ROWS: Sequence[Row] = (
         49,
         "P/D-Serve",
         "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; "
-        "unstale simulate --set fleet.kv_transfer=true simulates a transfer",
+        "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
         "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
     ),
     _works(
@@ -420,18 +421,18 @@ ROWS: Sequence[Row] = (
         "--trainer.stream true, with --schedule.max_staleness 0 as in the paper or with more; what "
         "needs the whole batch before its gradient is refused; shared prompts are computed once",
     ),
-    _partly(
+    _works(
         55,
         "AEPO, arXiv 2510.14545",
         "branches, advantage and clip by entropy",
-        "--techniques 'token_entropy_advantage preserve_clip' is advantage and clip",
-        "Branches at tool calls by entropy, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage token_entropy_advantage preserve_clip' "
+        "--tree.branch tool --tree.roots 1",
     ),
-    _idea(
+    _works(
         56,
         "MARS^2",
-        "several agents in one search tree",
-        "A search tree over whole answers, and several policies, are missing.",
+        "several roles in one search tree over answers",
+        "--techniques search: the roles are of one policy",
     ),
     _idea(
         57,
@@ -477,6 +478,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "novelty",
         "reward_channels",
         "retry",
+        "search",
         "step_groups",
         "token_entropy_advantage",
         "top_tokens",

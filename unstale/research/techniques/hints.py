@@ -7,13 +7,15 @@ w = `shortest` + (`longest` - `shortest`) D, times a random number from 1 - `noi
 
 A hint is FORCED text. It is trained on where its episode has an advantage above 0, and has no loss
 elsewhere. The baseline of an episode is the mean reward of the group (`joint`), or of the episodes
-with hints, and of those without (`apart`). From ADHint, whose weights by the entropy of hint tokens
-and by the difference of difficulty are left out.
+with hints, and of those without (`apart`). With `gap`, positive advantages of episodes without a
+hint and negative ones of those with a hint are multiplied by 1 + D - D', where 1 - D' is the mean
+reward with hints: what helps the more makes a success without it count more, and a failure with it,
+too. From ADHint; `hint_entropy_weights` has its weights by entropy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
@@ -28,12 +30,11 @@ from unstale.records import (
     Placed,
     Provenance,
     ScoredTrajectory,
-    Task,
     Trajectory,
     is_reply,
     walk,
 )
-from unstale.techniques.hooks import CreditContext
+from unstale.techniques.hooks import CreditContext, Texts
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -64,6 +65,8 @@ class HintsConfig(Section):
     """Share of a hint that may be missing at random. With 1, hints have every length up to w."""
     baseline: Literal["joint", "apart"] = "joint"
     """The episodes whose mean reward is subtracted: all, or those with and those without a hint."""
+    gap: bool = False
+    """Weigh successes without and failures with a hint by what hints change in the mean reward."""
 
     def check_combination(self) -> None:
         if self.shortest > self.longest:
@@ -79,21 +82,18 @@ class Hints:
         """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
         self._options = options
         self.solution_field = options.solution
-        self._solution: Callable[[Task], Sequence[int]] | None = None
-
-    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
-        self._solution = find
 
     def roots(self, group_size: int) -> int:
         return group_size - self._options.number
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-        assert self._solution, "read_solutions is called before the first group"
-        finished = [each for each in results if isinstance(each, Trajectory)]
-        trunk = next(iter(finished), None)
-        if trunk is None:
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
+    ) -> Sequence[Fork | None]:
+        finished = [each for each in rounds[0] if isinstance(each, Trajectory)]
+        if len(rounds) > 1 or not finished:
             return ()
-        solution = tuple(self._solution(trunk.task))
+        trunk = finished[0]
+        solution = texts.solution(trunk.task, self.solution_field)
         start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
         random = Random(trunk.episode)
         forks: list[Fork | None] = []
@@ -117,6 +117,7 @@ class Hints:
             for each in group.trajectories:
                 others = self._compared(each, group.finished)
                 advantage = each.reward - fmean(other.reward for other in others)
+                advantage *= self._factor(each, advantage, group)
                 scored.append(ScoredTrajectory(each, of_tokens(each, advantage)))
                 scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
                 shares.append(_hinted_share(each))
@@ -124,6 +125,16 @@ class Hints:
         context.metrics["hints/episode_share"] = len(hinted) / max(1, len(shares))
         context.metrics["hints/token_share_mean"] = fmean(hinted) if hinted else 0.0
         return scored
+
+    def _factor(self, episode: Trajectory, advantage: float, group: Group) -> float:
+        """Return the factor of an advantage. 1 without `gap`, or if all or none have a hint."""
+        rewards: dict[bool, list[float]] = {True: [], False: []}
+        for each in group.finished:
+            rewards[bool(_hinted_share(each))].append(min(1.0, max(0.0, each.reward)))
+        counts = self._options.gap and rewards[True] and rewards[False]
+        if not counts or bool(_hinted_share(episode)) != (advantage < 0):
+            return 1.0
+        return 1 + fmean(rewards[True]) - fmean(rewards[False])
 
     def _compared(
         self, episode: Trajectory, siblings: Sequence[Trajectory]
@@ -144,6 +155,16 @@ def of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
     return tuple(values)
 
 
+def check_number(technique: str, number: int, config: RunConfig) -> None:
+    """Raise `ConfigError` if a technique leaves no episode with which a group begins."""
+    size = config.schedule.group_size
+    if number >= size:
+        raise ConfigError(
+            f"{technique}.number must be below schedule.group_size ({size}), got {number}: a group "
+            "begins with plain episodes"
+        )
+
+
 def _hinted_share(episode: Trajectory) -> float:
     """Return the share of an episode's reply tokens that are a hint."""
     counts = {True: 0, False: 0}
@@ -157,19 +178,9 @@ def _complete(options: HintsConfig, config: RunConfig) -> HintsConfig:
 
 
 def _check(options: HintsConfig, config: RunConfig) -> None:
-    size = config.schedule.group_size
-    if options.number >= size:
-        raise ConfigError(
-            f"hints.number must be below schedule.group_size ({size}), got {options.number}: "
-            "episodes without hints show how difficult a task is"
-        )
+    check_number("hints", options.number, config)
     reason = "otherwise hints have no loss: only the tokens after them are learned, never the hints"
     require_value("hints", "objective.placed", config.objective.placed, ["anchor"], reason)
-    if config.advantage != type(config.advantage)():
-        raise ConfigError(
-            f"the technique hints replaces advantage.estimator, got {config.advantage.estimator}: "
-            "leave all options of `advantage` at their defaults"
-        )
     refuse_slots("hints", REFUSED, config)
 
 
@@ -207,7 +218,7 @@ ENTRY = Entry(
     options=HintsConfig,
     changes=frozenset({"count", "advantage", "objective"}),
     describe=_describe,
-    requires=frozenset({"siblings"}),
+    requires=frozenset({"siblings", "rewards"}),
     check=_check,
     complete=_complete,
     use="Most tasks always fail, and solutions are known. Tasks need a field with a solution, or a "
@@ -216,6 +227,7 @@ ENTRY = Entry(
     exactness="Sampled tokens after a hint are in their own context, so their D and S are exact. "
     "The loss of hints is weighted imitation, not the gradient of the reward (docs/placed.md). "
     "That tokens with a hint count in the objective changes it, too: it is the success with hints. "
-    "`noise` as a factor, `joint` and the defaults are our own reading.",
+    "`gap` changes the mean advantage of a group from 0. `noise` as a factor, `joint`, the factor "
+    "of `gap` and the defaults are our own reading.",
     evidence="notes",
 )

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from unstale.engines import GenerationOptions
 from unstale.envs.chat import Chat
+from unstale.pictures import PictureError
 from unstale.records import CUT_REPLIES, ContextPiece, Piece, Sampled, Stop
 from unstale.rollout.endpoint.conversation import (
     Branch,
@@ -312,7 +313,7 @@ class AgentSession:
             yield
         except (TemplateError, ValueError, TypeError, RecursionError) as error:
             reason = str(error)[:300]
-            if not isinstance(error, Unanswerable):
+            if not isinstance(error, Unanswerable | PictureError):
                 reason = f"the chat template cannot write these messages: {reason}"
             raise Refused(reason, param=field) from None
 

@@ -1,44 +1,36 @@
-"""Write a comparison as an HTML page, as Markdown tables and as JSON.
+"""Write a comparison as Markdown tables and as JSON.
 
-An arm is one configuration that was trained with several seeds.
+An arm is one configuration that was trained with several seeds. The dashboard draws the curves of
+its runs: `unstale dashboard FOLDER`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from unstale.analysis.report.compare import (
     CLIPPED,
     EXACT_SHARE,
     KEPT,
     STALENESS,
-    SUCCESS,
     UNCOUNTED,
     ArmResult,
     Comparison,
     SeedMean,
-    TrainingBudget,
     Trial,
     Unit,
     grouped,
     mean_over_seeds,
     read_comparison,
 )
-from unstale.analysis.report.markup import document, figure, gap, render, table
-from unstale.analysis.report.plots import PlotOptions, Series, line_plot, smooth, thin
+from unstale.analysis.report.markup import render
 from unstale.durability.run_folder import dumps, plain, write_whole
 from unstale.observe.statistics import PairedDifference
 from unstale.observe.words import NONE, amount, percent
 
-PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
-COLOURS = ("engine", "trainer", "good", "s", "lag-4", "d", "bad", "v5-line", "hex", "quiet")
-"""Colours of the compared configurations (arms), as names in the style sheet."""
-
-GRID = 40
+TABLES, RESULTS = "compare.md", "compare.json"
 HOW = (
     "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
     "same seed. A single value has no interval, and neither have values that are all equal. "
@@ -275,28 +267,8 @@ def tables(comparison: Comparison) -> str:
     return render("compare.md", **_values(comparison))
 
 
-def page(comparison: Comparison) -> str:
-    """Return the comparison as an HTML page."""
-    return document(
-        "compare.html",
-        comparison.name,
-        **_values(comparison),
-        colours=arm_colours(comparison),
-        html=partial(_html, comparison),
-        batch=[
-            _all(comparison, name)
-            for name in ("max_steps", "schedule.groups_per_step", "schedule.group_size")
-        ],
-        by_step=_plot(
-            _curves(comparison, _by_step), "Held-out success over the steps", "optimizer step"
-        ),
-        by_unit=_by_unit,
-        way=partial(course, comparison),
-    )
-
-
 def _values(comparison: Comparison) -> dict[str, Any]:
-    """Return the values for the templates of both the page and the Markdown tables."""
+    """Return the values for the template of the Markdown tables."""
     return {
         "comparison": comparison,
         "findings": findings(comparison),
@@ -393,146 +365,11 @@ def _data(trial: Trial) -> Mapping[str, Any]:
 
 
 def write_comparison(folder: Path) -> Path:
-    """Write page, Markdown tables and JSON results of a comparison. Return the page's path."""
+    """Write Markdown tables and JSON results of a comparison. Return the path of the tables."""
     comparison = read_comparison(folder)
     for name, text in (
         (RESULTS, dumps(results(comparison), indent=2)),
         (TABLES, tables(comparison)),
-        (PAGE, page(comparison)),
     ):
         write_whole(folder / name, text)
-    return folder / PAGE
-
-
-def arm_colours(comparison: Comparison) -> dict[str, str]:
-    return colours_of(arm.name for arm in comparison.arms)
-
-
-def colours_of(arms: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each configuration (arm), as a name in the style sheet."""
-    return {arm: COLOURS[index % len(COLOURS)] for index, arm in enumerate(arms)}
-
-
-def _html(comparison: Comparison, shown: Table) -> Markup:
-    """Return a table as HTML, with the colour of each configuration (arm) before its name."""
-    return coloured(arm_colours(comparison), shown)
-
-
-def coloured(colours: Mapping[str, str], shown: Table, column: int = 0) -> Markup:
-    """Return a table as HTML, with the colour of each configuration (arm) before its name."""
-    swatch = Markup('<i class="swatch {}"></i>{}')
-    rows = [list[str](row) for row in shown.rows]
-    for row in rows:
-        row[column] = swatch.format(colours[row[column]], row[column])
-    return table(shown.head, rows, "results")
-
-
-def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
-    """Return the plot of held-out success over minutes or tokens, up to the amount `budget`."""
-    words = UNITS[budget.unit][1]
-    curves = _curves(comparison, partial(_up_to, budget=budget))
-    return _plot(curves, f"Held-out success over the {words}", words)
-
-
-def _curves(
-    comparison: Comparison, means_of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
-) -> list[Series]:
-    """Return one line per arm, with a band of 95% intervals if all its means are of several runs.
-
-    `means_of` returns the points of an arm (configuration) as (x, mean).
-    """
-    lines = []
-    for arm, colour in zip(comparison.arms, arm_colours(comparison).values(), strict=True):
-        means = means_of(arm)
-        lines.append(
-            Series(
-                name=arm.name,
-                colour=colour,
-                points=[(x, mean.mean) for x, mean in means],
-                intervals=intervals([mean for _, mean in means]),
-            )
-        )
-    return lines
-
-
-def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
-    """Return the 95% interval of each mean of shares, cut at 0 and 1.
-
-    Empty if one of the means is of a single value: then the plotted line has no band of intervals.
-    A mean of equal values has no interval. It gets one of width 0, so that its line has a band.
-    """
-    if any(mean.n < 2 for mean in means):
-        return []
-    ends = [
-        (mean.mean, mean.mean) if mean.low is None or mean.high is None else (mean.low, mean.high)
-        for mean in means
-    ]
-    return [(max(0.0, low), min(1.0, high)) for low, high in ends]
-
-
-def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
-    """Return the mean success at the steps at which all finished runs of an arm (configuration)
-    were evaluated.
-    """
-    runs = [
-        {evaluation.step: evaluation.success for evaluation in trial.evaluations}
-        for trial in arm.finished
-    ]
-    steps = sorted(set.intersection(*map(set, runs))) if runs else []
-    return [
-        (float(step), mean)
-        for step in steps
-        if (mean := mean_over_seeds(run[step] for run in runs))
-    ]
-
-
-def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
-    """Return the mean success of a configuration (arm), from 0 to the amount of training `budget`.
-
-    The points divide `budget`, the amount that all runs reached, into `GRID` equal parts. A longer
-    axis for the longest run would compress the curves of the others.
-    """
-    at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
-    return [
-        (x.amount, mean)
-        for x in at
-        if (mean := mean_over_seeds(trial.after(x) for trial in arm.finished))
-    ]
-
-
-def _plot(
-    lines: Sequence[Series], title: str, across: str, *, wide: bool = True, share: bool = True
-) -> Markup:
-    """Return a plot with these lines. `share` formats their values as percentages."""
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return gap(title, "Nothing was recorded.")
-    about = "Mean over seeds"
-    banded = any(line.intervals for line in lines)
-    about += "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
-    if any(low == high for line in lines for low, high in line.intervals):
-        about += " Where all seeds are equal, it has no width, because their spread is not known."
-    options = PlotOptions(
-        title=title, label=across, unit="share" if share else "", height=320 if wide else 230
-    )
-    return figure(title, about, line_plot(lines, options), class_="full" if wide else "")
-
-
-def course(
-    comparison: Comparison, metric: str, title: str, colours: Mapping[str, str] | None = None
-) -> Markup:
-    """Return the plot of a metric over the steps: its mean over the finished runs of each arm
-    (configuration).
-    """
-    share = metric != STALENESS
-    lines = []
-    for arm in comparison.arms:
-        sums: dict[float, list[float]] = {}
-        for trial in arm.finished:
-            for step, value in trial.series[metric]:
-                sums.setdefault(step, []).append(value)
-        means = [(step, sum(values) / len(values)) for step, values in sorted(sums.items())]
-        points = thin(smooth(means) if metric == SUCCESS else means)
-        colour = (colours or arm_colours(comparison))[arm.name]
-        lines.append(Series(name=arm.name, colour=colour, points=points))
-    return _plot(lines, title, "optimizer step", wide=metric == SUCCESS, share=share)
+    return folder / TABLES

@@ -1,32 +1,23 @@
-"""Write the results of a study as an HTML page, as Markdown tables and as JSON.
+"""Write the results of a study as Markdown tables and as JSON.
 
 A study compares the same arms (configurations) in several settings.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from unstale.analysis.report.compare import KEPT, ArmResult, Comparison, SeedMean
-from unstale.analysis.report.compare_page import (
+from unstale.analysis.report.compare_tables import (
     UNITS,
     Table,
-    coloured,
-    colours_of,
-    course,
-    intervals,
     points,
     points_with_interval,
     provenance,
     spread,
     write_comparison,
 )
-from unstale.analysis.report.markup import document, figure, render
-from unstale.analysis.report.plots import PlotOptions, Series, line_plot
+from unstale.analysis.report.markup import render
 from unstale.analysis.report.study import (
     ALPHA,
     MEASURES,
@@ -34,28 +25,24 @@ from unstale.analysis.report.study import (
     Difference,
     Measure,
     StudyResults,
-    StudySetting,
     is_study_folder,
     read_results,
 )
 from unstale.durability.run_folder import dumps, plain, write_whole
 from unstale.observe.words import NONE
 
-PAGE, TABLES, RESULTS = "study.html", "study.md", "study.json"
+TABLES, RESULTS = "study.md", "study.json"
 HEADINGS: Mapping[Measure, str] = {
     "steps": "At equal steps",
     "tokens": UNITS["tokens"][0],
     "minutes": UNITS["minutes"][0],
 }
-WORTH_A_PLOT = 3
-"""Smallest number of positions for a plot over a dial, which is a choice between sets of options.
-"""
 
 
-def write_pages(folder: Path) -> Path:
-    """Write the page of a comparison, or the pages of a study and its settings.
+def write_tables(folder: Path) -> Path:
+    """Write the tables of a comparison, or those of a study and its settings.
 
-    Return the path of the main page.
+    Return the path of the main tables.
     """
     if not is_study_folder(folder):
         return write_comparison(folder)
@@ -65,19 +52,18 @@ def write_pages(folder: Path) -> Path:
 
 
 def write_results(folder: Path) -> Path:
-    """Write page, Markdown tables and JSON results of a study. Return the page's path."""
+    """Write Markdown tables and JSON results of a study. Return the path of the tables."""
     study = read_results(folder)
     for name, text in (
         (RESULTS, dumps(_json(study), indent=2)),
         (TABLES, render("study.md", **_values(study))),
-        (PAGE, document("study.html", study.name, **_values(study), **_plots(study))),
     ):
         write_whole(folder / name, text)
-    return folder / PAGE
+    return folder / TABLES
 
 
 def _values(study: StudyResults) -> dict[str, Any]:
-    """Return the values for the templates of both the page and the Markdown tables."""
+    """Return the values for the template of the Markdown tables."""
     return {
         "study": study,
         "findings": findings(study),
@@ -240,104 +226,6 @@ def _provenance(study: StudyResults) -> list[tuple[str, str]]:
         for name, value in provenance(each.comparison):
             found.setdefault(name, {})[value] = None
     return [(name, "; ".join(values)) for name, values in found.items()]
-
-
-def _plots(study: StudyResults) -> dict[str, Any]:
-    """Return the plots of the page, and functions that turn tables into HTML."""
-    colours = colours_of(study.arms)
-    return {
-        "html": partial(_html, colours),
-        "html_pooled": partial(coloured, colours),
-        "trade_offs": _trade_offs(study, colours),
-        "courses": [
-            course(each.comparison, KEPT, f"Kept share, {each.name}", colours)
-            for each in study.settings
-            if each.comparison.finished
-        ],
-    }
-
-
-def _html(colours: Mapping[str, str], shown: Table) -> Markup:
-    """Return a table as HTML, with links to settings and the colour of each configuration."""
-    link = Markup('<a href="{0}/compare.html">{0}</a>')
-    earlier = ["", *(setting for setting, *_ in shown.rows)]
-    rows = [
-        ("" if setting == before else link.format(setting), *rest)
-        for before, (setting, *rest) in zip(earlier, shown.rows, strict=False)
-    ]
-    return coloured(colours, Table(shown.head, tuple(rows)), column=1)
-
-
-def _trade_offs(study: StudyResults, colours: Mapping[str, str]) -> list[Markup]:
-    """Return plots of success and of the kept share over a dial, such as the thresholds.
-
-    There are two plots for each group of settings that differ only in this dial (choice between
-    sets of options).
-    """
-    groups: dict[tuple[str, str], list[StudySetting]] = {}
-    for setting in study.settings:
-        if not setting.comparison.finished:
-            continue
-        for dial in setting.positions:
-            rest = "-".join(each for name, each in setting.positions.items() if name != dial)
-            groups.setdefault((dial, rest), []).append(setting)
-    return [
-        _over_dial((quantity, dial, rest), _in_order(settings, dial), colours, mean_of)
-        for (dial, rest), settings in groups.items()
-        if len(settings) >= WORTH_A_PLOT
-        for quantity, mean_of in (
-            ("Held-out success", Comparison.success),
-            ("Kept share", lambda _, arm: arm.mean(KEPT)),
-        )
-    ]
-
-
-def _in_order(settings: Sequence[StudySetting], dial: str) -> list[StudySetting]:
-    """Return settings sorted by the number in the name of their position of a dial.
-
-    A dial is a choice between sets of options. If some names have no number, the order is not
-    changed.
-    """
-    numbers = [re.search(r"\d+", each.positions[dial]) for each in settings]
-    keys = [int(found.group()) for found in numbers if found]
-    if len(keys) < len(settings):
-        return list(settings)
-    order = sorted(range(len(settings)), key=keys.__getitem__)
-    return [settings[index] for index in order]
-
-
-def _over_dial(
-    names: tuple[str, str, str],
-    settings: Sequence[StudySetting],
-    colours: Mapping[str, str],
-    mean_of: Callable[[Comparison, ArmResult], SeedMean | None],
-) -> Markup:
-    """Return the plot of a share over settings that differ in one dial, with a line per arm.
-
-    `names` has the names of the share, of the dial (choice between sets of options), and of the
-    positions of the other dials.
-    """
-    quantity, dial, rest = names
-    lines: dict[str, list[tuple[float, SeedMean]]] = {}
-    for index, setting in enumerate(settings):
-        for arm in setting.comparison.arms:
-            if mean := mean_of(setting.comparison, arm):
-                lines.setdefault(arm.name, []).append((float(index), mean))
-    series = [
-        Series(
-            name=arm,
-            colour=colours[arm],
-            points=[(index, mean.mean) for index, mean in means],
-            intervals=intervals([mean for _, mean in means]),
-            dots=True,
-        )
-        for arm, means in lines.items()
-    ]
-    positions = [setting.positions[dial] for setting in settings]
-    title = f"{quantity} over {dial}, {rest}"
-    options = PlotOptions(title=title, label=dial, unit="share", scale="share", names=positions)
-    about = "Mean over seeds, with its 95% interval if they differ."
-    return figure(title, about, line_plot(series, options))
 
 
 def _json(study: StudyResults) -> Mapping[str, Any]:
