@@ -120,7 +120,7 @@ def main() -> int:
         ),
         *rows,
     ]
-    tables.write("terminal", "Agents in sandboxes and the event loop", lines)
+    tables.write("terminal-event-loop", "Agents in sandboxes and the event loop", lines)
     return int(worst > GOAL_MS)
 
 

@@ -1,7 +1,8 @@
 """Two endless sets of terminal tasks that a program makes: jobs in a shell, and repairs.
 
-    unstale train llm --model MODEL --task.env examples.terminal_tasks:jobs      # in a checkout
-    unstale train llm --model MODEL --task.env examples.terminal_tasks:repairs
+    unstale train examples.terminal_tasks:train_jobs       # in a checkout, with the small model
+    unstale train examples.terminal_tasks:train_repairs
+    unstale train llm --model MODEL --task.env examples.terminal_tasks:jobs
 
 A job is written in a file: what to compute of another file, and where to write it. A repair is a
 small repository with a bug, and an issue about it. Both have hidden tests. Each set has
@@ -15,6 +16,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from unstale.config import (
+    EngineConfig,
+    EvalConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    SftConfig,
+    TaskConfig,
+    TrainerConfig,
+)
 from unstale.envs import Message, NumberedTasks, ToolCall
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
 from unstale.envs.sandboxes.runtime import File, TerminalTask
@@ -143,10 +154,9 @@ try:
     is_right = json.loads(found) == json.loads(want.readline())
 except ValueError:
     is_right = False
-path = "/logs/verifier/reward.txt"
-if os.path.lexists(path):
-    shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
-with open(path, "x") as file:
+for entry in os.scandir("/logs/verifier"):
+    shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
+with open("/logs/verifier/reward.txt", "x") as file:
     file.write(str(int(is_right)))
 '''
 
@@ -196,3 +206,27 @@ def jobs() -> MadeTasks:
 def repairs() -> MadeTasks:
     """Return the task set of small repositories with a bug."""
     return MadeTasks("repairs", repair)
+
+
+def _run(tasks: str, start: int) -> RunConfig:
+    return RunConfig(
+        recipe=f"train_{tasks}",
+        max_steps=70,
+        task=TaskConfig(env=f"examples.terminal_tasks:{tasks}"),
+        sft=SftConfig(steps=start, demonstrations=4096, batch=24, lr=2e-3),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+        engine=EngineConfig(max_context=512, max_completion_tokens=64),
+        rollout=RolloutConfig(max_turns=4),
+        trainer=TrainerConfig(lr=1e-3, warmup_steps=3),
+        eval=EvalConfig(tasks=256, interval=35),
+    )
+
+
+def train_jobs() -> RunConfig:
+    """Jobs in a shell, with the small model of the package and a supervised start."""
+    return _run("jobs", 450)
+
+
+def train_repairs() -> RunConfig:
+    """Small repositories with a bug, likewise."""
+    return _run("repairs", 350)

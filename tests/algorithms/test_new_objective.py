@@ -11,7 +11,6 @@ from tests.cli.test_run import small
 from tools.options_page import objective_rows
 from unstale.analysis.advice.samples import Lengths, Thresholds
 from unstale.analysis.dashboard.bounds import bounds
-from unstale.analysis.report.words import semantics
 from unstale.cli import session
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
@@ -89,8 +88,6 @@ def test_a_registered_objective_is_known_everywhere(
     objective = ObjectiveConfig(loss_type=ceiling)
     config = RunConfig(recipe="", objective=objective)
     assert check(config).factors[1].bound.startswith("ceiling: nothing above 1.5")
-    stored = {"objective.loss_type": ceiling, "objective.ceiling": 1.25}
-    assert "nothing above 1.25" in dict(semantics(stored.get, None))["Staleness"]
     assert [each.name for each in bounds(CorrectionConfig(), objective)][-1] == "ceiling of S"
     clip = Thresholds.of(config, Lengths()).clip
     assert clip is not None and clip.high == pytest.approx(0.405, abs=1e-3)

@@ -26,8 +26,7 @@ from unstale.cli.main import main
 from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig, ScheduleConfig
 from unstale.durability import virtual_clock
 
-STEP = LinearCosts(decode=0.1, prefill_token=0.01, transfer=0.2, transfer_token=0.001)
-PAIR = Fleet(engines=2, prefill_engines=1, prefill_ratio=1.0, kv_transfer=True)
+STEP = LinearCosts(decode=0.1, prefill_token=0.01)
 
 
 class Seen:
@@ -75,67 +74,18 @@ def test_the_first_token_comes_with_the_first_step_after_the_contexts() -> None:
     assert seen.waits == pytest.approx([0.6, 0.6 + 0.3 + 0.1 - 0.55])
 
 
-def test_a_context_is_computed_by_one_group_and_continued_by_the_other() -> None:
-    """1 s of context and a step on the prefill engine, 0.2 + 101 * 0.001 s of transfer, 9 steps."""
-    seen = Seen(PAIR)
-    seen.play((0.0, lambda: seen.ask(context=100, tokens=10)))
-    assert seen.pieces == [(1.1, 1, False), (round(1.1 + 0.301 + 0.9, 6), 9, True)]
-    assert seen.waits == [1.1] and seen.engines.transferred == 101
-    assert [engine.sampled for engine in seen.engines.members] == [1, 9]
-    assert seen.made[0].engine is seen.engines.members[1]
-
-
-def test_a_reply_of_one_token_is_not_sent_on() -> None:
-    seen = Seen(PAIR)
-    seen.play((0.0, lambda: seen.ask(context=100, tokens=1)))
-    assert seen.pieces == [(1.1, 1, True)] and seen.engines.transferred == 0
-
-
-def test_keys_of_an_older_version_are_refused_and_computed_again() -> None:
-    """The version changes during the transfer, which ends at 1.401: 1.01 s of context then."""
-    seen = Seen(PAIR)
-
-    def publish() -> None:
-        seen.engines.interrupt()
-        seen.engines.resume(1)
-
-    seen.play((0.0, lambda: seen.ask(context=100, tokens=10)), (1.2, publish))
-    assert seen.pieces[-1] == (round(1.401 + 1.01 + 0.9, 6), 9, True)
-
-
-def test_if_the_decode_engine_dies_the_reply_continues_elsewhere() -> None:
-    """It dies during the transfer. The prefill engine has the context, and samples the rest."""
-    seen = Seen(replace(PAIR, restart_s=50.0))
-    decode = seen.engines.members[1]
-    seen.play(
-        (0.0, lambda: seen.ask(context=100, tokens=10)),
-        (1.2, lambda: seen.engines._fail(decode)),
-    )
-    assert seen.pieces[-1][2] and sum(tokens for _, tokens, _ in seen.pieces) == 10
-
-
 def test_a_full_engine_rejects_also_in_the_simulation() -> None:
-    """The second request waits at the engine with its prefix only if engines do not reject."""
-    waits = {}
-    for rejects in (False, True):
-        seen = Seen(Fleet(engines=2, max_running=1, rejects=rejects))
+    """The second request goes to the engine with a place, although the other has its prefix."""
+    seen = Seen(Fleet(engines=2, max_running=1))
 
-        def third(seen: Seen = seen) -> None:
-            reply = SimulatedReply(9, (), lambda tokens, complete: None, 10, left=2)
-            reply.engine, reply.cached = seen.engines.members[0], 1000
-            reply.requested_at = seen.clock.now
-            seen.engines.sample(reply)
+    def second() -> None:
+        reply = SimulatedReply(9, (), lambda tokens, complete: None, 10, left=2)
+        reply.engine, reply.cached = seen.engines.members[0], 1000
+        reply.requested_at = seen.clock.now
+        seen.engines.sample(reply)
 
-        seen.play((0.0, lambda seen=seen: seen.ask(context=10, tokens=30)), (1.0, third))
-        waits[rejects] = (seen.waits[-1], seen.engines.rejects)
-    assert waits[True] == (0.2, 1) and waits[False][0] > 2 and waits[False][1] == 0
-
-
-def test_the_decode_group_may_be_faster() -> None:
-    """Twice as fast in decoding steps, and the prefill group four times in contexts."""
-    seen = Seen(replace(PAIR, decode_speed=2.0, prefill_speed=4.0))
-    seen.play((0.0, lambda: seen.ask(context=100, tokens=10)))
-    assert seen.pieces == [(0.35, 1, False), (round(0.35 + 0.301 + 0.45, 6), 9, True)]
+    seen.play((0.0, lambda: seen.ask(context=10, tokens=30)), (1.0, second))
+    assert (seen.waits[-1], seen.engines.rejects) == (0.2, 1)
 
 
 COSTS = LinearCosts(
@@ -144,8 +94,6 @@ COSTS = LinearCosts(
     decode_context=2e-8,
     prefill_token=1e-4,
     train_token=1e-6,
-    transfer=0.005,
-    transfer_token=2e-6,
 )
 AGENT = Workload(
     prompt_tokens=LogNormal(2000, 0.8, 12000),
@@ -173,22 +121,20 @@ def test_groups_shorten_the_wait_for_the_first_token() -> None:
 
 
 def test_every_token_is_trained_on_with_groups_and_dying_engines() -> None:
-    for kv_transfer in (False, True):
-        fleet = replace(POOL, prefill_engines=1, kv_transfer=kv_transfer, prefill_ratio=2.0)
-        fleet = replace(fleet, failures_per_hour=400.0, restart_s=1.0)
-        result = simulate(AGENT, fleet, SCHEDULE, COSTS, steps=4)
-        plain = simulate(AGENT, POOL, SCHEDULE, COSTS, steps=4)
-        assert result.deaths > 0
-        trained = sum(result.staleness_histogram.values())
-        assert trained == sum(plain.staleness_histogram.values())
+    fleet = replace(POOL, prefill_engines=1, prefill_ratio=2.0)
+    fleet = replace(fleet, failures_per_hour=400.0, restart_s=1.0)
+    result = simulate(AGENT, fleet, SCHEDULE, COSTS, steps=4)
+    plain = simulate(AGENT, POOL, SCHEDULE, COSTS, steps=4)
+    assert result.deaths > 0
+    trained = sum(result.staleness_histogram.values())
+    assert trained == sum(plain.staleness_histogram.values())
 
 
 @pytest.mark.parametrize(
     ("values", "why"),
     [
         ({"prefill_engines": 4}, "fleet.prefill_engines must be < 4"),
-        ({"kv_transfer": True}, "fleet.kv_transfer is read only with fleet.prefill_engines"),
-        ({"decode_speed": 2.0}, "fleet.decode_speed is read only"),
+        ({"prefill_ratio": 2.0}, "fleet.prefill_ratio is read only with fleet.prefill_engines"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(values: dict[str, Any], why: str) -> None:

@@ -30,7 +30,6 @@ from unstale.engines.routing import (
     Phases,
     ReplyLengths,
     choose,
-    choose_in,
 )
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs.chat import Chat
@@ -50,8 +49,8 @@ def chosen(candidates: list[Candidate], context: int) -> tuple[int, int]:
     return choice.index, choice.rejects
 
 
-def prefill(load: int = 0, cached: int = 0, *, free: bool = True, pending: int = 0) -> Candidate:
-    return Candidate(load, cached, free, prefills=True, pending=pending)
+def prefill(load: int = 0, cached: int = 0, *, free: bool = True) -> Candidate:
+    return Candidate(load, cached, free, prefills=True)
 
 
 def decode(load: int = 0, cached: int = 0, *, free: bool = True) -> Candidate:
@@ -89,15 +88,6 @@ def test_if_all_reject_it_waits_at_the_least_loaded_of_its_group() -> None:
     engines = [prefill(load=3, free=False), prefill(load=2, free=False), decode(free=False)]
     assert chosen(engines, 4000) == (1, 2)
     assert chosen(engines, 10) == (2, 1)
-
-
-def test_it_waits_for_pending_context_if_that_is_shorter_than_to_compute_its_own() -> None:
-    """600 tokens are pending where 1000 are cached: better than 1000 more elsewhere. 1001 are
-    not."""
-    for pending, index, rejects in ((600, 0, 0), (1001, 1, 1)):
-        candidates = [prefill(cached=1000, pending=pending), prefill()]
-        choice = choose_in(candidates, (0, 1), is_prefill=True)
-        assert (choice.index, choice.rejects) == (index, rejects)
 
 
 def test_a_group_without_a_working_engine_is_left_out() -> None:

@@ -48,7 +48,6 @@ class ShiftedSpec(OldLogpsConfig):
 
     docs: ClassVar = RouteDocs(
         policy="a shifted mu", exact="no", holds="nothing", costs="nothing", choose="never",
-        report="Approximate. A shifted number.",
     )
 
     @property

@@ -53,6 +53,7 @@ from unstale.records import (
     Sampled,
     Task,
     Trajectory,
+    TurnLimit,
     collate,
 )
 from unstale.rollout.endpoint.agents import AgentRollout
@@ -97,6 +98,7 @@ class World:
         self.arrived: list[Any] = []
         self.failures: list[tuple[int, Failure, bool]] = []
         self.endpoint = RecordingEndpoint()
+        self.turn_limit: TurnLimit | None = None
 
     def _say(self, tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         said = self.say(tokens, params)
@@ -104,7 +106,7 @@ class World:
         return said
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
-        return AgentRollout(
+        rollout = AgentRollout(
             Generator(self.engine, CHAT, EngineConfig(max_completion_tokens=64, **self.room)),
             tasks,
             self.config,
@@ -113,6 +115,8 @@ class World:
             on_piece=self.arrived.append,
             on_failure=lambda *failure: self.failures.append(failure),
         )
+        rollout.turn_limit = self.turn_limit
+        return rollout
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:

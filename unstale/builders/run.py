@@ -1,7 +1,7 @@
 """Connect all components of a run for the training loop."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from unstale.builders.sampling import at_eval_temperature, build_rollout, build_
 from unstale.cluster import components
 from unstale.cluster.ranks import Notify, Ranks
 from unstale.config import (
+    ConfigError,
     RunConfig,
     ScheduleConfig,
 )
@@ -36,7 +37,8 @@ from unstale.model.policy import Policy
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
-from unstale.records import Failure, PendingPiece
+from unstale.pictures import PictureError, decoded
+from unstale.records import ContextPiece, Failure, PendingPiece
 from unstale.rollout import Evaluation
 from unstale.rollout.answers import AnswerReader
 from unstale.rollout.episode import Rollout
@@ -49,6 +51,7 @@ from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.rollout.text_vectors import text_vectors
 from unstale.rollout.texts import PolicyTexts, require_solutions
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
@@ -82,6 +85,7 @@ def build(
 ) -> RunComponents:
     """Connect all components of a run for the training loop. Restore the state of a resumed run."""
     policy, taskset, old = parts.policy, parts.taskset, parts.old
+    _require_recorded_pictures(policy, start)
     pending = PendingPieces()
     folder = outputs.log.path
     experts = None
@@ -89,8 +93,14 @@ def build(
         experts = ExpertFiles(folder / ROUTED_EXPERTS, keep=config.checkpoint.keep)
     journal = Journal(folder / JOURNAL, routed_experts=experts, keep_snapshots=config.deterministic)
     checkpoints = parts.checkpoints(config, folder)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return decoded(tokens, lambda run: str(policy.tokenizer.decode(run)))
+
     recorder = Recorder(
-        outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
+        outputs,
+        journal=journal,
+        decode=decode,
     )
     if config.audit.record:
         parts.record(folder / RECORDED)
@@ -141,6 +151,13 @@ def build(
         start,
         parts.techniques,
         skipped=rollout.quarantined,
+        encode=parts.hidden_states
+        and partial(
+            text_vectors,
+            states=parts.hidden_states,
+            chat=generator.chat,
+            max_context=config.engine.max_context,
+        ),
     )
     texts = PolicyTexts(taskset, generator)
     require_solutions(parts.techniques, texts, taskset, config.seed)
@@ -176,6 +193,8 @@ def build(
             answer=AnswerReader(taskset, parts.generator.chat),
             lag=parts.trainer.lag,
             resize=journal.resize,
+            group_size=config.schedule.group_size,
+            record_round=journal.add_round,
             hidden_states=parts.hidden_states,
             texts=texts,
             seed=config.seed,
@@ -192,6 +211,18 @@ def build(
         trainer_thread=LocalThread("trainer", shared_cores.take),
         io_thread=LocalThread("io"),
     )
+
+
+def _require_recorded_pictures(policy: Policy, start: ResumeState) -> None:
+    """Raise `ConfigError` if a picture of an episode that goes on is lost or damaged."""
+    pasts = (past for request in start.requests for past in request.past)
+    pieces = (piece for past in pasts for each in (past, *past.branches) for piece in each.pieces)
+    known = {each for piece in pieces if isinstance(piece, ContextPiece) for each in piece.pictures}
+    if policy.pictures:
+        try:
+            policy.pictures.store.require(known)
+        except PictureError as error:
+            raise ConfigError(f"the run cannot be resumed: {error}") from error
 
 
 def rollout_setup(

@@ -17,7 +17,6 @@ from unstale.cli.preflight import new_folder
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import changes_to_run, resume_command
 from unstale.cli.supervised_start import make_start
-from unstale.cli.survivors import write_survivors
 from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
@@ -417,7 +416,6 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
         finally:
             log.event("stopped", reason=reason, detail=detail)
             log.close()
-        write_survivors(log.path)
         console.print(f"run folder {log.path}", highlight=False)
         if best := read_best(log.path):
             metric = best["measured"]["metric"].removeprefix("eval/")
@@ -524,6 +522,7 @@ class RunSession:
             machine = self.machine or self._build(display)
             display.phase("starting the engine")
             policy = machine.policy
+            policy.open_pictures(folder)
             checkpoints = machine.checkpoints(config, folder)
             policy.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
             state = init_run(folder, checkpoints, policy)
@@ -532,6 +531,7 @@ class RunSession:
             display.phase("reading the checkpoint and the journal")
             previous = self.machine
             machine = self._build(display)
+            machine.policy.open_pictures(folder)
             changed = self._changed_data(machine) if previous is None else None
             checkpoints = machine.checkpoints(config, folder)
             stored = load_resume_state(

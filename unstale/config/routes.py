@@ -109,7 +109,7 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """The description of a route (`old_logp` method), for docs/old-logps.md and reports."""
+    """The description of a route (`old_logp` method), for docs/old-logps.md."""
 
     policy: str
     """The policy, or the weights, under which the route computes `old_logp`."""
@@ -118,7 +118,6 @@ class RouteDocs:
     costs: str
     choose: str
     """The situation in which a user should choose this route."""
-    report: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +195,6 @@ class OldLogpsConfig(VariantSection):
         tokens.
         """
         return False
-
-    @property
-    def copies_limit_gb(self) -> float:
-        """The memory limit, in GB, for full copies of past weights. 0 means no limit."""
-        return 0.0
 
     @property
     def shares_deltas(self) -> bool:

@@ -77,10 +77,6 @@ class Candidate:
     """
     prefills: bool = False
     """True if the engine belongs to the prefill group."""
-    takes_prefill: bool = True
-    """False if the engine rejects requests of the prefill group."""
-    pending: int = 0
-    """Number of context tokens of other requests that the engine must compute first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +88,7 @@ class Choice:
     has_place: bool
     """False if no engine can run the request at once, so that it waits at this engine."""
     rejects: int
-    """Number of engines that are preferred to this one, but cannot run the request at once or must
-    first compute other contexts.
-    """
+    """Number of engines that are preferred to this one, but cannot run the request at once."""
     is_prefill: bool
     """True if the request belongs to the prefill group."""
 
@@ -123,9 +117,9 @@ def choose(
     for index, each in enumerate(candidates):
         groups[each.prefills == is_prefill].append(index)
     if not (groups[True] and groups[False]):
-        return choose_in(candidates, groups[True] or groups[False], is_prefill=is_prefill)
-    home = choose_in(candidates, groups[True], is_prefill=is_prefill)
-    away = choose_in(candidates, groups[False], is_prefill=is_prefill)
+        return _choose_in(candidates, groups[True] or groups[False], is_prefill=is_prefill)
+    home = _choose_in(candidates, groups[True], is_prefill=is_prefill)
+    away = _choose_in(candidates, groups[False], is_prefill=is_prefill)
     saved = candidates[away.index].cached - candidates[home.index].cached
     if not away.has_place or (home.has_place and saved <= FOREIGN_TOKENS):
         return home
@@ -133,16 +127,15 @@ def choose(
     return replace(away, rejects=rejects)
 
 
-def choose_in(
-    candidates: Sequence[Candidate], group: Sequence[int], *, is_prefill: bool = False
+def _choose_in(
+    candidates: Sequence[Candidate], group: Sequence[int], *, is_prefill: bool
 ) -> Choice:
     """Choose an engine of a group. `group` has the indices of its engines in `candidates`.
 
     The preferred engine has the least load and context to compute, where `CACHED_TOKENS_PER_REPLY`
     tokens count as a load of 1. Engines whose load is more than `MAX_EXTRA_REPLIES` above the least
-    come last. Engines that cannot run the request at once are skipped. An engine with pending
-    context of other requests is skipped if computing the request's context elsewhere takes fewer
-    tokens. If no engine can run the request at once, it waits at the preferred one.
+    come last. Engines that cannot run the request at once are skipped. If no engine can run it at
+    once, it waits at the preferred one.
     """
     most = min(candidates[index].load for index in group) + MAX_EXTRA_REPLIES
 
@@ -150,20 +143,11 @@ def choose_in(
         each = candidates[index]
         return each.load > most, CACHED_TOKENS_PER_REPLY * each.load - each.cached, each.load
 
-    def cost_now(index: int) -> tuple[bool, int, int]:
-        is_last, tokens, load = cost(index)
-        return is_last, tokens + candidates[index].pending, load
-
-    def has_place(index: int) -> bool:
-        each = candidates[index]
-        return each.is_free and (each.takes_prefill or not is_prefill)
-
     order = sorted(group, key=cost)
-    free = [index for index in order if has_place(index)]
-    if not free:
-        return Choice(order[0], False, len(order), is_prefill)
-    best = min(free, key=cost_now)
-    return Choice(best, True, order.index(best), is_prefill)
+    for rejects, index in enumerate(order):
+        if candidates[index].is_free:
+            return Choice(index, True, rejects, is_prefill)
+    return Choice(order[0], False, len(order), is_prefill)
 
 
 class ReplyLengths:

@@ -57,9 +57,9 @@ def facts(config: RunConfig) -> dict[str, str]:
         "mu": f"the engine's distribution: {engine.dtype}{rounded}, temperature "
         f"{engine.temperature:g} (the trainer's too), {support}{merged}{same}",
         "pi": f"the trainer's weights being trained ({trainer.dtype}{passes})",
-        "versions": _versions(config),
+        "versions": versions(config),
         "unbounded": _unbounded(config),
-        "exact": _exactness(config),
+        "exact": exactness(config),
         "costs": proxy.cost + _audit(config),
         "loss": _denominator(config),
         **_placed(config),
@@ -169,7 +169,8 @@ def _caps_ratio(config: RunConfig) -> bool:
     return weighted and config.objective.ratio_cap > 0
 
 
-def _versions(config: RunConfig) -> str:
+def versions(config: RunConfig) -> str:
+    """Return how old tokens may be, and how many versions an episode may have."""
     schedule = config.schedule
     bound = schedule.staleness_bound
     words = (
@@ -192,7 +193,8 @@ def _audit(config: RunConfig) -> str:
     return f"; the audit: {kept}, and {scored}" if share else ""
 
 
-def _exactness(config: RunConfig) -> str:
+def exactness(config: RunConfig) -> str:
+    """Return for which tokens `old_logp` is that of the weights that sampled them."""
     if config.engine.bitwise and (config.old_logps.exact or d_is_one(config)):
         return (
             "yes, bit for bit (engine.bitwise): behavior_logp is the trainer's own value under the "

@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.model import fused
 from unstale.model.attention import running
-from unstale.model.forward import keep_states
+from unstale.model.forward import keep_states, run_model
 from unstale.model.loading import vocab_size
 from unstale.model.packing_check import (
     Packability,
@@ -34,14 +34,22 @@ from unstale.model.packing_check import (
     require_finite,
     wider,
 )
+from unstale.model.pictures import PictureInputs, PictureProbe
 from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.routed_experts import num_experts
 
 
-def run_apart(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
+def run_apart(
+    body: Any,
+    run: PrefixTree,
+    rows: Tensor,
+    plain_head: bool,
+    pictures: PictureInputs | None = None,
+) -> Tensor:
     """Run a model on each sequence of a prefix tree. Return what `run_model` does.
 
-    The tree must have been built without shared prefixes. `rows` must not be padding.
+    The tree must have been built without shared prefixes. `rows` must not be padding. `pictures`
+    computes the inputs of a vision-language model.
     """
     found, places = [], []
     for segment in run.segments:
@@ -50,7 +58,10 @@ def run_apart(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
         alone = _alone(run, segment)
         token = running.set(alone)
         try:
-            out = body(input_ids=alone.tokens[None].to(rows.device), use_cache=False)
+            if pictures:
+                out = pictures.states(body, alone.tokens)
+            else:
+                out = body(input_ids=alone.tokens[None].to(rows.device), use_cache=False)
         finally:
             running.reset(token)
         states: Tensor = (out.last_hidden_state if plain_head else out.logits)[0]
@@ -145,6 +156,26 @@ def check_apart(
     tokens = sequences[1][None].to(next(model.parameters()).device)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
     return Packability(is_plain(model.get_output_embeddings(), hidden, logits[1]), 0.0)
+
+
+@torch.no_grad()
+def check_pictures(
+    model: PreTrainedModel, pictures: PictureInputs, found: Packability, *, packed: bool = False
+) -> None:
+    """Check that a model with pictures has the logits of transformers.
+
+    They are computed at once and with a cache, or with `packed` in a packed pass. `found` are the
+    results of the check without pictures. Raises ConfigError if a check fails.
+    """
+    probe = PictureProbe(pictures)
+    passes = [partial(probe.logits, model, parts) for parts in (1, 3)]
+    if packed:
+        passes = [partial(probe.packed, model, run_model)]
+    same = (_agree(model, partial(probe.plain, model), each) for each in passes)
+    if not (found.plain_head and all(same)):
+        raise ConfigError(
+            f"policy: pictures give {type(model).__name__} other logits than in transformers"
+        )
 
 
 @torch.no_grad()

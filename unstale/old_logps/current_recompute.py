@@ -58,9 +58,6 @@ class CurrentRecomputeSpec(OldLogpsConfig):
         holds="nothing",
         costs="one forward pass",
         choose="as a baseline; S is 1 with one step per batch",
-        report="Approximate. The weights at the start of the step are taken for those that "
-        "sampled, so old_logp - behavior_logp mixes numerics with staleness, and log S sees only "
-        "this step's own movement.",
     )
 
     def weight_of_now(self, run: RunConfig) -> float:

@@ -212,8 +212,6 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
         holds="as its fallback",
         costs="one forward pass of each trajectory per version in it, mostly in idle time",
         choose="if the trainer waits for episodes",
-        report="Exact where a turn was scored while the trainer's weights still were its version; "
-        "the rest is the fallback's.",
     )
 
     def __post_init__(self) -> None:
@@ -257,10 +255,6 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
 
     def updates_per_version(self, run: RunConfig) -> int:
         return self.fallback_spec.updates_per_version(run)
-
-    @property
-    def copies_limit_gb(self) -> float:
-        return self.fallback_spec.copies_limit_gb
 
     @property
     def shares_deltas(self) -> bool:

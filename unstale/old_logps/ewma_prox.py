@@ -111,8 +111,6 @@ class EwmaProxSpec(OldLogpsConfig):
         holds="one float32 copy, one scoring copy",
         costs="one forward pass",
         choose="to compare with the literature",
-        report="Approximate. A moving average of the weights is taken for those that sampled, so "
-        "old_logp - behavior_logp mixes numerics with whatever staleness the average misses.",
     )
 
     @property

@@ -149,9 +149,6 @@ class InterpProxLoglinearSpec(InterpProxSpec):
     docs: ClassVar = _docs(
         policy="a weighted mean of log mu and log pi",
         choose="only if no forward pass is affordable",
-        report="Approximate. A point between the engine's log-probability and the current policy's "
-        "is taken as old_logp, so at one lag D and S are powers of one ratio and mix numerics with "
-        "staleness.",
     )
 
     def s_of(self, ratio: float, run: RunConfig) -> float:
@@ -175,8 +172,6 @@ class InterpProxLinearSpec(InterpProxSpec):
     docs: ClassVar = _docs(
         policy="an average of the probabilities mu and pi",
         choose="only if no forward pass is affordable; its error is below the log-linear one's",
-        report="Approximate. A mean of the engine's probability and the current policy's is taken "
-        "for that of the weights that sampled, so both factors follow one ratio.",
     )
 
     def s_of(self, ratio: float, run: RunConfig) -> float:

@@ -82,8 +82,6 @@ class InterruptSyncSpec(ExactSpec):
         holds="nothing",
         costs="generation is paused during a step",
         choose="if no memory is left, and steps are short compared with rollouts",
-        report="Exact. Before a step leaves a version, generation pauses and the trainer's own "
-        "weights score all that it sampled. D contains only numerics, and S only learning.",
     )
 
     def cost(self, run: RunConfig) -> str:

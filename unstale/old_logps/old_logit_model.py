@@ -300,8 +300,6 @@ class OldLogitModelSpec(ExactSpec):
         holds="one more model, in that process",
         costs="almost no trainer time; may delay publication",
         choose="if a CPU or GPU is free",
-        report="Exact. A second model follows the sampling version and scores every turn before it "
-        "moves on. D contains only numerics, and S only learning.",
     )
 
     def cost(self, run: RunConfig) -> str:

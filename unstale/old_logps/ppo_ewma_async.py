@@ -223,9 +223,6 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
         holds="one float32 copy per average, one scoring copy",
         costs="one forward pass; more with several averages",
         choose="if a copy of the weights is affordable and versions are not",
-        report="Approximate. A moving average of the weights, kept about as old as the data, is "
-        "taken for those that sampled, so old_logp - behavior_logp mixes numerics with whatever "
-        "staleness the average misses.",
     )
 
     def __post_init__(self) -> None:

@@ -93,9 +93,6 @@ class QueueOfTwoSpec(OldLogpsConfig):
         holds="two float32 copies, one scoring copy",
         costs="one forward pass",
         choose="to compare with slime's and miles' `--keep-old-actor`",
-        report="Approximate. The version published before the newest is taken for the one that "
-        "sampled, so values are exact only for tokens of lag 1. For other tokens "
-        "old_logp - behavior_logp mixes numerics with the remaining staleness.",
     )
 
     @property

@@ -41,8 +41,6 @@ class RolloutSpec(OldLogpsConfig):
         holds="nothing",
         costs="nothing",
         choose="as a baseline, or with `engine.bitwise`; D is 1",
-        report="Approximate. The engine's own number is taken as old_logp, so log D is 0 by "
-        "construction and log S holds numerics and staleness together.",
     )
 
     def weight_of_now(self, run: RunConfig) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from unstale.config import ConfigError
@@ -35,9 +35,13 @@ class PolicyWriter:
 
         The last characters of each text are read. Raises `ConfigError` if no prompt fits.
         """
-        transcript = Transcript(0, seed)
         prompt = Message("user", question(self._generator, instructions, texts))
-        transcript.add_context(ContextPiece(self._chat.encode_prompt((prompt,))))
+        return await self.reply((prompt,), seed)
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        """Return the policy's reply to messages, without its thoughts."""
+        transcript = Transcript(0, seed)
+        transcript.add_context(ContextPiece(self._chat.encode_prompt(tuple(messages))))
         async with self._places:
             tokens, _ = await self._generator.generate(transcript)
         self.tokens += len(tokens)

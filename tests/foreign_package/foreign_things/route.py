@@ -38,7 +38,6 @@ class Shifted(OldLogpsConfig):
         holds="nothing",
         costs="nothing",
         choose="never",
-        report="Approximate. A shifted number.",
     )
 
     @property

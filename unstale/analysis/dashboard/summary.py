@@ -14,19 +14,20 @@ from unstale.analysis.dashboard.axes import positions
 from unstale.analysis.dashboard.charts import sections
 from unstale.analysis.dashboard.database import Database
 from unstale.analysis.dashboard.index import RunIndex
+from unstale.analysis.dashboard.limits import own_config
 from unstale.analysis.dashboard.table import BadQuestion
 from unstale.analysis.dashboard.timeline import pace
 from unstale.analysis.report.options import changed_options, written
-from unstale.analysis.report.words import MEANS, factor_names, is_exact, meanings, semantics, tiles
-from unstale.config import ConfigError
+from unstale.analysis.report.words import MEANS, factor_names, is_exact, meanings, tiles
+from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, SURVIVORS, Row, RunFolder
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder
+from unstale.lint.semantics import exactness, factors, versions
 from unstale.observe.health import CHECKS
 from unstale.observe.held_out import HeldOut, held_out, outcome, remarks
 from unstale.observe.run_rows import flatten, step_of
-from unstale.observe.survivors import shown_places
-from unstale.observe.words import number
+from unstale.observe.words import number, percent
 
 LIVE_S = 120.0
 """Seconds since the last write up to which a run without a recorded end counts as live. A step of a
@@ -148,7 +149,11 @@ def overview(name: str, index: RunIndex) -> Row:
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
     error = folder.error()[-20_000:]
-    changed = changed_options(config)
+    try:
+        known = own_config(index.folder)
+        semantics, changed = _semantics(known, exact_share), changed_options(known)
+    except BadQuestion as problem:
+        semantics, changed = [["Not known", str(problem)]], set()
     described = describe(name, index)
     started = {} if not (begun := _events(database, "started")) else begun[-1]
     return {
@@ -158,7 +163,7 @@ def overview(name: str, index: RunIndex) -> Row:
         "exact_routes": list(exact_routes()),
         "factors": list(factor_names(route, exact=exact)),
         "meanings": meanings(route, exact=exact),
-        "semantics": [list(pair) for pair in semantics(setting, exact_share)],
+        "semantics": semantics,
         "pace": {"sentence": wait.sentence, "advice": wait.advice},
         "evaluations": [_shown(each) for each in held],
         "outcome": asdict(shown) if shown else None,
@@ -175,13 +180,28 @@ def overview(name: str, index: RunIndex) -> Row:
             for key, value in started.items()
             if key not in ("kind", "time", "command")
         ],
-        "survivors": shown_places(folder.read_object(SURVIVORS)),
         "options": {key: written(value)[:2000] for key, value in config.items()},
         "changed": [key for key in config if key in changed],
         "sections": sections(index.names),
         "gaps": [*gaps, *folder.gaps],
         "index": progress(index),
     }
+
+
+def _semantics(config: RunConfig, exact_share: float | None) -> list[list[str]]:
+    """Return what a run's options mean, as [heading, text]. The texts are those of the linter.
+
+    `exact_share` is the measured share of tokens whose old_logp was computed with the version that
+    sampled them, or None.
+    """
+    d, s = factors(config)
+    measured = "" if exact_share is None else f"; measured: for {percent(exact_share, 1)} of tokens"
+    return [
+        ["Discrepancy D", f"{d.meaning}; {d.bound}"],
+        ["Staleness ratio S", f"{s.meaning}; {s.bound}"],
+        ["Exact old_logp", exactness(config) + measured],
+        ["Versions", versions(config)],
+    ]
 
 
 def _end(described: Row, error: str) -> str:

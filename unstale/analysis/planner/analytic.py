@@ -555,13 +555,6 @@ class AnalyticCosts:
         computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
-    def transfer_s(self, tokens: int) -> float:
-        """Return the seconds to send the keys and values of `tokens` tokens to another engine."""
-        device, shares = self.setup.device, self.setup.shares
-        is_one_node = self.placement.devices <= device.node
-        link = device.link if is_one_node else device.network
-        return self.setup.model.kv_bytes * tokens / (self.placement.tp * link * shares.link)
-
     def train_s(self, tokens: int) -> float:
         """Return the seconds of a forward pass, a backward pass and the optimizer step on a batch.
 

@@ -21,9 +21,6 @@ class Costs(Protocol):
         tokens.
         """
 
-    def transfer_s(self, tokens: int) -> float:
-        """Return the seconds to send the keys and values of `tokens` tokens to another engine."""
-
     def train_s(self, tokens: int) -> float:
         """Return the seconds of training on a batch of `tokens` tokens, with the optimizer step."""
 
@@ -74,10 +71,6 @@ class LinearCosts:
     """Seconds that each token of context of a running reply adds to a decoding step."""
     prefill_token: float = 0.0
     """Seconds in which an engine computes the keys and values of one context token."""
-    transfer: float = 0.0
-    """Seconds to send the keys and values of a context to another engine, whatever its length."""
-    transfer_token: float = 0.0
-    """Seconds that each token of the context adds to `transfer`."""
     train: float = 0.0
     """Seconds of training on one batch, whatever its size, with the optimizer step."""
     train_token: float = 0.0
@@ -108,9 +101,6 @@ class LinearCosts:
 
     def prefill_s(self, tokens: int) -> float:
         return self.prefill_token * tokens
-
-    def transfer_s(self, tokens: int) -> float:
-        return self.transfer + self.transfer_token * tokens
 
     def train_s(self, tokens: int) -> float:
         return self.train + self.train_token * tokens

@@ -27,7 +27,6 @@ from unstale.engines.routing import (
     Phases,
     ReplyLengths,
     choose,
-    choose_in,
     request_weight,
 )
 
@@ -64,14 +63,6 @@ class SimulatedReply:
     """
     computed: Collection[int] = ()
     """Names of the prefixes that `engine` computed for this reply, because it did not have them."""
-    missing: int = 0
-    """Number of context tokens to compute when `engine` received the reply. Set only if `moves` is
-    true.
-    """
-    moves: bool = False
-    """True on a prefill engine that samples only the next token, and then sends keys and values to
-    a decode engine.
-    """
 
 
 _ORDER = count()
@@ -96,14 +87,9 @@ class SimulatedEngine:
         self.number = number
         self.prefills = number < fleet.prefill_engines
         """True if the engine belongs to the prefill group."""
-        self.pending = 0
-        """Number of context tokens to compute for replies that move to another engine
-        afterwards.
-        """
         self.longest_queue = 0
         """Largest number of replies that waited while the engine sampled."""
         self.on_first_token: Callable[[SimulatedReply, float], None] = lambda reply, time: None
-        self.on_move: Callable[[SimulatedReply], None] = lambda reply: None
         self.on_complete: Callable[[SimulatedReply, int], None] = lambda reply, tokens: None
         self.load = 0
         """Sum of the weights of the replies that run or wait on this engine."""
@@ -124,8 +110,6 @@ class SimulatedEngine:
         self._clock = clock
         self._costs = costs
         self._pace = 1.0
-        self._prefill_speed = fleet.prefill_speed if self.prefills else 1.0
-        self._decode_speed = 1.0 if self.prefills else fleet.decode_speed
         self._max_running = fleet.max_running
         self._max_tokens = fleet.cache_tokens
         """Number of context tokens that fit into memory. 0 means no limit."""
@@ -153,9 +137,6 @@ class SimulatedEngine:
     def take(self, reply: SimulatedReply) -> None:
         """Start a reply, or put it in the queue while the engine is paused or full."""
         self._add_load(reply.weight)
-        if reply.moves:
-            reply.missing = reply.context - reply.cached
-            self.pending += reply.missing
         self.forget(reply.episode)
         if not self.paused:
             self._advance(self._clock.now)
@@ -224,7 +205,6 @@ class SimulatedEngine:
             reply.cached = 0
             reply.engine = None
         self._fresh.clear()
-        self.pending = 0
         self._running = []
         self._context = 0
         self.load = 0
@@ -284,15 +264,14 @@ class SimulatedEngine:
         tokens = reply.context - cached
         if tokens > 0:
             self.prefilled += tokens
-            seconds = self._pace * self._costs.prefill_s(tokens) / self._prefill_speed
+            seconds = self._pace * self._costs.prefill_s(tokens)
             self._next_step_at += seconds
             self.busy_s += seconds
         reply.engine = self
         reply.since = self._steps
         if reply.requested_at >= 0:
             self._fresh[reply.episode] = reply
-        steps = 1 if reply.moves else reply.left
-        heapq.heappush(self._running, (self._steps + steps, next(_ORDER), reply))
+        heapq.heappush(self._running, (self._steps + reply.left, next(_ORDER), reply))
         self._context += reply.context
         self._evict()
 
@@ -380,7 +359,7 @@ class SimulatedEngine:
         return seconds
 
     def _step_s(self, context: int) -> float:
-        return self._pace * self._costs.step_s(len(self._running), context) / self._decode_speed
+        return self._pace * self._costs.step_s(len(self._running), context)
 
     def _do(self, steps: int) -> None:
         seconds = steps * self._mean_step_s(steps)
@@ -418,27 +397,16 @@ class SimulatedEngine:
         if steps := self._steps_ahead():
             self._do(steps)
         finished = []
-        moved = []
         while self._running and self._running[0][0] <= self._steps:
             reply = heapq.heappop(self._running)[2]
             self._add_load(-reply.weight)
-            if reply.moves:
-                self.pending -= reply.missing
-            tokens = self._stop(reply)
-            if reply.moves and reply.left:
-                moved.append((reply, tokens))
-            else:
-                finished.append((reply, tokens))
-            reply.moves = False
+            finished.append((reply, self._stop(reply)))
             self._kept_tokens += reply.context
             self._kept[reply.episode] = (reply, reply.context)
         self._evict()
         self._start_waiting()
         for reply, tokens in finished:
             self.on_complete(reply, tokens)
-        for reply, tokens in moved:
-            reply.on_tokens(tokens, False)
-            self.on_move(reply)
         self._schedule()
 
     def _stop(self, reply: SimulatedReply) -> int:
@@ -484,17 +452,12 @@ class SimulatedEnginePool:
         self._keep_cache = fleet.keep_cache
         self._load_tokens = fleet.load_tokens
         self._phases = Phases(fleet.prefill_engines, fleet.prefill_ratio)
-        self._kv_transfer = fleet.kv_transfer
-        self._rejects = fleet.rejects
         self.lengths = ReplyLengths()
         """Lengths of complete replies. They give the expected length of the next one."""
         self.first_tokens: list[tuple[float, float]] = []
         """For each request: the time of its first token, and the seconds since the request."""
         self.rejects = 0
         """How often an engine would have been chosen for a request but had no free place."""
-        self.transferred = 0
-        """Number of tokens whose keys and values were sent to another engine."""
-        self._costs = costs
         self._restart_s = fleet.restart_s
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
@@ -503,7 +466,6 @@ class SimulatedEnginePool:
         for engine in self.members:
             engine.on_load_change = self._rank
             engine.on_first_token = self._add_first_token
-            engine.on_move = self._move
             engine.on_complete = self._complete
             self._rank(engine)
 
@@ -527,8 +489,7 @@ class SimulatedEnginePool:
     def _by_prefix(self, reply: SimulatedReply, idlest: SimulatedEngine) -> SimulatedEngine:
         """Return the engine that has the reply's context cached, or else the least loaded one.
 
-        If engines reject requests when they are full, the least loaded engine with a free place is
-        taken.
+        A full engine is passed over if another one has a free place.
         """
         cached_at = reply.engine
         if (
@@ -537,10 +498,10 @@ class SimulatedEnginePool:
             and cached_at.load - idlest.load
             <= min(MAX_EXTRA_REPLIES, reply.cached / CACHED_TOKENS_PER_REPLY)
         ):
-            if not self._rejects or cached_at.has_place:
+            if cached_at.has_place:
                 return cached_at
             self.rejects += 1
-        if self._rejects and not idlest.has_place:
+        if not idlest.has_place:
             self.rejects += 1
             free = [engine for engine in self.members if engine.up and engine.has_place]
             return min(free, key=lambda engine: engine.load, default=idlest)
@@ -556,53 +517,17 @@ class SimulatedEnginePool:
         )
         self.rejects += choice.rejects
         engine = engines[choice.index]
-        reply.moves = self._kv_transfer and choice.is_prefill and engine.prefills
-        self._give(reply, engine, engine.cached_tokens(reply))
+        reply.cached = engine.cached_tokens(reply)
+        reply.engine = engine
+        engine.take(reply)
 
     def _candidate(self, engine: SimulatedEngine, reply: SimulatedReply) -> Candidate:
-        is_idle = not engine.num_replies
         return Candidate(
             load=engine.load,
             cached=engine.cached_tokens(reply),
-            is_free=engine.has_place or not self._rejects,
+            is_free=engine.has_place,
             prefills=engine.prefills,
-            takes_prefill=engine.prefills or is_idle or not self._kv_transfer,
-            pending=engine.pending if self._rejects else 0,
         )
-
-    def _move(self, reply: SimulatedReply) -> None:
-        """Send a reply with its keys and values from a prefill engine to a decode engine.
-
-        Without a working decode engine, the reply is assigned like a new one.
-        """
-        decode = [engine for engine in self.members if engine.up and not engine.prefills]
-        if not decode:
-            self.sample(reply)
-            return
-        candidates = [self._candidate(engine, reply) for engine in decode]
-        choice = choose_in(candidates, range(len(decode)))
-        self.rejects += choice.rejects
-        engine = decode[choice.index]
-        missing = reply.context - engine.cached_tokens(reply)
-        self.transferred += missing
-        due = self._clock.now + self._costs.transfer_s(missing)
-        self._clock.at(due, partial(self._arrive, reply, engine, self.version))
-
-    def _arrive(self, reply: SimulatedReply, engine: SimulatedEngine, version: int) -> None:
-        """Continue a reply on the engine that receives its keys and values.
-
-        Those of an older version are refused, unless cached contexts are kept across versions.
-        """
-        if not engine.up:
-            self.sample(reply)
-            return
-        is_current = version == self.version or self._keep_cache
-        self._give(reply, engine, reply.context if is_current else engine.cached_tokens(reply))
-
-    def _give(self, reply: SimulatedReply, engine: SimulatedEngine, cached: int) -> None:
-        reply.cached = cached
-        reply.engine = engine
-        engine.take(reply)
 
     def _complete(self, reply: SimulatedReply, tokens: int) -> None:
         """Return a complete reply to its episode, after the check of the new weights if one is

@@ -1,6 +1,5 @@
 """The records of a run that `unstale simulate --like` needs: its steps and its episodes."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from unstale.analysis.planner.workload import EpisodeShape, Prefix, TurnShape
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.journal import Journal, JournalError, JournalReader, trained_episodes
-from unstale.durability.run_folder import RunFolder, plain
+from unstale.durability.run_folder import RunFolder
 from unstale.records import Sampled, Trajectory, is_reply
 
 MIN_STEPS = 4
@@ -169,34 +168,6 @@ class RecordedRun:
             call_s=call_s,
             cores=int(cores[-1]) if cores else 0,
             resumed=rows[0]["step"] - 1 if is_resumed else 0,
-        )
-
-    def to_json(self) -> str:
-        """Return the records as JSON text, which `from_json` reads."""
-        return json.dumps(plain(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        row = json.loads(text)
-        groups = tuple(
-            tuple(
-                EpisodeShape(
-                    prompt,
-                    tuple(TurnShape(*turn) for turn in turns),
-                    tuple(Prefix(*prefix) for prefix in prefixes),
-                )
-                for prompt, turns, prefixes in siblings
-            )
-            for siblings in row["groups"]
-        )
-        return cls(
-            name=row["name"],
-            config=stored_config(row["config"]),
-            steps=tuple(RecordedStep(**step) for step in row["steps"]),
-            groups=groups,
-            call_s=row["call_s"],
-            cores=row["cores"],
-            resumed=row["resumed"],
         )
 
 

@@ -55,8 +55,6 @@ class SimulationResult:
     """How often an engine would have been chosen for a request but had no free place."""
     longest_queue: int
     """Largest number of replies that waited on one engine while it sampled."""
-    transferred_tokens: int
-    """Number of tokens whose keys and values were sent to another engine."""
     trainer_busy_share: float
     """Share of the time in which the trainer trains, computes `old_logp` or prepares versions."""
     trainer_wait_share: float

@@ -213,7 +213,6 @@ def _result(
         first_token_p99_s=float(np.quantile(waits, 0.99)) if waits else 0.0,
         rejects=engines.rejects,
         longest_queue=max(engine.longest_queue for engine in members),
-        transferred_tokens=engines.transferred,
         trainer_busy_share=scored + trained + published,
         trainer_wait_share=recorder.share("wait", filling),
         old_logps_share=scored,

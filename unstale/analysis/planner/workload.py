@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from statistics import NormalDist, fmean
 from typing import Annotated, NamedTuple
@@ -333,18 +333,6 @@ class Fleet(Section):
     """New context tokens per expected reply token above which a request goes to the prefill group,
     as `engine.prefill_ratio`.
     """
-    kv_transfer: bool = False
-    """Engines of the prefill group sample the first token only. They send the keys and values to a
-    decode engine, which samples the others. Needs `prefill_engines`.
-    """
-    prefill_speed: Positive = 1.0
-    """Speed of the prefill group in computing contexts, divided by that of the decode group."""
-    decode_speed: Positive = 1.0
-    """Speed of the decode group in decoding steps, divided by that of the prefill group."""
-    rejects: bool = True
-    """True if an engine without a free place rejects a request, which then goes to another engine.
-    Runs do so. If False, the request waits at the first engine.
-    """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
     loaded the new version.
@@ -368,11 +356,8 @@ class Fleet(Section):
                 f"fleet.prefill_engines must be < {self.engines} (fleet.engines), because at least "
                 f"one must decode; got {self.prefill_engines}"
             )
-        of_groups = ("prefill_ratio", "kv_transfer", "prefill_speed", "decode_speed")
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in of_groups:
-            if not self.prefill_engines and getattr(self, name) != defaults[name]:
-                raise ConfigError(f"fleet.{name} is read only with fleet.prefill_engines > 0")
+        if self.prefill_ratio != 8.0 and not self.prefill_engines:
+            raise ConfigError("fleet.prefill_ratio is read only with fleet.prefill_engines > 0")
 
 
 def mean_attended(lengths: Collection[float]) -> float:

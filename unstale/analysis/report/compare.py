@@ -130,8 +130,8 @@ class Trial:
     """The evaluations that did not fail, in the order of their steps."""
     last: HeldOut | None
     """The last evaluation, which may have failed. None if there is none."""
-    series: Mapping[str, list[float]]
-    """Values of each metric in `SERIES`, in the order of their steps."""
+    series: Mapping[str, list[Point]]
+    """Values of each metric in `SERIES`, as pairs (step, value)."""
     resets: int
     """Number of times that the route (way to get `old_logp`) reset its moving average of the
     weights.
@@ -159,11 +159,11 @@ class Trial:
     @property
     def late(self) -> float | None:
         """The mean success of training episodes over the last quarter of the steps."""
-        values = self.series[SUCCESS]
+        values = [value for _, value in self.series[SUCCESS]]
         return _mean(values[-max(1, len(values) // 4) :])
 
     def mean(self, name: str) -> float | None:
-        return _mean(self.series[name])
+        return _mean([value for _, value in self.series[name]])
 
     def total(self, unit: Unit) -> float | None:
         """Return the training of the whole run in minutes or tokens. None if it is not known."""
@@ -225,7 +225,11 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         ),
         last=evaluations[-1] if evaluations else None,
         series={
-            name: [value for row in rows if (value := number(row.get(name))) is not None]
+            name: [
+                (step_of(row), value)
+                for row in rows
+                if (value := number(row.get(name))) is not None
+            ]
             for name in SERIES
         },
         resets=sum(event.get("kind") == "ewma_reset" for event in events),

@@ -1,64 +1,40 @@
-"""Compare the options of a stored run with their defaults, and write them as text."""
+"""The options of a run that differ from their defaults, and option values as text."""
 
-from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from unstale.config import ConfigError, OldLogpsConfig, RunConfig, make_task
-from unstale.config.routes import routes
-from unstale.config.techniques import techniques
-from unstale.durability.run_folder import plain
-from unstale.observe.run_rows import flatten
+from unstale.config import RunConfig
+from unstale.config.options import options, section_of
 
 
-def changed_options(options: Mapping[str, Any]) -> set[str]:
+def changed_options(config: RunConfig) -> set[str]:
     """Return the names of the options that differ from their defaults.
 
-    `options` has the values of a run's `config.json` by full name. Options of the run's route,
-    environment and techniques have their own defaults. Unknown options are left out.
+    Options of the run's route, objective, environment and techniques have their own defaults.
 
-    >>> sorted(changed_options({"seed": 0, "old_logps.route": "ewma_prox", "old_logps.beta": 0.5}))
+    >>> from unstale.config import OldLogpsConfig
+    >>> old = OldLogpsConfig(route="ewma_prox", beta=0.5)
+    >>> sorted(changed_options(RunConfig(recipe="", old_logps=old)))
     ['old_logps.beta', 'old_logps.route']
     """
-    defaults = {**_of_sections(options), **_of_every_run()}
-    return {name for name, value in options.items() if name in defaults and defaults[name] != value}
-
-
-@cache
-def _of_every_run() -> dict[str, Any]:
-    """Return the defaults of the options that every run has.
-
-    Options that only the default environment or the default way to get `old_logp` has are left out,
-    except `old_logps.route` and `task.env`.
-    """
-    known = flatten(plain(RunConfig(recipe="")))
-    own = {**_of_section("old_logps", OldLogpsConfig()), **_of_section("task", make_task())}
     return {
-        name: value
-        for name, value in known.items()
-        if name not in own or name in ("old_logps.route", "task.env")
+        name
+        for name, option in options().items()
+        if option.is_in(config)
+        and option.of(config) != _default(config, option.section, option.field)
     }
 
 
-def _of_sections(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of a run's route (way to get `old_logp`), environment and
-    techniques.
-    """
-    found: dict[str, Any] = {}
-    route, env = (str(options.get(name)) for name in ("old_logps.route", "task.env"))
-    if route in routes():
-        found |= _of_section("old_logps", OldLogpsConfig(route=route))
-    with suppress(ConfigError):  # an environment that this version does not have
-        found |= _of_section("task", make_task(env))
-    for name in str(options.get("techniques")).split():
-        if entry := techniques().get(name):
-            found |= _of_section(name, entry.options())
-    return found
+def _default(config: RunConfig, section: str, field: str) -> Any:
+    own, usual = section_of(config, section), section_of(_usual(), section)
+    if type(own) is type(usual) or field in ("route", "loss_type", "env"):
+        return getattr(usual, field)
+    return own.defaults()[field]
 
 
-def _of_section(name: str, section: Any) -> dict[str, Any]:
-    return flatten({name: plain(section)})
+@cache
+def _usual() -> RunConfig:
+    return RunConfig(recipe="")
 
 
 def written(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Sentences for the pages of a run: figures, settings and the two policy ratios.
+"""Sentences for the pages of a run: figures and the two policy ratios.
 
 For each token, log D = old_logp - behavior_logp and log S = logp - old_logp. A route is a method to
 compute old_logp.
@@ -7,10 +7,7 @@ compute old_logp.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unstale.config import ConfigError, ObjectiveConfig, staleness_bound
-from unstale.config.objectives import objectives
-from unstale.config.options import options
-from unstale.config.routes import exact_routes, routes
+from unstale.config.routes import exact_routes
 from unstale.observe.words import amount, percent
 
 
@@ -89,104 +86,3 @@ def meanings(route: str, *, exact: bool) -> tuple[str, str]:
     if route == "rollout":
         return "0 by construction", "discrepancy and staleness"
     return "mixed", "remaining staleness"
-
-
-def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
-    """Return explanations of a run's settings, as (heading, sentence).
-
-    `setting(name)` returns the value of an option in a run folder. `exact_share` is the measured
-    share of tokens whose old_logp was computed with the version that sampled them, or None.
-    """
-    route = str(setting("old_logps.route", "unknown"))
-    if setting("schedule.max_staleness") == 0:
-        schedule = "Synchronous: generation waits for every step."
-    else:
-        schedule = (
-            "Asynchronous: generation continues while the trainer works. Tokens are at most "
-            f"{_bound(setting)} versions old, and no episode is dropped for being slow."
-        )
-    return [
-        ("Old log-probabilities", _route_words(route, exact_share)),
-        ("Discrepancy", _control_words(setting)),
-        ("Staleness", _objective_words(setting)),
-        ("Schedule", schedule),
-    ]
-
-
-def _bound(setting: Any) -> str:
-    names = ("max_staleness", "groups_per_step", "lookahead_window")
-    values = [setting(f"schedule.{name}") for name in names]
-    if not all(isinstance(value, int) for value in values):
-        return "an unknown number of"
-    return str(staleness_bound(*values))
-
-
-def _route_words(route: str, exact_share: float | None) -> str:
-    if exact_share is None:
-        return route_about(route)
-    share = f" Measured: exact for {percent(exact_share, 1)} of the tokens with an advantage."
-    return route_about(route) + share
-
-
-def route_about(route: str) -> str:
-    """Return a sentence on how the method (route) with this name computes `old_logp`."""
-    if route == "unknown":
-        return "Not known: the configuration could not be read."
-    if route not in routes():
-        return f"{route} is not a route of this version of unstale."
-    return routes()[route].docs.report
-
-
-def _control_words(setting: Any) -> str:
-    high = setting("correction.high")
-    band = f"[{setting('correction.low')}, {high}], per {setting('correction.unit')}"
-    ratio = "D = π_old / μ" if is_exact(setting) else "the approximation of D = π_old / μ"
-    match setting("correction.mode"):
-        case "none":
-            return f"{_capitalized(ratio)} is not corrected."
-        case "mask":
-            return f"Tokens with {ratio} outside {band} are dropped."
-        case "truncate":
-            return f"Tokens are weighted by {ratio}, truncated at {high}."
-        case "clamp":
-            return f"Tokens are weighted by {ratio}, held within {band}."
-        case "mask_weight":
-            return f"Tokens are weighted by {ratio} inside {band} and dropped outside."
-        case "kpop":
-            return f"Tokens are weighted by {ratio}, and dropped {_above_limit(setting)}."
-        case "k3_mask":
-            return f"Tokens are dropped by {ratio} {_above_limit(setting)}."
-    return "Not known."
-
-
-def _above_limit(setting: Any) -> str:
-    name = "D - 1 - log D" if setting("correction.mode") == "k3_mask" else "the binary KL"
-    limit, unit = setting("correction.kl_limit"), setting("correction.unit")
-    return f"where {name} is above {limit}, per {unit}"
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def stored_objective(setting: Any) -> ObjectiveConfig | None:
-    """Return the objective of a run from its stored options. None if it cannot be read."""
-    kind = setting("objective.loss_type")
-    if kind not in objectives():
-        return None
-    common = {name: setting(f"objective.{name}") for name in ("unit", "aggregate")}
-    values = {name: value for name, value in common.items() if value is not None}
-    try:
-        for name in ObjectiveConfig.own_options()[kind]:  # null is infinity
-            values[name] = options()[f"objective.{name}"].read(setting(f"objective.{name}"), name)
-        return ObjectiveConfig(loss_type=kind, **values)
-    except (ConfigError, TypeError):
-        return None
-
-
-def _objective_words(setting: Any) -> str:
-    ratio = "S = π / π_old" if is_exact(setting) else "the approximation of S = π / π_old"
-    objective = stored_objective(setting)
-    if objective is None:
-        return "Not known."
-    return f"{_capitalized(ratio)} is limited by {objective.meaning}."

@@ -6,11 +6,11 @@ The database is opened read-only, and nothing that it contains is executed.
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 from urllib.parse import quote
 
 from unstale.durability.journal.expert_files import ExpertFiles, ExpertKey
@@ -21,12 +21,14 @@ from unstale.durability.journal.tables import (
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
+    ROUND,
     SCHEMA,
     TABLES,
     TOKEN_SAMPLES,
     TURN_LIMIT,
     journal_error,
     seal,
+    to_pictures,
     to_piece,
     to_placed,
 )
@@ -54,7 +56,10 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
+from unstale.signals import Signals
 from unstale.token_values import TokenValues
+
+_Read = TypeVar("_Read")
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
@@ -329,8 +334,9 @@ class JournalReader:
             WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
         sizes = self._sizes()
-        limits = self._turn_limits()
-        budgets = self._budgets()
+        limits = self.turn_limits()
+        budgets = self._of_groups(EPISODE_BUDGET, EpisodeBudget)
+        rounds = self._rounds()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
@@ -345,6 +351,7 @@ class JournalReader:
                 sizes=sizes.get(number, ()),
                 turn_limit=limits.get(number),
                 budget=budgets.get(number, NO_BUDGET),
+                rounds=rounds.get(number, ()),
             )
             requests.append(request)
         return requests
@@ -363,27 +370,33 @@ class JournalReader:
                 sizes[group] = (*sizes.get(group, ()), int(event["size"]))
         return sizes
 
-    def _turn_limits(self) -> dict[int, TurnLimit]:
+    def turn_limits(self) -> dict[int, TurnLimit]:
         """Return the turn limit of each group that has one, by the group's number."""
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
-        limits = {}
-        with self.wrap_errors("the limits of turns"):
-            for (fields,) in rows:
-                event = _parse_object(fields)
-                number = int(event.pop("group"))
-                limits[number] = TurnLimit(**event)
-        return limits
+        return self._of_groups(TURN_LIMIT, TurnLimit)
 
-    def _budgets(self) -> dict[int, EpisodeBudget]:
-        """Return the budget of the episodes of each group that has one, by the group's number."""
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", EPISODE_BUDGET)
-        budgets = {}
-        with self.wrap_errors("the budgets of episodes"):
-            for (fields,) in rows:
+    def _of_groups(self, kind: str, read: Callable[..., _Read]) -> dict[int, _Read]:
+        """Return what the events of a kind say of each group, by the group's number.
+
+        `read` gets the other fields of an event.
+        """
+        found = {}
+        for (fields,) in self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", kind):
+            with self.wrap_errors(f"an event of kind {kind}"):
                 event = _parse_object(fields)
                 number = int(event.pop("group"))
-                budgets[number] = EpisodeBudget(**event)
-        return budgets
+                found[number] = read(**event)
+        return found
+
+    def _rounds(self) -> dict[int, tuple[Mapping[str, Any], ...]]:
+        """Return the decisions about the episodes of each group that has some, round by round."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", ROUND)
+        rounds: dict[int, tuple[Mapping[str, Any], ...]] = {}
+        with self.wrap_errors("the rounds of groups"):
+            for (fields,) in rows:
+                event = _parse_object(fields)
+                group = int(event["group"])
+                rounds[group] = (*rounds.get(group, ()), event)
+        return rounds
 
     def visits(self) -> dict[Task, int]:
         """Return the number of groups that were started on each task."""
@@ -584,8 +597,6 @@ class JournalReader:
 
     def _note(self, episode: int) -> tuple[str, bool]:
         """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
-        if "notes" not in self._tables:
-            return "", False
         rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
         return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
@@ -611,36 +622,21 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
+        pieces = self._with_annexes(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
-    def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['kept_sets'])}, seal FROM kept_sets WHERE episode = ?",
-            episode,
-        )
+    def _with_annexes(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Return pieces with what other tables have of them: kept sets, sources and signals."""
         found = list(pieces)
-        with self.wrap_errors(f"the kept sets of episode {episode}"):
-            for row in rows:
-                if seal("kept_sets", *row[:-1]) != row[-1]:
-                    raise ValueError("they changed after they were written")
-                piece = found[row[1]]
-                if not isinstance(piece, Sampled):
-                    raise ValueError(f"piece {row[1]} was not sampled")
-                sets = KeptSets.unpack(row[2], piece.tokens)
-                found[row[1]] = replace(piece, kept_sets=sets)
-        return tuple(found)
-
-    def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
-        )
-        found = list(pieces)
-        with self.wrap_errors(f"the placed text of episode {episode}"):
-            for row in rows:
-                if seal("placed", *row[:-1]) != row[-1]:
-                    raise ValueError("it changed after it was written")
-                found[row[1]] = to_placed(found[row[1]], *row[2:-2])
+        for table, attach in _ANNEXES.items():
+            rows = self.rows(
+                f"SELECT {', '.join(COLUMNS[table])}, seal FROM {table} WHERE episode = ?", episode
+            )
+            with self.wrap_errors(f"{table} of episode {episode}"):
+                for row in rows:
+                    if seal(table, *row[:-1]) != row[-1]:
+                        raise ValueError("a row changed after it was written")
+                    found[row[1]] = attach(found[row[1]], *row[2:-2])
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -745,6 +741,35 @@ class JournalReader:
         ) as error:
             cause = f"{subject}: {error}" if subject else error
             raise journal_error(self.path, cause) from error
+
+
+def _with_kept_sets(piece: Piece, packed: bytes) -> Piece:
+    return replace(_sampled(piece), kept_sets=KeptSets.unpack(packed, piece.tokens))
+
+
+def _with_signals(piece: Piece, data: bytes) -> Piece:
+    return replace(_sampled(piece), signals=Signals.frombuffer(data))
+
+
+def _sampled(piece: Piece) -> Sampled:
+    if not isinstance(piece, Sampled):
+        raise ValueError("a piece was not sampled")
+    return piece
+
+
+def _with_pictures(piece: Piece, packed: bytes) -> Piece:
+    if not isinstance(piece, ContextPiece):
+        raise ValueError("a piece is no context")
+    return replace(piece, pictures=to_pictures(packed))
+
+
+_ANNEXES: Mapping[str, Callable[..., Piece]] = {
+    "kept_sets": _with_kept_sets,
+    "pictures": _with_pictures,
+    "placed": to_placed,
+    "signals": _with_signals,
+}
+"""Tables with further columns of pieces, and functions that add them to a piece."""
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from unstale.pictures import Picture
 from unstale.records import (
     ContextPiece,
     Edit,
@@ -23,7 +24,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 8
+FORMAT = 10
 """Number of the journal's format, stored as `user_version` of the database."""
 
 TABLES = {
@@ -41,6 +42,10 @@ TABLES = {
     "after INTEGER NOT NULL",
     "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
     "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
+    "signals": "episode INTEGER NOT NULL, position INTEGER NOT NULL, signals BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
+    "pictures": "episode INTEGER NOT NULL, position INTEGER NOT NULL, pictures BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -87,6 +92,10 @@ _KEYS = {
     "REFERENCES pieces",
     "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
+    "signals": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
+    "pictures": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
     "trained_tokens": ", PRIMARY KEY (number, step)",
@@ -107,6 +116,8 @@ REPEATED = (
     "snapshots",
     "kept_sets",
     "placed",
+    "signals",
+    "pictures",
     "pieces",
     "trajectories",
     "failures",
@@ -134,6 +145,9 @@ conversations of an agent are in the same table, with other seeds.
 TOKEN_SAMPLES = "token_samples"
 """Kind of the event with a sample of the tokens of a step."""
 
+ROUND = "round"
+"""Kind of the event with a round of decisions about the episodes of a group."""
+
 GROUP_SIZE = "group_size"
 """Kind of the event with the number of episodes of a group: its fields are `group` and `size`.
 Groups of `schedule.group_size` episodes have no such event. An enlarged group has several.
@@ -148,6 +162,9 @@ EPISODE_BUDGET = "episode_budget"
 """Kind of the event with the budget of each episode of a group: its fields are `group` and those of
 `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
 """
+
+_PICTURE = struct.Struct("<I32s")
+"""Format of a picture in a row of `pictures`: its number and its content hash."""
 
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
@@ -203,8 +220,8 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets or
-    its source.
+    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets, its
+    signals, its source or the content hashes of its pictures.
 
     `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
     two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
@@ -220,9 +237,21 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
     if isinstance(piece, Sampled) and piece.kept_sets is not None:
         sets = piece.kept_sets.pack(piece.tokens)
         rows.append(insert("kept_sets", episode, position, sets, after))
+    if isinstance(piece, Sampled) and piece.signals is not None:
+        rows.append(insert("signals", episode, position, piece.signals.tobytes(), after))
     if isinstance(piece, Placed):
         rows.append(insert("placed", episode, position, *_source(piece), after))
+    if isinstance(piece, ContextPiece) and piece.pictures:
+        packed = b"".join(
+            _PICTURE.pack(each.number, bytes.fromhex(each.digest)) for each in piece.pictures
+        )
+        rows.append(insert("pictures", episode, position, packed, after))
     return rows
+
+
+def to_pictures(packed: bytes) -> tuple[Picture, ...]:
+    """Return pictures from the column of their row in `pictures`."""
+    return tuple(Picture(number, digest.hex()) for number, digest in _PICTURE.iter_unpack(packed))
 
 
 def _source(piece: Placed) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -41,8 +41,8 @@ _OUTER_USER = 61_183
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32"}
 _SYSTEM |= {"logs", "proc", "run", "sbin", "sys", "tests", "usr"}
 """Folders of the root that are read-only during the agent's turn."""
-_OPEN = ("app", "home", "opt", "root", "srv", "tmp", "var/tmp")
-_OPEN += ("logs/agent", "logs/artifacts", "dev/shm")
+_STICKY = ("tmp", "var/tmp", "dev/shm")
+_OPEN = ("app", "home", "opt", "root", "srv", "logs/agent", "logs/artifacts", *_STICKY)
 _CLOSED = ("logs/verifier", "proc", "sys", "tests")
 _DEVICES = ("full", "null", "random", "urandom", "zero")
 _ETC = {
@@ -88,8 +88,8 @@ class Holder:
         self._options = request
         self._init = 0
         """Id of the first process of the phase, 0 between phases."""
-        _call("prctl", _DUMPABLE, 0)
         _enter_namespaces()
+        _call("prctl", _DUMPABLE, 0)  # later, since it would forbid to write the maps of users
         _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
         _make_root(request)
         os.setresgid(0, 0, 0)
@@ -97,7 +97,7 @@ class Holder:
         os.umask(0o022)
         for name in _OPEN:
             os.makedirs(f"/{name}", exist_ok=True)
-        for name in ("tmp", "var/tmp", "dev/shm"):
+        for name in _STICKY:
             os.chmod(f"/{name}", 0o1777)
 
     def put(self, request: Row, payload: bytes) -> dict[str, Any]:
@@ -147,9 +147,13 @@ class Holder:
         return self.put(request, payload)
 
     def rewards(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """End the tests. Return the text of each reward file that is there, or its problem."""
+        """End the tests. Return the text of the first reward file that is there.
+
+        It is empty without one, and if the first one is no plain file.
+        """
         self.end(request, payload)
-        return {"files": [_read_reward(path) for path in request["paths"]]}
+        path = next(filter(os.path.lexists, request["paths"]), None)
+        return {"text": _read_reward(path) if path else ""}
 
     def run(self, request: Row, payload: bytes) -> dict[str, Any]:
         """Run a command. Return its output, its exit code and how it ended."""
@@ -229,7 +233,7 @@ def _become(request: Row, limits: Mapping[str, int], output: int) -> NoReturn:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(3, _MAX_DESCRIPTORS)
-        os.chdir(request["cwd"])
+        os.chdir(request["folder"])
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -252,19 +256,12 @@ def _read(reading: int) -> bytes | None:
         return None
 
 
-def _read_reward(path: str) -> Sequence[str]:
-    """Return the text of a reward file and its problem. Both are empty if there is no file."""
-    try:
+def _read_reward(path: str) -> str:
+    with suppress(OSError):  # a link
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return "", ""
-    except OSError as error:
-        return "", f"cannot be read: {error.strerror}"
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return "", "is no plain file"
-    with open(descriptor, "rb") as file:
-        return file.read(_MAX_REWARD).decode(errors="replace"), ""
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.read(descriptor, _MAX_REWARD).decode(errors="replace")
+    return ""
 
 
 def _enter_namespaces() -> None:
@@ -277,12 +274,15 @@ def _enter_namespaces() -> None:
     reading, writing = os.pipe()
     writer = os.fork()
     if not writer:  # the maps must be written from outside
-        os.read(reading, 1)
-        for kind, own in (("uid", user), ("gid", group)):
-            if user and kind == "gid":
-                _write(f"/proc/{holder}/setgroups", "deny")
-            lines = f"0 {own} 1" if user else f"0 {_OUTER_USER} 1\n1 {own} 1"
-            _write(f"/proc/{holder}/{kind}_map", lines)
+        try:
+            os.read(reading, 1)
+            for kind, own in (("uid", user), ("gid", group)):
+                if user and kind == "gid":
+                    _write(f"/proc/{holder}/setgroups", "deny")
+                lines = f"0 {own} 1" if user else f"0 {_OUTER_USER} 1\n1 {own} 1"
+                _write(f"/proc/{holder}/{kind}_map", lines)
+        except OSError:
+            os._exit(1)
         os._exit(0)
     try:
         _call("unshare", _NEW_ALL)

@@ -42,7 +42,9 @@ _PYTHON = "/python"
 _TEST_PATHS = ("PATH", "PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "BASH_ENV", "ENV")
 """Variables of the Dockerfile that the tests do not get: they could load what the agent wrote."""
 _CLOSE_S = 3.0
-_PROCESSES, _MEMORY_MB = 128, 4096
+_SIGNALLED = 128
+"""Exit code above which a signal ended a command."""
+_PROCESSES, _MEMORY_MB = 128, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class NamespaceSandbox:
             if isinstance(step, Copy):
                 await self._put("put", step.files, step.folders)
                 continue
+            step.env = {**self._env, **step.env}
             result = await self._run(step, self._task.build_timeout_s, 4)
             if result.code or result.ended == "timeout":
                 what = f"ended with {result.code}" if result.code else "took too long"
@@ -120,7 +123,7 @@ class NamespaceSandbox:
 
     async def run(self, command: str, *, seconds: float, output_kb: int) -> CommandResult:
         """Run a command of the agent."""
-        step = Run(["/bin/bash", "-c", command], self._build.folder, {})
+        step = Run(["/bin/bash", "-c", command], self._build.folder, self._env)
         return await self._run(step, seconds, output_kb)
 
     async def verify(self) -> Verdict:
@@ -134,11 +137,9 @@ class NamespaceSandbox:
         env = {**plain, **_environment(), **safe, "PYTHONPATH": "/tests", **task.test_env}
         step = Run([*task.test_command], self._build.folder, env)
         result = await self._run(step, task.test_timeout_s, 64)
-        found = (await self._ask("rewards", paths=REWARD_FILES))["files"]
-        for path, (text, problem) in zip(REWARD_FILES, found, strict=True):
-            if text or problem:
-                return Verdict(result, path, text, problem)
-        return Verdict(result, None, "")
+        reward = (await self._ask("rewards", paths=REWARD_FILES))["text"]
+        was_killed = result.code > _SIGNALLED or result.ended == "timeout"
+        return Verdict(result, "" if was_killed else reward)
 
     async def close(self) -> None:
         """Kill the holder. The kernel kills all others, and frees the files."""
@@ -157,14 +158,7 @@ class NamespaceSandbox:
                 each.close()
 
     async def _run(self, step: Run, seconds: float, output_kb: int) -> CommandResult:
-        answer = await self._ask(
-            "run",
-            argv=step.argv,
-            cwd=step.folder,
-            env={**self._env, **step.env} if "TEST_DIR" not in step.env else step.env,
-            seconds=seconds,
-            output_kb=output_kb,
-        )
+        answer = await self._ask("run", **vars(step), seconds=seconds, output_kb=output_kb)
         output = answer["output"].decode(errors="replace")
         return CommandResult(output, answer["code"], answer["ended"])
 

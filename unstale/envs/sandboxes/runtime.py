@@ -68,13 +68,14 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the tests said: their own result, and the text of the reward file, None without one."""
+    """What the tests said: their own result, and the text of the first reward file.
+
+    The text is empty without a file, if it is no plain file, and if the tests were killed: code of
+    the agent that they ran may have written it and killed them.
+    """
 
     tests: CommandResult
-    reward_file: str | None
-    text: str
-    problem: str = ""
-    """The reason for which the reward file was not read, empty if it was."""
+    reward: str
 
 
 class Sandbox(Protocol):

@@ -60,20 +60,19 @@ ROWS: Sequence[Row] = (
         "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "It cannot compare contexts of one policy in self-distillation.",
     ),
-    _partly(
+    _works(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N",
-        "Counts of words take the place of the trained encoder, and past groups that of the "
-        "reference tasks.",
+        "--techniques 'predicted_sampler replay' --predicted_sampler.encoder policy "
+        "--predicted_sampler.forecast model --predicted_sampler.reference 256 --selection.pool N",
     ),
-    _diagnostic(
+    _works(
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
-        "--techniques rollout_figures measures its criteria",
-        "Its index from symptoms to remedies is not in the linter.",
+        "--techniques rollout_figures measures its criteria, and unstale advise RUN has an index "
+        "from symptoms to remedies (docs/advise.md)",
     ),
     _partly(
         4,
@@ -83,13 +82,12 @@ ROWS: Sequence[Row] = (
         "The chosen samples are not generated again in high precision, and FP4 and image models "
         "are missing.",
     ),
-    _partly(
+    _works(
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        "--techniques confidence_clip is the clip and the advantage, majority the label "
-        "without solutions",
-        "Branches and their pruning by confidence, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage confidence_clip majority' --tree.branch confidence "
+        "--tree.prune confidence",
     ),
     _works(
         6,
@@ -97,12 +95,12 @@ ROWS: Sequence[Row] = (
         "more requests than needed; the rest continues later",
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
     ),
-    _partly(
+    _works(
         7,
         "XRPO",
-        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        "--techniques 'allocate novelty' --allocate.gain interval",
-        "Solved examples in the prompts of tasks that always fail are missing.",
+        "episodes where the mean is uncertain, examples, a bonus for unlikely correct replies",
+        "--techniques 'allocate exemplars novelty' --allocate.gain interval --objective.placed "
+        "guided --selection.pool N",
     ),
     _works(
         8,
@@ -127,16 +125,16 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
-        "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
-        "--correction.mode truncate the ratio",
-        "Successes collected before the run cannot be loaded, and screenshots are missing.",
+        "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
+        "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
+        "bus --bus.load RUN --bus.when failed has successes collected before the run",
+        "Screenshots are missing.",
     ),
-    _idea(
+    _works(
         12,
         "LATR",
         "branches at uncertain tokens, looked ahead",
-        "Branches while an episode runs, and their pruning by similarity, are missing.",
+        "--techniques 'tree tree_advantage' --tree.branch second --tree.prune similar",
     ),
     _works(
         13,
@@ -148,14 +146,15 @@ ROWS: Sequence[Row] = (
         14,
         "BranchGRPO",
         "advantages by depth of a tree",
-        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage",
-        "Pruning of gradients and image models are missing.",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth "
+        "--tree_advantage.kept_depths 0.5 is advantage and pruning of gradients",
+        "It is for language models: the paper's image models are missing.",
     ),
-    _idea(
+    _works(
         15,
         "Swarm sampling",
         "nodes share episodes",
-        "Training on the texts of other runs is missing.",
+        "--techniques bus --bus.folder DIR --bus.node NAME --objective.placed anchor, in each run",
     ),
     _works(
         16,
@@ -195,20 +194,20 @@ ROWS: Sequence[Row] = (
         "--techniques 'episode_filter top_tokens' with larger groups, such as "
         "--schedule.group_size 16",
     ),
-    _partly(
+    _works(
         22,
         "RollArt",
         "phases on the hardware that fits them",
         "--engine.prefill_engines sends requests to groups of engines by phase, and with "
-        "--cluster.engine_hosts to groups of machines; judges are called off the event loop",
-        "The number of concurrent calls of judges is fixed, and does not follow the load.",
+        "--cluster.engine_hosts to groups of machines; judges are called off the event loop, "
+        "as many at once as their endpoint bears (docs/rewards.md)",
     ),
-    _partly(
+    _works(
         23,
         "Turn control",
-        "a limit of turns at a quantile",
-        "--techniques limits, with --limits.extend for extensions",
-        "The limits act in training only, not in `unstale eval` and `unstale serve`.",
+        "a limit of turns at a quantile, and extensions on demand",
+        "--techniques limits, with --limits.extend for extensions; unstale eval and unstale serve "
+        "with --limit-turns",
     ),
     _works(
         24,
@@ -239,27 +238,28 @@ ROWS: Sequence[Row] = (
         "--techniques hard_task_stages --selection.pool N, with --hard_task_stages.first_reply "
         "for the shorter replies of the first stage",
     ),
-    _partly(
+    _works(
         29,
         "V0",
-        "a value from the history of outcomes",
+        "a value from the history of outcomes: budgets before the rollout, and a router",
         "--techniques 'predicted_sampler allocate' --predicted_sampler.forecast model "
-        "--allocate.gain v0 --selection.pool N",
-        "The model is small and trained in the run; allocate does not use its forecasts, and "
-        "nothing routes between policies.",
+        "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
+        "that is trained in the run; unstale route sends tasks to one of several policies",
     ),
-    _partly(
+    _works(
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes",
-        "Replies do not end early: all are sampled to their end.",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
     ),
-    _idea(
+    _partly(
         31,
         "SWE-Reasoner",
         "search with a reward model",
-        "A search over the steps of a repair, and an environment of repositories, are missing.",
+        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "(docs/commands.md)",
+        "The policy judges the steps of a repair: there is no reward model of them, and no "
+        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -281,27 +281,26 @@ ROWS: Sequence[Row] = (
         "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none "
         "--retry.attempts all --retry.train_texts true",
     ),
-    _partly(
+    _works(
         35,
         "V0.5",
-        "a group mean shrunk towards a prior",
-        "--techniques 'allocate baseline' --allocate.gain v05_risk --baseline.centre shrink "
-        "--selection.pool N",
-        "The prior is a count of past results, not the forecast of a value model.",
+        "a group mean shrunk towards the forecast of a value model",
+        "--techniques 'predicted_sampler allocate baseline' --predicted_sampler.forecast model "
+        "--allocate.gain v05_risk --allocate.forecast sampler --baseline.centre shrink "
+        "--baseline.forecast sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         36,
         "SAGE (skills)",
         "skills of one task help the next",
-        "Chains of tasks in one episode, and a reward for skills, are missing.",
+        "--task.env chain:ENV, with --task.length and --task.bonus (docs/your-own-task.md)",
     ),
-    _partly(
+    _works(
         37,
         "ADHint",
         "hints by difficulty",
-        "--techniques hints --objective.placed anchor",
-        "Weights of hint tokens by their entropy, and of advantages by the difference of "
-        "difficulty, are missing.",
+        "--techniques 'hints hint_entropy_weights' --objective.placed anchor "
+        "--hints.baseline apart --hints.gap true",
     ),
     _works(
         38,
@@ -336,13 +335,12 @@ ROWS: Sequence[Row] = (
         "supervised training with sampled alternatives",
         "unstale sft --loss otr (docs/your-own-data.md)",
     ),
-    _partly(
+    _works(
         43,
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch unlikely --majority.least 0, with --selection.test_time",
-        "Forks are at the least likely tokens, not at those with the largest entropy.",
+        "--tree.branch peaks --majority.least 0, with --selection.test_time",
     ),
     _works(
         44,
@@ -363,8 +361,9 @@ ROWS: Sequence[Row] = (
         46,
         "UI-S1",
         "expert traces with patched steps; step and episode advantages",
-        "--techniques step_groups --step_groups.rule two_level are the advantages",
-        "Traces of an expert with patched steps, at which returns are cut, are missing.",
+        "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
+        "--step_groups.cut_below 1 (docs/your-own-task.md)",
+        "The traces are conversations with tools; screenshots are missing.",
     ),
     _partly(
         47,
@@ -385,17 +384,15 @@ ROWS: Sequence[Row] = (
         49,
         "P/D-Serve",
         "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; "
-        "unstale simulate --set fleet.kv_transfer=true simulates a transfer",
+        "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
         "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
     ),
-    _partly(
+    _works(
         50,
         "PPO at 1M envs",
         "a diagnosis of too large steps",
         "--techniques outer_step: the noise of two halves of a step's groups, its KL, a lower "
-        "learning rate",
-        "Advice on how to change the step with the number of environments is missing.",
+        "learning rate; unstale advise RUN says how minibatches grow with environments",
     ),
     _works(
         51,
@@ -425,18 +422,18 @@ ROWS: Sequence[Row] = (
         "--trainer.stream true, with --schedule.max_staleness 0 as in the paper or with more; what "
         "needs the whole batch before its gradient is refused; shared prompts are computed once",
     ),
-    _partly(
+    _works(
         55,
         "AEPO, arXiv 2510.14545",
         "branches, advantage and clip by entropy",
-        "--techniques 'token_entropy_advantage preserve_clip' is advantage and clip",
-        "Branches at tool calls by entropy, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage token_entropy_advantage preserve_clip' "
+        "--tree.branch tool --tree.roots 1",
     ),
-    _idea(
+    _works(
         56,
         "MARS^2",
-        "several agents in one search tree",
-        "A search tree over whole answers, and several policies, are missing.",
+        "several roles in one search tree over answers",
+        "--techniques search: the roles are of one policy",
     ),
     _idea(
         57,
@@ -445,12 +442,13 @@ ROWS: Sequence[Row] = (
         "It is a method for decoders by diffusion.",
         "tokens are never encoded again, so every trained state was sampled",
     ),
-    _partly(
+    _works(
         58,
         "SHARP",
         "verified synthetic tasks",
-        "--task.env synthesis makes, checks and measures puzzles by programs",
-        "Tasks that a language model drafts by principles, and verifies, are missing.",
+        "unstale synthesize MODEL --url URL --url-model NAME: drafts by a plan, kept if solutions "
+        "agree and the pass rate is in a band, and --rates RUN feeds rates back "
+        "(docs/your-own-data.md); --task.env synthesis makes puzzles by programs",
     ),
     _works(
         59,
@@ -471,6 +469,7 @@ ROWS: Sequence[Row] = (
 WISHES: Mapping[str, Sequence[str]] = {
     "more signal per token": (
         "baseline",
+        "bus",
         "confident_error_penalty",
         "distil",
         "entropy_advantage_reweighting",
@@ -480,6 +479,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "novelty",
         "reward_channels",
         "retry",
+        "search",
         "step_groups",
         "token_entropy_advantage",
         "top_tokens",
@@ -505,6 +505,8 @@ WISHES: Mapping[str, Sequence[str]] = {
         "replay",
     ),
     "test time: a better answer from several attempts": ("unstale attempt",),
+    "test time: which of several policies": ("unstale route",),
+    "more tasks": ("unstale synthesize",),
     "no labels": ("majority",),
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
@@ -512,5 +514,7 @@ WISHES: Mapping[str, Sequence[str]] = {
 """What a user may want -> the techniques and commands for it. Each of these is listed once."""
 COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
+    "unstale route": "Send each task to the policy that probably solves it at the least cost",
+    "unstale synthesize": "Let a model write tasks, and keep those whose answers are verified",
 }
 """What the commands in `WISHES` do."""

@@ -245,6 +245,8 @@ def wire_piece(piece: Piece) -> WirePiece:
     """Return the message form of recorded tokens, without the routed experts of earlier tokens."""
     tokens = array("I", piece.tokens).tobytes()
     if isinstance(piece, ContextPiece):
+        if piece.pictures:
+            raise ValueError("rollout processes do not send pictures")
         return WirePiece(tokens, None, -1, True, int(piece.provenance))
     if isinstance(piece, Placed):
         raise ValueError("rollout processes do not send placed text")
