@@ -6,8 +6,8 @@ The loop, its staleness queue and the routing are the real ones. The seconds of 
 are those of a paper budget for H200s (36 + 28 and 512 + 512 GPUs): generation as fast as the budget
 says, training, scoring and the update of the weights. Measured on a CPU are the seconds that a turn
 of 200 tokens takes of a rollout process and of the run's (`benchmarks.rollout_processes`), and
-those of the arithmetic on all tokens of a batch, which each trainer rank does as a whole. The goal
-is a step of at most 1.2 times that of the budget.
+those of the arithmetic on all tokens of a batch, which ranks do not divide
+(`benchmarks.token_arithmetic`). The goal is a step of at most 1.2 times that of the budget.
 """
 
 import argparse
@@ -22,10 +22,6 @@ from unstale.analysis.planner.simulate import Constant, Fleet, LogNormal, Worklo
 from unstale.config import ScheduleConfig
 
 LIMIT = 1.2
-PREPARE_S = 0.78e-6
-"""Measured seconds of one rank for each token of a batch: 1.45 s of arithmetic, 0.37 s of collation
-and 0.13 s of serialisation for 2.5 million tokens.
-"""
 GROUP_SIZE, TURNS, REPLY, ANSWER, PROMPT = 16, 16, 200, 10, 100
 """The shape of an episode: 3,200 sampled tokens of 3,450."""
 RUNNING, CACHE_TOKENS = 112, 10**9
@@ -66,9 +62,25 @@ BUDGETS = (
 )
 
 
-def step_s(budget: Budget, processes: int, turn_s: float, run_turn_s: float) -> float:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured seconds of one core."""
+
+    single_s: float
+    """Of a turn in a single process."""
+    turn_s: float
+    """Of a turn in its rollout process, of several."""
+    run_turn_s: float
+    """Of a turn in the run's process, with several rollout processes."""
+    token_s: float
+    """Of the undivided arithmetic, for each token of a batch."""
+
+
+def step_s(budget: Budget, processes: int, measured: Measured) -> float:
     """Return the mean seconds of a simulated step, after the queue has filled."""
-    scale, prepare_s = budget.scale, PREPARE_S * budget.tokens
+    scale, prepare_s = budget.scale, measured.token_s * budget.tokens
+    turn_s = measured.single_s if processes == 1 else measured.turn_s
+    run_turn_s = 0.0 if processes == 1 else measured.run_turn_s
     result = simulate(
         Workload(
             prompt_tokens=Constant(PROMPT),
@@ -96,18 +108,13 @@ def step_s(budget: Budget, processes: int, turn_s: float, run_turn_s: float) -> 
     return fmean(result.steps_s[result.filling :])
 
 
-def lines(
-    cases: Sequence[tuple[int, int]], single_s: float, turn_s: float, run_turn_s: float
-) -> list[str]:
+def lines(cases: Sequence[tuple[int, int]], measured: Measured) -> list[str]:
     found = tables.columns(
         "GPUs", "rollout processes", "turns in a step", "step s", "budget", "ratio", "verdict"
     )
     for gpus, processes in cases:
         budget = next(each for each in BUDGETS if each.gpus == gpus)
-        if processes == 1:
-            seconds = step_s(budget, 1, single_s, 0.0)
-        else:
-            seconds = step_s(budget, processes, turn_s, run_turn_s)
+        seconds = step_s(budget, processes, measured)
         ratio = seconds / budget.step_s
         found.append(
             tables.row(
@@ -129,15 +136,17 @@ def main() -> None:
     parser.add_argument("--single-ms", type=float, required=True)
     parser.add_argument("--turn-ms", type=float, required=True)
     parser.add_argument("--run-turn-ms", type=float, required=True)
+    parser.add_argument("--token-ns", type=float, required=True)
     parser.add_argument("--processes", type=int, nargs="+", default=(1, 8))
     options = parser.parse_args()
     cases = list(product((64, 1024), options.processes))
-    seconds = (options.single_ms / 1e3, options.turn_ms / 1e3, options.run_turn_ms / 1e3)
-    table = lines(cases, *seconds)
+    turns_s = (options.single_ms / 1e3, options.turn_ms / 1e3, options.run_turn_ms / 1e3)
+    table = lines(cases, Measured(*turns_s, options.token_ns / 1e9))
     text = [
         f"Episodes of {TURNS} turns of {REPLY} tokens. A turn takes {options.single_ms:g} ms of a",
         f"single process; of several it takes {options.turn_ms:g} ms of its rollout process, then",
-        f"{options.run_turn_ms:g} ms of the run's process. The goal is {LIMIT:g} times the step of",
+        f"{options.run_turn_ms:g} ms of the run's process. Each token of a batch takes",
+        f"{options.token_ns:g} ns of undivided arithmetic. The goal is {LIMIT:g} times the step of",
         "the budget. Steps are means after the queue has filled; 1,024 GPUs are simulated as one",
         "engine and group of 16.",
         "",

@@ -30,9 +30,9 @@ from unstale.cluster.engine_host import EngineHost, HostOptions
 from unstale.cluster.weight_objects import arrays
 from unstale.engines import SamplingParams, Update, remote
 from unstale.engines.embedded.reference import ReferenceModel
-from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.shared_weights import SharedWeights
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.codec import file_of, file_parts
 from unstale.weights.publish import DirectPublisher

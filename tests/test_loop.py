@@ -74,7 +74,17 @@ class NumberChat:
     longest_token = 1
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return (5, 2 + int(messages[0].content) % 7)
+        text = messages[0].content
+        return (5, 2 + (int(text) if text.isdecimal() else len(text)) % 7)
+
+    def with_tools(self, tools: Sequence[object]) -> "NumberChat":
+        return self
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def encode_content(self, text: str) -> tuple[int, ...]:
+        return (3, 3)
 
     def encode_continuation(
         self, messages: Sequence[Message], *, ended: bool, calls: Sequence[object] = ()

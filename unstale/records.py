@@ -7,6 +7,7 @@ version of the weights. Records are immutable: each stage returns a new record w
 """
 
 import math
+import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from unstale.kept_sets import KeptSets, join
+from unstale.pictures import Picture
 from unstale.routed_experts import ExpertTable, RoutedExperts, link
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
@@ -76,6 +78,8 @@ class ContextPiece:
 
     tokens: tuple[int, ...]
     provenance: Provenance = Provenance.ENVIRONMENT
+    pictures: tuple[Picture, ...] = ()
+    """The different pictures among the tokens. All tokens of a picture are its number."""
 
     def __post_init__(self) -> None:
         if self.provenance in HAS_BEHAVIOR:
@@ -270,10 +274,10 @@ def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The place at which an episode was forked from another one of its group.
+    """The start of an episode that another one of its group led to, mostly by being forked from it.
 
     The forked episode begins with the first `at` tokens of the episode `parent`. It continues with
-    other random numbers.
+    other random numbers. With a `note` it has its own beginning, and `at` is 0.
     """
 
     parent: int
@@ -284,8 +288,16 @@ class Fork:
     """Placed text that follows these tokens, with the environment's answers to it. The episode's
     environment must answer so again. Placed text is its last piece.
     """
+    note: str = ""
+    """Text at the end of the episode's prompt, which other episodes of the task do not have."""
+    writes: bool = False
+    """True for a text that the policy writes about `parent`: the note is the whole prompt, and the
+    reply ends the episode, without a reward. It is one of `Group.texts`.
+    """
 
     def __post_init__(self) -> None:
+        if (self.note and (self.at or self.text)) or (self.writes and not self.note):
+            raise ValueError("a fork with a note needs at = 0 and no text; a written text, a note")
         if self.text and not isinstance(self.text[-1], Placed):
             raise ValueError("the text of a fork must end with a Placed piece")
 
@@ -302,7 +314,9 @@ class Fork:
             tokens = piece.tokens[:left]
             if tokens:
                 source = Provenance.SHARED if is_reply(piece) else piece.provenance
-                taken.append(ContextPiece(tokens, source))
+                known = piece.pictures if isinstance(piece, ContextPiece) else ()
+                pictures = tuple(each for each in known if each.number in tokens)
+                taken.append(ContextPiece(tokens, source, pictures))
                 left -= len(tokens)
         if left > 0:
             raise ValueError(
@@ -449,6 +463,25 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
         start += len(piece.tokens)
 
 
+def replies(pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the offset and the tokens of every reply, those before a fork included.
+
+    >>> a, b = ContextPiece((5,), Provenance.SHARED), Sampled((6,), (-0.2,), 1)
+    >>> replies([ContextPiece((1, 2)), a, b, ContextPiece((3,)), b])
+    [(2, (5, 6)), (5, (6,))]
+    """
+    found: list[tuple[int, tuple[int, ...]]] = []
+    in_reply = False
+    for start, piece, _ in walk(pieces):
+        if is_reply(piece) and in_reply:
+            first, tokens = found.pop()
+            found.append((first, tokens + piece.tokens))
+        elif is_reply(piece):
+            found.append((start, piece.tokens))
+        in_reply = is_reply(piece)
+    return found
+
+
 def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> int:
     """Return the number of replies that do not end with one of `stop_tokens`.
 
@@ -538,6 +571,10 @@ class Group:
     budget: EpisodeBudget = NO_BUDGET
     added: frozenset[int] = frozenset()
     """Numbers of the finished episodes by which the group was enlarged after its first results."""
+    texts: tuple[Trajectory, ...] = ()
+    """Texts that the policy wrote about episodes of the group, such as reflections. They are no
+    attempts at the task.
+    """
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
@@ -570,7 +607,7 @@ class Group:
         """
         return frozenset(
             conversation.episode
-            for trajectory in self.finished
+            for trajectory in (*self.finished, *self.texts)
             for conversation in trajectory.conversations
         )
 
@@ -771,7 +808,8 @@ class Batch:
     offsets: tuple[int, ...]
     sampled: "Tensor"
     """True for tokens that the policy sampled (action tokens). Only these and `placed.trained` have
-    a loss.
+    a loss, unless a correction or a technique drops them. Tokens before a fork are sampled only in
+    the episode that sampled them, so they count once.
     """
     behavior_logp: "Tensor"
     version: "Tensor"
@@ -908,8 +946,13 @@ class Batch:
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
         """Return a new batch of some of the sequences, which are given by index.
 
-        The second result `[T']` has the position in this batch of each token of the new batch.
+        The second result `[T']` has the position in this batch of each token of the new batch. If
+        all sequences are chosen in their order, the batch itself is returned, without a copy.
         """
+        import torch
+
+        if list(sequences) == list(range(self.num_sequences)):
+            return self, torch.arange(len(self.tokens))
         spans = self.spans()
         index = token_positions([spans[i] for i in sequences])
         offsets = [0]
@@ -1034,7 +1077,7 @@ def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
     """
     import torch
 
-    total = torch.cat([torch.zeros(1, dtype=torch.long), where.cumsum(0)])
+    total = torch.cat([torch.zeros(1, dtype=torch.int), where.cumsum(0, dtype=torch.int)])
     return total[torch.tensor(offsets)].diff().tolist()
 
 
@@ -1071,8 +1114,8 @@ def collate(
 
     if not credited:
         raise ValueError("nothing to collate: no group of this step has a trajectory")
-    # Numbers are converted piece by piece, because a conversion blocks all other threads. NumPy
-    # takes less time than torch for short pieces.
+    # Numbers are converted piece by piece, because a conversion blocks all other threads. For
+    # short pieces, `struct` takes a third of NumPy's time, and NumPy less than torch.
     tokens = [np.empty(0, np.int64)]
     behavior_logp = [np.empty(0, np.float32)]
     advantage = [np.empty(0, np.float32)]
@@ -1083,13 +1126,14 @@ def collate(
         for start, piece, turn in walk(item.trajectory.pieces):
             count = len(piece.tokens)
             provenance = int(piece.provenance)
-            tokens.append(np.array(piece.tokens, np.int64))
+            tokens.append(np.frombuffer(struct.pack(f"{count}q", *piece.tokens), np.int64))
             trained = isinstance(piece, Sampled) or has_loss(piece, placed)
-            values = np.array(_advantages(item, start, count, turn if trained else -1), np.float32)
-            advantage.append(np.broadcast_to(values, count))
+            values = _advantages(item, start, count, turn if trained else -1)
+            advantage.append(np.full(count, values, np.float32))
             kept.append((count, piece.kept_sets if isinstance(piece, Sampled) else None))
             if isinstance(piece, Sampled):
-                behavior_logp.append(np.array(piece.behavior_logp, np.float32))
+                packed = struct.pack(f"{count}f", *piece.behavior_logp)
+                behavior_logp.append(np.frombuffer(packed, np.float32))
                 pieces.append((count, True, piece.version, turn, provenance, piece.clean))
             else:
                 behavior_logp.append(np.zeros(count, np.float32))
@@ -1156,7 +1200,7 @@ def _reaches(
 
     forks: dict[int, Counter[int]] = {}
     for each in trajectories:
-        if each.fork and not each.fork.text:
+        if each.fork and each.fork.at and not each.fork.text:
             parent, at = _fork_place(each.fork, by_episode)
             forks.setdefault(parent, Counter())[at] += 1
     found = []

@@ -22,7 +22,7 @@ from tests.support.fake_run import NoDisplay, fake_config
 from unstale.analysis.advice import Evidence, conclude, gather_evidence
 from unstale.analysis.advice.conclusion import Conclusion
 from unstale.analysis.advice.evidence import FIGURES, with_route
-from unstale.analysis.advice.measured import of_metrics
+from unstale.analysis.advice.measured import of_learning, of_metrics
 from unstale.analysis.advice.rules import RULES
 from unstale.analysis.advice.samples import (
     Factors,
@@ -262,6 +262,15 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, float], dict[str, float]]]
     ("clip_never_acts", "snapshot_old", {}, {"log_s_abs_p999": 0.01, **MANY},
      {"log_s_abs_p999": 0.2, **MANY}),
     ("fitting_thresholds", "snapshot_old", {}, {"log_d_abs_p999": 0.1, "log_s_abs_p99": 0.2}, {}),
+    ("equal_rewards", "snapshot_old", {}, {"equal_rewards_share": 0.6},
+     {"equal_rewards_share": 0.4}),
+    ("no_success", "snapshot_old", {}, {"reward_share": 0.01}, {"reward_share": 0.1}),
+    ("cut_off", "snapshot_old", {}, {"cut_off_share": 0.3}, {"cut_off_share": 0.1}),
+    ("uneven_ratios", "snapshot_old", {}, {"ratio_ess_share": 0.3}, {"ratio_ess_share": 0.9}),
+    ("entropy_lost", "snapshot_old", {}, {"entropy_left": 0.1}, {"entropy_left": 0.9}),
+    ("old_replays", "snapshot_old", {"techniques": "replay", "replay.max_age": 16},
+     {"replay_clip_share": 0.7}, {"replay_clip_share": 0.1}),
+    ("noisy_steps", "snapshot_old", {}, {"signal_share": 0.1}, {"signal_share": 0.6}),
     ("cost", "snapshot_old", {}, WAITS, {}),
     ("not_audited", "rollout", {}, {}, {"steps": 0.0}),
 ]  # fmt: skip
@@ -285,6 +294,35 @@ def test_a_conclusion_needs_figures_that_support_it(
         assert changed != config and not check(changed).refusals
     if found.command:
         assert parse(shlex.split(found.command)[1:]).verb == "train"
+
+
+def test_symptoms_are_read_off_the_last_half_of_the_steps() -> None:
+    rows = [
+        {
+            "reward/zero_std_group_share": step / 10,
+            "completion/truncated_share": 0.2,
+            "rollout/episodes": 4.0,
+            "policy/entropy_mean": 2.0 if step < 4 else 0.5,
+            "outer_step/signal_share": 0.1,
+        }
+        for step in range(8)
+    ]
+    found = of_learning(rows)
+    assert found == pytest.approx(
+        {
+            "equal_rewards_share": 0.55,
+            "cut_off_share": 0.2,
+            "entropy_left": 0.25,
+            "signal_share": 0.1,
+        }
+    )
+    advice = advise(found, config=configure())
+    assert {"equal_rewards", "entropy_lost", "noisy_steps"} <= advice.keys()
+    assert "cut_off" not in advice and "no_success" not in advice
+    rate = configure().trainer.lr
+    assert advice["noisy_steps"].options == {"trainer.lr": rate / 5}
+    assert "k times as many minibatches" in advice["noisy_steps"].reason
+    assert of_learning([]) == {}
 
 
 def test_every_conclusion_has_a_case_and_is_in_the_docs() -> None:

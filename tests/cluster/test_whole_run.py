@@ -20,6 +20,7 @@ from unstale.config import (
     AuditConfig,
     ClusterConfig,
     ConfigError,
+    RolloutConfig,
     RunConfig,
     TaskConfig,
     TrainerConfig,
@@ -71,6 +72,43 @@ def test_two_ranks_and_a_host_that_is_killed_train_together(
     require_complete(run.folder, steps=3)
     assert not ray.is_initialized(), "the run has ended its Ray"
     assert not list(tmp_path.glob("unstale-ranks-*"))
+
+
+def test_two_rollout_processes_sample_on_hosts_of_which_one_is_killed(
+    disconnected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes send their requests to the hosts themselves, with and without interrupts."""
+    import ray
+
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
+    load = HostedEngine.load
+    killed: list[int] = []
+
+    async def kill_at_version_2(engine: HostedEngine, update: Any, version: int) -> None:
+        if version == 2 and not killed:
+            killed.append(engine._number)
+            await asyncio.to_thread(ray.kill, engine._host)
+        await load(engine, update, version)
+
+    monkeypatch.setattr(HostedEngine, "load", kill_at_version_2)
+    made = config(tmp_path, engine_hosts=2)
+    made = replace(
+        made,
+        max_steps=5,
+        rollout=RolloutConfig(processes=2),
+        audit=AuditConfig(share=1.0),
+        trainer=TrainerConfig(lr=1e-3),
+    )
+    run = session.train(made, console=Console(file=StringIO()))
+    assert [row["version"] for row in run.metrics] == [0, 1, 2, 3, 4]
+    for row in run.metrics:
+        assert row["old_logps/exact_share"] == 1 and row["rollout/failed_episodes"] == 0
+        assert row["correction/log_d_abs_mean"] < 1e-4 and row["audit/logp_error_abs_mean"] < 1e-5
+        assert row["schedule/staleness_max"] <= 1
+    assert sum(row["engine/sampled_tokens"] for row in run.metrics) > 0
+    kinds = [row["kind"] for row in RunFolder(run.folder).rows(EVENTS)]
+    assert kinds.count("engine_lost") == 1 and "rollout_process_lost" not in kinds
+    require_complete(run.folder, steps=5)
 
 
 def test_an_error_in_the_options_ends_the_ranks(

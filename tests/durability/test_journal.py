@@ -678,7 +678,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
             )
         case "format":
             with sqlite3.connect(tmp_path / JOURNAL) as connection:
-                connection.execute("PRAGMA user_version=8")
+                connection.execute("PRAGMA user_version=10")
             connection.close()
     return tmp_path / JOURNAL
 
@@ -688,7 +688,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 8, this release writes 7"),
+        ("format", "its format is 10, this release writes 9"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:

@@ -10,11 +10,13 @@ import pytest
 from tests.durability.test_resume import killed, played, require_sound
 from tests.durability.test_selection_resume import Choosing, chosen
 from tests.test_loop import Numbers
-from unstale.config import RunConfig
+from unstale.cli.turn_limits import learned_limit
+from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.durability.journal import JOURNAL, TURN_LIMIT, Journal
 from unstale.envs import Message, Turn
 from unstale.records import GroupRequest, Task, TurnLimit
+from unstale.techniques.limits import limit_of
 
 
 class Wanders:
@@ -88,6 +90,24 @@ def test_an_ordinary_run_keeps_the_limits_of_open_groups(tmp_path: Path) -> None
     assert len(dict(after)) == len(after) and before
     assert {number: turns for number, turns in after if number in before} == before
     assert "max_turns" in stops(tmp_path / "run")
+
+
+def test_the_limit_of_a_run_is_that_of_its_latest_free_successes(tmp_path: Path) -> None:
+    made = override(limited(deterministic=True), {"limits.remind": 1})
+    with played(Choosing(lambda: Wandering(count()))) as toy:
+        toy.begin(tmp_path / "run", made)
+    found = dict(limits(tmp_path / "run"))
+    with Journal.read(tmp_path / "run") as reader:
+        ended = [each for each in reader.trajectories() if each.group not in found]
+    turns = [each.trajectory.num_turns for each in ended if each.trajectory.success][-8:]
+    assert len(turns) > 2
+    expected = TurnLimit(limit_of(turns, 0.75), remind=1)
+    assert learned_limit(tmp_path / "run", made) == expected
+    many = override(made, {"limits.successes": 900, "limits.window": 900})
+    with pytest.raises(ConfigError, match=r"needs 900 successes \(limits.successes\) in groups"):
+        learned_limit(tmp_path / "run", many)
+    with pytest.raises(ConfigError, match="--limit-turns needs a run folder"):
+        learned_limit(tmp_path, made)
 
 
 def test_the_journal_keeps_every_figure_of_a_limit(tmp_path: Path) -> None:

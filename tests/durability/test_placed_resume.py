@@ -11,12 +11,14 @@ import pytest
 from tests.durability.test_limits_resume import Wandering
 from tests.durability.test_resume import killed, played, require_sound, rows
 from tests.durability.test_selection_resume import Choosing, chosen
+from tests.test_loop import NumberChat
 from unstale.builders import LocalComponents
 from unstale.config import RunConfig
 from unstale.durability.journal import Journal, check
 from unstale.records import Edit, Failure, Fork, Placed, Provenance, Sampled, Trajectory, walk
 from unstale.research.techniques.tree import Tree
-from unstale.techniques.hooks import Techniques
+from unstale.rollout.texts import PolicyTexts
+from unstale.techniques.hooks import Techniques, Texts
 
 
 class Guides(Tree):
@@ -25,11 +27,13 @@ class Guides(Tree):
     It is as if the reply had been sampled after a hint.
     """
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
-        ended = {each.episode: each for each in results if isinstance(each, Trajectory)}
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
+    ) -> Sequence[Fork]:
+        ended = {each.episode: each for each in rounds[0] if isinstance(each, Trajectory)}
         return [
             replace(fork, text=guided(ended[fork.parent], fork.at))
-            for fork in super().forks(results)
+            for fork in await super().forks(rounds, texts)
         ]
 
 
@@ -84,6 +88,26 @@ def test_a_killed_deterministic_run_has_the_placed_text_of_an_unkilled_one(
     with played(Guiding(lambda: Wandering(count()))) as toy:
         toy.require_equal_resume(tmp_path, made, "step", 4)
     assert require_placed(tmp_path / "run") == require_placed(tmp_path / "whole") > 0
+
+
+@pytest.mark.parametrize("rule", ["reflect", "plan"])
+def test_a_killed_deterministic_run_has_the_written_texts_of_an_unkilled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(NumberChat, "longest_token", 64)
+    monkeypatch.setattr(PolicyTexts, "written", lambda *_: '{"advice": "look again", "step": 1}')
+    options: dict[str, Any] = {"schedule.group_size": 4, "objective.placed": "anchor"}
+    options |= {"retry.rule": rule, "retry.train_texts": True}
+    options |= {"retry.attempts": "all"} if rule == "reflect" else {}
+    made = chosen("retry", deterministic=True, **options)
+    with played(Choosing(lambda: Wandering(count()))) as toy:
+        toy.require_equal_resume(tmp_path, made, "step", 4)
+    with Journal.read(tmp_path / "run") as reader:
+        assert check(reader) == []
+        forks = [each.trajectory.fork for each in reader.trajectories() if each.trajectory.fork]
+    assert {bool(fork.writes) for fork in forks} == {True, False}
+    notes = [fork.note for fork in forks if not fork.writes]
+    assert all("look again" in note for note in notes) if rule == "plan" else not any(notes)
 
 
 @pytest.mark.parametrize(("call", "number"), [("step", 3), ("transaction", 70)])

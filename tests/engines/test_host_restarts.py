@@ -21,8 +21,7 @@ from unstale.cluster import hosted_engine
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
 from unstale.cluster.hosted_engine import HostedEngine
 from unstale.cluster.weight_objects import Part, arrays
-from unstale.engines import EngineDied, SamplingParams, Update
-from unstale.engines.embedded import shared_weights
+from unstale.engines import EngineDied, SamplingParams, Update, shared_weights
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.testing import tiny_policy

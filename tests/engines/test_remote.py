@@ -29,8 +29,16 @@ from tests.support.run_engine import run_engine
 from tests.support.waits import until
 from unstale import config
 from unstale.builders import build_engine
-from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
-from unstale.engines.embedded import shared_weights
+from unstale.engines import (
+    Engine,
+    EngineDied,
+    Reply,
+    SamplingParams,
+    rates,
+    remote,
+    session,
+    shared_weights,
+)
 from unstale.engines.http import Body, Http, _encode_json, decode_json
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions

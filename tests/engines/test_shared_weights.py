@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.support.forked import Forked
 from tests.support.waits import wait_until
-from unstale.engines.embedded import shared_weights
-from unstale.engines.embedded.shared_weights import WEIGHTS, SharedWeights
+from unstale.engines import shared_weights
+from unstale.engines.shared_weights import WEIGHTS, SharedWeights
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.bits import checksum
 from unstale.weights.codec import advance
@@ -78,7 +78,7 @@ def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
 
 _PROGRAM = """
 import os, time, torch
-from unstale.engines.embedded.shared_weights import SharedWeights
+from unstale.engines.shared_weights import SharedWeights
 shared = SharedWeights()
 shared.write({"w": torch.ones(3)})
 print(shared.folder, flush=True)

@@ -23,8 +23,7 @@ from tests.support.run_engine import run_engine
 from tests.support.waits import LIMIT_S, until
 from unstale.builders import shares_deltas
 from unstale.config import ClusterConfig, EngineConfig, RunConfig, TrainerConfig
-from unstale.engines import Engine, EngineDied, SamplingParams, remote
-from unstale.engines.embedded import shared_weights
+from unstale.engines import Engine, EngineDied, SamplingParams, remote, shared_weights
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions

@@ -85,7 +85,7 @@ def test_tasks_are_drawn_by_their_seed(name: str) -> None:
             "textarena:GuessTheNumber",
             "textarena has no 'GuessTheNumber'; did you mean GuessTheNumber-v0",
         ),
-        ("textarena:TicTacToe-v0", "cannot be played by one player here"),
+        ("textarena:ThreePlayerTicTacToe-v0", "by one player here.*by two players here"),
     ],
 )
 def test_what_cannot_be_played_is_refused(

@@ -244,10 +244,11 @@ def expected_loss(kind: str, logp: Tensor) -> Tensor:
         "importance_sampling": -(ratio * advantages).sum(),
         "ppo": -torch.minimum(ratio * advantages, clipped * advantages).sum(),
         "cispo": -(clipped.detach() * logp * advantages).sum(),
+        "dro": -(logp * advantages - 0.025 * ratio.log() ** 2).sum(),
     }[kind]
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
 def test_steps_are_those_of_adamw_on_the_loss_by_definition(
     loss: str, client: Client, model: Path
 ) -> None:
@@ -421,6 +422,12 @@ def test_only_the_last_unnamed_versions_are_kept(tmp_path: Path) -> None:
         with pytest.raises(Refused, match=f"the last {KEPT_UNNAMED} are kept"):
             kept.facts("me", gone)
     assert all(kept.facts("me", each).shape == shape for each in paths[2:])
+    named = kept.write("me", "s:train:0", "sampler_weights", "mine", saved, shape)
+    with pytest.raises(Refused, match="must not begin with 'unnamed-'"):
+        kept.write("me", "s:train:0", "sampler_weights", "unnamed-x", saved, shape)
+    after_restart = Checkpoints(tmp_path, base=5)
+    assert after_restart.facts("me", named).shape == shape
+    assert [each.stem for each in tmp_path.rglob("*.safetensors")] == ["mine"]
 
 
 def test_smaller_ranks_and_chosen_layers_stay_small(client: Client, model: Path) -> None:
@@ -441,6 +448,14 @@ def test_smaller_ranks_and_chosen_layers_stay_small(client: Client, model: Path)
     )
     start = float(-logps(Policy.load(model, device="cpu"))[1:].detach().sum())
     assert large < small < start
+
+
+def test_versions_of_other_layers_are_refused(client: Client) -> None:
+    """Loaded into a run of all layers, those of the others would be 0 and stay so."""
+    path = client.save("save_weights", client.create(train_mlp=False), "attention")
+    run = client.create()
+    refused = client.do("load_weights", model_id=run, seq_id=1, path=path, optimizer=False)
+    assert f"{path} has train_mlp False, and the model True" in refused["error"]
 
 
 def test_the_ends_of_replies(client: Client, model: Path) -> None:
@@ -613,6 +628,43 @@ def test_a_flood_waits_or_is_refused_and_ends_nothing(
     for each in accepted:
         assert len(client.wait(each)[1]) == 8
     assert len(client.sample(sampler, TEXT, max_tokens=3, stop=[]).tokens[0]) == 3
+
+
+def test_old_results_are_dropped_by_their_size(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "KEPT_BYTES", 1000)
+    run = client.create()
+    for number in range(10, 14):  # each result has about 400 bytes
+        body = training(run, number, [supervised(TEXT * 8)], "cross_entropy")
+        client.wait(client.http.post("forward_backward", content=body).json()["request_id"])
+    found = [
+        client.http.post("retrieve_future", json={"request_id": f"{run}:{number}"}).status_code
+        for number in range(10, 14)
+    ]
+    assert found == [404, 404, 200, 200]
+
+
+def test_an_error_of_the_service_shows_none_of_its_paths(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "/home/operator/saved")
+
+    run = client.create()
+    monkeypatch.setattr("unstale.research.tinker.checkpoints.save_file", full)
+    answer = client.do("save_weights", model_id=run, seq_id=1, path="end")
+    assert answer["category"] == "server" and "OSError" in answer["error"]
+    assert "operator" not in answer["error"] and "/home/operator/saved" in caplog.text
+
+
+def test_a_version_that_the_engine_holds_is_not_read_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = client.sampler(client.save("save_weights_for_sampler", client.create(), "held"))
+    first = client.sample(sampler, TEXT, max_tokens=3, seed=1, stop=[])
+    monkeypatch.setattr(Checkpoints, "read", None)
+    assert client.sample(sampler, TEXT, max_tokens=3, seed=1, stop=[]) == first
 
 
 def test_damaged_messages_are_refused_and_never_crash(client: Client) -> None:

@@ -31,6 +31,8 @@ from unstale.rewards.judge import (
     JudgeError,
     JudgeVerdict,
     LLMJudge,
+    Overloaded,
+    Places,
     find_flaw,
     read_verdict,
 )
@@ -104,6 +106,58 @@ def ask(judge: LLMJudge, *texts: str) -> list[JudgeVerdict]:
 
     with closing(judge):
         return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("status", "limit"), [(429, 4), (503, 4), (500, 8), (409, 8)])
+def test_fewer_calls_at_once_if_the_endpoint_is_overloaded(
+    model: Model, status: int, limit: int
+) -> None:
+    model.answers = [(status, b"{}"), completion(GOOD)]
+    judge = model.judge()
+    assert ask(judge, "hello")[0].score == 0.7
+    assert judge.places.limit == limit
+    assert model.judge(at_once=3).places.limit == 3
+
+
+def fail_together(places: Places, number: int) -> None:
+    """Let several calls that ran at the same time meet an overloaded endpoint."""
+    running = [places.taken() for _ in range(number)]
+    for call in running:
+        call.__enter__()
+    for call in running:
+        error = Overloaded("too many")
+        with suppress(Overloaded):
+            call.__exit__(type(error), error, None)
+
+
+def test_the_number_of_calls_grows_while_some_wait_and_is_halved_once_a_round() -> None:
+    places = Places(12)
+    fail_together(places, 5)
+    assert places.limit == 4, "five refusals of one round are one sign"
+    fail_together(places, 1)
+    fail_together(places, 1)
+    fail_together(places, 1)
+    with places.taken():
+        pass
+    assert places.limit == 1, "nothing waited"
+
+    def take() -> None:
+        with places.taken():
+            pass
+
+    for expected in (2, 2.5):  # one more for each round of calls
+        held = [places.taken() for _ in range(int(places.limit))]
+        for call in held:
+            call.__enter__()
+        waiting = threading.Thread(target=take)
+        waiting.start()
+        while not places.waiting:
+            time.sleep(0.001)
+        held.pop().__exit__(None, None, None)
+        assert places.limit == expected
+        waiting.join()
+        for call in held:
+            call.__exit__(None, None, None)
 
 
 def test_a_verdict_is_between_0_and_1(model: Model) -> None:

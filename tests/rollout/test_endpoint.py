@@ -30,7 +30,7 @@ from unstale.envs.calculator import TOOL
 from unstale.envs.calls import JsonCalls
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.records import Piece, Provenance, Sampled, Trajectory
+from unstale.records import Piece, Provenance, Sampled, Trajectory, TurnLimit
 from unstale.rollout.endpoint import connections, schemas, server, wire
 from unstale.rollout.endpoint import conversation as conversation_room
 from unstale.rollout.endpoint.answers import ChatFormat
@@ -922,6 +922,29 @@ def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
 
     trajectory = visit(World(talker, slow, max_turns=choices), act)
     assert [one.num_turns for one in (trajectory, *trajectory.branches)] == [1] * choices
+
+
+def test_a_server_with_a_limit_refuses_further_replies_and_extends_on_demand() -> None:
+    """The limit is 1, and a reply that says "six" gets 1 more, once."""
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        history: list[dict[str, str]] = [{"role": "user", "content": "one"}]
+        for turn in range(3):
+            answer = await client.post("chat/completions", json={"messages": history})
+            if turn == 2:
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (400, "max_turns")
+                assert "at most 2 replies (--limit-turns)" in error["message"]
+            else:
+                message = answer.json()["choices"][0]["message"]
+                history += [
+                    {"role": "assistant", "content": message["content"]},
+                    {"role": "user", "content": "more"},
+                ]
+
+    world = World(talker, max_turns=99)
+    world.turn_limit = TurnLimit(1, extend=1, extensions=1, request="six")
+    assert visit(world, act).num_turns == 2
 
 
 def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(

@@ -53,6 +53,7 @@ from unstale.records import (
     Sampled,
     Task,
     Trajectory,
+    TurnLimit,
     collate,
 )
 from unstale.rollout.endpoint.agents import AgentRollout
@@ -89,6 +90,7 @@ class World:
     context."""
 
     def __init__(self, say: Any = solver, delay: Any = None, **config: Any) -> None:
+        self.room = {"max_context": config.pop("max_context", 512)}
         self.engine = ScriptedEngine(self._say, token_delay=delay)
         self.say, self.sampled = say, []
         self.config = RolloutConfig(**{"retries": 0, "timeout_s": LIMIT_S, **config})
@@ -96,7 +98,7 @@ class World:
         self.arrived: list[Any] = []
         self.failures: list[tuple[int, Failure, bool]] = []
         self.endpoint = RecordingEndpoint()
-        self.room = {"max_context": 512}
+        self.turn_limit: TurnLimit | None = None
 
     def _say(self, tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         said = self.say(tokens, params)
@@ -104,7 +106,7 @@ class World:
         return said
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
-        return AgentRollout(
+        rollout = AgentRollout(
             Generator(self.engine, CHAT, EngineConfig(max_completion_tokens=64, **self.room)),
             tasks,
             self.config,
@@ -113,6 +115,8 @@ class World:
             on_piece=self.arrived.append,
             on_failure=lambda *failure: self.failures.append(failure),
         )
+        rollout.turn_limit = self.turn_limit
+        return rollout
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -554,13 +558,20 @@ class Stop(Exception):
     """Raised in place of the death of the run's machine."""
 
 
-def halves(folder: Path, agent: Any, *, after: int, **options: Any) -> tuple[Group, World, World]:
+def numbered(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """A policy whose replies differ by their context and seed."""
+    return says(f"so {len(tokens)} {params.seed % 1000}")
+
+
+def halves(
+    folder: Path, agent: Any, *, after: int, reply: Any = numbered, room: int = 512, **options: Any
+) -> tuple[Group, World, World]:
     """Run a group, stop it after so many replies, and resume it from its journal."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         if len(first.sampled) == after:
             raise Stop
-        return says(f"so {len(tokens)} {params.seed % 1000}")
+        return list(reply(tokens, params))
 
     async def begin(world: World) -> None:
         with Journal(folder / "journal.sqlite") as journal:
@@ -586,10 +597,7 @@ def halves(folder: Path, agent: Any, *, after: int, **options: Any) -> tuple[Gro
         return group
 
     request = GroupRequest(0, TASK, 0, 0)
-    first, second = (
-        World(say),
-        World(lambda tokens, params: says(f"so {len(tokens)} {params.seed % 1000}")),
-    )
+    first, second = World(say, max_context=room), World(reply, max_context=room)
     with pytest.raises(ExceptionGroup):
         asyncio.run(begin(first))
     return asyncio.run(go_on(second)), first, second

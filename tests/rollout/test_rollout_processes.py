@@ -28,7 +28,6 @@ from unstale.cli import session
 from unstale.cli.failures import RunFailed
 from unstale.cli.resume import load_config
 from unstale.config import (
-    ClusterConfig,
     ConfigError,
     EngineConfig,
     RolloutConfig,
@@ -263,7 +262,6 @@ def _rollout_processes(session_id: int) -> list[int]:
             {"task": TaskConfig(env="calculator", isolate="ray")},
             "task.isolate = ray, got 2: rollout processes do not connect to Ray",
         ),
-        ({"cluster": ClusterConfig(engine_hosts=1)}, "cluster.engine_hosts > 0, got 2"),
         ({"techniques": "segments"}, "technique segments, got 2: its slots are shared"),
     ],
 )

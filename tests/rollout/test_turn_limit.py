@@ -57,6 +57,23 @@ def play(
     return trajectory
 
 
+def test_an_evaluation_has_the_limit_of_its_rollout() -> None:
+    async def main() -> Trajectory:
+        engine = await awake(ScriptedEngine(lambda tokens, params: list(map(ord, "ab."))))
+        config = EngineConfig(max_completion_tokens=8, max_context=1000)
+        rollout = Rollout(
+            Generator(engine, LetterChat(), config), Tasks(talk()), RolloutConfig(max_turns=10)
+        )
+        rollout.turn_limit = TurnLimit(2, remind=1)
+        outcome = await rollout.episode(TASK, env_seed=0, noise_seed=0)
+        assert isinstance(outcome, Trajectory)
+        return outcome
+
+    result = asyncio.run(main())
+    assert (result.stop, result.num_turns) == ("max_turns", 2)
+    assert answers(result) == ["more\n\nYou have 1 reply left.", "more"]
+
+
 def answers(trajectory: Trajectory) -> list[str]:
     """Return the texts of the environment after the first."""
     given = [piece for piece in trajectory.pieces if isinstance(piece, ContextPiece)]

@@ -4,6 +4,7 @@ The lock has 8 positions with 4 words, and the reward is 1 if all are right. A p
 right learns nothing from its own episodes.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from unstale.records import (
     Placed,
     Provenance,
     Sampled,
+    Task,
     Trajectory,
     has_loss,
     walk,
@@ -46,10 +48,20 @@ def ended(episode: int, *pieces: Piece, fork: Fork | None = None) -> Trajectory:
     return Trajectory((PROMPT, *pieces), rewards, "done", TASK, 0, episode, fork=fork)
 
 
-def made(solution: Sequence[int] = RIGHT, **options: Any) -> Hints:
-    hints = Hints(HintsConfig(**{"number": EPISODES // 2, **options}))
-    hints.read_solutions(lambda task: solution)
-    return hints
+class Solved:
+    def solution(self, task: Task, field: str) -> tuple[int, ...]:
+        return RIGHT
+
+
+def forks(hints: Hints, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
+    texts: Any = Solved()
+    first = asyncio.run(hints.forks([results], texts))
+    assert asyncio.run(hints.forks([results, results], texts)) == ()
+    return first
+
+
+def made(**options: Any) -> Hints:
+    return Hints(HintsConfig(**{"number": EPISODES // 2, **options}))
 
 
 def hinted(parent: int, length: int) -> Fork:
@@ -74,25 +86,25 @@ def test_a_hint_is_the_longer_the_more_often_the_task_fails(
     hints = made()
     assert hints.roots(EPISODES) == 4
     expected = hinted(results[0].episode, length) if length else None
-    assert hints.forks(results) == [expected] * 4
-    assert hints.forks(results) == hints.forks(results), "a resumed run forks in the same way"
+    assert forks(hints, results) == [expected] * 4
+    assert forks(hints, results) == forks(hints, results), "a resumed run forks in the same way"
 
 
 def test_noise_shortens_hints_and_shortest_gives_some_always() -> None:
-    forks = made(noise=1, number=40).forks([WRONG])
-    lengths = [len(fork.text[0].tokens) if fork else 0 for fork in forks]
+    found = forks(made(noise=1, number=40), [WRONG])
+    lengths = [len(fork.text[0].tokens) if fork else 0 for fork in found]
     assert min(lengths) <= 1 and max(lengths) >= 6 and len(set(lengths)) > 5
-    (fork,) = made(shortest=0.5, number=1).forks([OPEN])
+    (fork,) = forks(made(shortest=0.5, number=1), [OPEN])
     assert fork == hinted(8, 4)
 
 
 def test_failed_episodes_have_no_hint_to_measure() -> None:
-    assert made().forks([Failure(TASK, "begin", "broken")]) == ()
-    assert len(made().forks([Failure(TASK, "begin", "broken"), WRONG])) == 4
+    assert forks(made(), [Failure(TASK, "begin", "broken")]) == ()
+    assert len(forks(made(), [Failure(TASK, "begin", "broken"), WRONG])) == 4
 
 
 def test_a_hint_is_forced_text_before_the_reply() -> None:
-    (fork,) = made(number=1, longest=0.25).forks([WRONG])
+    (fork,) = forks(made(number=1, longest=0.25), [WRONG])
     assert fork is not None
     assert fork.prefix_of(WRONG.pieces) == (PROMPT, Placed((0, 0), Provenance.FORCED))
 
@@ -131,7 +143,7 @@ def open_lock(seed: int, placed: Any, **options: Any) -> float:
 
         first = step * EPISODES
         episodes = [ended(first + i, say(0)) for i in range(hints.roots(EPISODES))]
-        for fork in hints.forks(episodes):
+        for fork in forks(hints, episodes):
             number = first + len(episodes)
             if fork is None:
                 episodes.append(ended(number, say(0)))

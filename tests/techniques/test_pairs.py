@@ -108,11 +108,7 @@ NAMED: tuple[str, ...] = (
 )
 """Combinations that are trained. `make test-all` trains the first `QUICK`, `-m slow` all."""
 QUICK = 2
-NOT_EQUAL = ("retry",)
-"""Techniques that a deterministic run refuses, because a resumed run may differ."""
-OTHERS = tuple(
-    f"{each} ess_lr" for each in techniques() if each not in [*" ".join(NAMED).split(), *NOT_EQUAL]
-)
+OTHERS = tuple(f"{each} ess_lr" for each in techniques() if each not in " ".join(NAMED).split())
 """Other techniques that are in no named combination, each with one from another slot."""
 
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.cli.test_run import quiet
 from tests.support.groups import TASK
-from tests.support.tiny_runs import save_tiny, tiny_run
+from tests.support.tiny_runs import EVEN_WORDS, save_tiny, tiny_run
 from tests.techniques.test_tree_run import require_plain
 from unstale.cli import session
 from unstale.config import ConfigError
@@ -38,16 +38,16 @@ from unstale.records import (
     Trajectory,
     collate,
     has_loss,
+    replies,
     walk,
 )
 from unstale.research.techniques.retry import (
-    REFLECT,
     Retry,
     RetryConfig,
     read_reflection,
     without_advice,
 )
-from unstale.rollout.writer import PolicyWriter
+from unstale.rollout.texts import PolicyTexts
 from unstale.techniques.hooks import CreditContext
 
 POSITIONS, WORDS, ROOTS, STEPS, SEEDS = 8, 4, 4, 150, 12
@@ -76,32 +76,54 @@ def ended(
 
 
 class Scripted:
-    """A writer that names the first wrong reply, or returns a given text."""
+    """Texts of a policy that names the first wrong reply, or writes a given text."""
 
     def __init__(self, text: str = "") -> None:
         self._text = text
-        self.tokens = 0
-        self.asked: list[str] = []
 
-    async def write(self, instructions: str, seed: int, **texts: str) -> str:
-        assert instructions == REFLECT
-        self.tokens += 10
-        self.asked.append(texts["attempt"])
-        lines = [line for line in texts["attempt"].splitlines() if line.startswith("[step")]
-        wrong = next(i for i, line in enumerate(lines, 1) if not line.endswith("] 0"))
+    def prompt(self, instructions: str, **texts: str) -> str:
+        return instructions + texts["attempt"]
+
+    def written(self, text: Trajectory) -> str:
+        assert text.fork
+        lines = [line for line in text.fork.note.splitlines() if line.startswith("[step")]
+        wrong = next((i for i, line in enumerate(lines, 1) if not line.endswith("] 0")), 0)
         return self._text or json.dumps({"cause": "x", "advice": "use  0", "step": wrong})
 
     def text(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
 
+    def words(self, episode: Trajectory) -> str:
+        return "open the lock"
+
     def encode(self, text: str) -> tuple[int, ...]:
         assert text == "Note: use 0\n"
         return ADVISED
 
+    async def correction(self, episode: Trajectory) -> tuple[int, tuple[int, ...]] | None:
+        said = [tokens for _, tokens in replies(episode.pieces)]
+        wrong = next((i for i, tokens in enumerate(said) if tokens != (0,)), None)
+        return None if wrong is None else (replies(episode.pieces)[wrong][0], (0,))
+
+
+def written(episode: int, fork: Fork) -> Trajectory:
+    """Return a text that the policy wrote."""
+    assert fork.writes and fork.at == 0
+    pieces = (ContextPiece((ASKED,)), Sampled((8, 9), (-0.5, -0.5), version=0))
+    return Trajectory(pieces, {}, "done", TASK, 0, episode, fork=fork)
+
+
+def texts_about(results: Sequence[Any], first: int = 100, **options: Any) -> list[Trajectory]:
+    retry = Retry(RetryConfig(**{"number": ROOTS, **options}))
+    asked = asyncio.run(retry.forks([results], Scripted()))
+    return [written(first + i, fork) for i, fork in enumerate(asked)]
+
 
 def reflect(results: Sequence[Trajectory | Failure], text: str = "", **options: Any) -> Any:
     retry = Retry(RetryConfig(**{"number": ROOTS, **options}))
-    return asyncio.run(retry.reflect(results, Scripted(text)))
+    rounds = [results, texts_about(results, **options)]
+    assert asyncio.run(retry.forks([*rounds, []], Scripted(text))) == ()
+    return asyncio.run(retry.forks(rounds, Scripted(text)))
 
 
 RIGHT = ended(1, [0] * POSITIONS)
@@ -182,7 +204,7 @@ def test_positive_advantages_below_a_success_are_amplified() -> None:
 def open_lock(seed: int, placed: Any, **options: Any) -> tuple[float, int]:
     """Train a policy of independent replies. Return its success, and the sampled tokens."""
     random = np.random.default_rng(seed)
-    retry, writer = Retry(RetryConfig(number=ROOTS, **options)), Scripted()
+    retry = Retry(RetryConfig(number=ROOTS, **options))
     logits, tokens = np.zeros((POSITIONS, WORDS)), 0
     for step in range(STEPS):
         weights = np.exp(logits - logits.max(1, keepdims=True))
@@ -195,7 +217,7 @@ def open_lock(seed: int, placed: Any, **options: Any) -> tuple[float, int]:
             return [int((chances[i].cumsum() < drawn[i]).sum()) for i in range(start, POSITIONS)]
 
         episodes = [ended(first + i, say(policy)) for i in range(ROOTS)]
-        for fork in asyncio.run(retry.reflect(episodes, writer)):
+        for fork in reflect(episodes, **options):
             before = fork.prefix_of(episodes[fork.parent - first].pieces)
             words = say(advised, (fork.at - 1) // 2)
             episodes.append(ended(first + len(episodes), words, fork, *before))
@@ -230,28 +252,32 @@ def test_retries_open_the_lock_if_they_are_trained_on(
     assert sampled == pytest.approx(tokens, rel=0.02)
 
 
+def advise(self: PolicyTexts, text: Trajectory) -> str:
+    return '{"cause": "?", "advice": "w4 w6", "step": 2}'
+
+
 @pytest.mark.parametrize("placed", ["guided", "anchor"])
 def test_a_run_records_retries_with_their_advice_and_trains_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: str, forked_children: None
 ) -> None:
-    async def write(self: PolicyWriter, instructions: str, seed: int, **texts: str) -> str:
-        assert "[step 2]" in texts["attempt"]
-        return '{"cause": "?", "advice": "w4 w6", "step": 2}'
-
-    monkeypatch.setattr(PolicyWriter, "write", write)
+    monkeypatch.setattr(PolicyTexts, "written", advise)
     save_tiny(tmp_path / "model")
     base = Policy.load(tmp_path / "model", dtype="float32")
     config = tiny_run(tmp_path / "model", tmp_path, max_steps=3)
     schedule = replace(config.schedule, group_size=4)
-    values = {"techniques": "retry", "objective.placed": placed, "deterministic": False}
+    values = {"techniques": "retry", "objective.placed": placed, "retry.train_texts": True}
     config = override(replace(config, schedule=schedule), values)
     run = session.train(config, console=quiet())
     assert all(row["retry/episode_share"] > 0 for row in run.metrics)
     assert min(row["trainer/grad_norm"] for row in run.metrics) > 0
     with Journal.read(run.folder) as reader:
         assert check(reader) == []
-        retries = [each.trajectory for each in reader.trajectories() if each.trajectory.fork]
-    assert retries
+        forks = [each.trajectory for each in reader.trajectories() if each.trajectory.fork]
+    written = [each for each in forks if each.fork and each.fork.writes]
+    retries = [each for each in forks if each not in written]
+    assert len(written) >= len(retries) > 0
+    for each in written:
+        assert each.num_turns == 1 and each.rewards == {} and "[step 2]" in each.fork.note
     for each in retries:
         (hint,) = (piece for piece in each.pieces if isinstance(piece, Placed))
         assert hint.provenance == Provenance.FORCED and each.fork and each.fork.text == (hint,)
@@ -260,13 +286,34 @@ def test_a_run_records_retries_with_their_advice_and_trains_without_it(
         assert sum(require_plain(base, each) for each in retries)
 
 
+def test_a_run_trains_on_right_replies_of_demonstrations(
+    tmp_path: Path, forked_children: None
+) -> None:
+    save_tiny(tmp_path / "model")
+    config = tiny_run(tmp_path / "model", tmp_path, max_steps=3)
+    schedule = replace(config.schedule, group_size=4)
+    values = {"techniques": "retry", "retry.rule": "correct", "objective.placed": "anchor"}
+    run = session.train(override(replace(config, schedule=schedule), values), console=quiet())
+    assert min(row["retry/episode_share"] for row in run.metrics) >= 0.3
+    with Journal.read(run.folder) as reader:
+        assert check(reader) == []
+        forks = [each.trajectory for each in reader.trajectories() if each.trajectory.fork]
+    policy = Policy.load(tmp_path / "model", dtype="float32")
+    for each in forks:
+        (right,) = each.fork.text if each.fork else ()
+        assert isinstance(right, Placed) and right.provenance == Provenance.FOREIGN
+        assert policy.tokenizer.decode(list(right.tokens[:-1])).strip() == EVEN_WORDS
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"objective.placed": "mask"}, "needs objective.placed = anchor or guided, got mask"),
         ({"retry.number": 8}, "retry.number must be below schedule.group_size .8., got 8"),
         ({"techniques": "retry step_groups"}, "retry cannot be used with step_groups"),
-        ({"deterministic": True}, "deterministic must be false with the technique retry"),
+        ({"retry.rule": "correct", "objective.placed": "guided"}, "objective.placed = anchor, got"),
+        ({"retry.rule": "clean", "retry.error": "("}, "retry.error '.' is no regular expression"),
+        ({"retry.rule": "plan", "retry.steps": 2}, "retry.steps"),
         ({"objective.loss_aggregation": "sequence_mean"}, "the technique retry needs another"),
     ],
 )

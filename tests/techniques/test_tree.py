@@ -1,5 +1,6 @@
 """Groups of forked episodes: places of forks, advantages, and one loss for a shared token."""
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvant
 from unstale.techniques.hooks import CreditContext, Outcome, Techniques
 
 TASK = Task("bits", "train", 0)
+TEXTS: Any = None
+"""What strategies do with texts, which a tree does not need."""
 LENGTH = 3
 PREFIXES = [p for n in range(LENGTH) for p in product((0, 1), repeat=n)]
 Node = tuple[tuple[int, ...], tuple["Node", ...]]
@@ -278,11 +281,12 @@ def test_each_root_has_as_many_forks_as_its_group_was_given_episodes() -> None:
         Sampled((7, 8), (-2.0, -1.0), 0),
     )
     trunk = Trajectory(pieces, {"reward": 1.0}, "done", TASK, seed=0, episode=9)
-    forks = tree.forks([trunk, Failure(TASK, "begin", "broken")])
+    forks = asyncio.run(tree.forks([[trunk, Failure(TASK, "begin", "broken")]], TEXTS))
     assert forks == [Fork(9, at) for at in (3, 6, 7, 3, 6, 7)]
     turns = Tree(TreeConfig(turn=2, continuations=3))
-    assert turns.roots(8) == 2 and turns.forks([trunk]) == [Fork(9, 6)] * 3
-    assert Tree(TreeConfig(turn=3)).forks([trunk]) == []
+    assert turns.roots(8) == 2 and asyncio.run(turns.forks([[trunk]], TEXTS)) == [Fork(9, 6)] * 3
+    assert asyncio.run(Tree(TreeConfig(turn=3)).forks([[trunk]], TEXTS)) == []
+    assert asyncio.run(turns.forks([[trunk], [trunk]], TEXTS)) == [], "there is one round of forks"
 
 
 def forked(*, turn_rewards: Sequence[tuple[float, ...]] = ((), (), (), ())) -> Group:

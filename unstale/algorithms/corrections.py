@@ -65,7 +65,7 @@ def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     >>> has_behavior(torch.tensor([0, 1, 2, 3, 4, 5])).int().tolist()
     [0, 1, 0, 0, 0, 1]
     """
-    return torch.isin(provenance, provenance.new_tensor(sorted(HAS_BEHAVIOR)))
+    return torch.stack([provenance == int(each) for each in HAS_BEHAVIOR]).any(0)
 
 
 def check_finite(
@@ -146,17 +146,19 @@ def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
 
 def aggregate(
     log_ratio: Float[Tensor, "*shape"],
-    unit: Int[Tensor, "*shape"],
+    unit: Int[Tensor, "*shape"] | None,
     *,
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
     """Aggregate log-ratios over units. Return for each token the aggregate of its unit.
 
-    Units are numbered as by `unit_ids`. `mean` is the log of the geometric mean of the ratios,
-    `sum` the log of their product, `max` the log-ratio farthest from 0. The result is 0 for tokens
-    that were not sampled. The call waits for the device once.
+    Units are numbered as by `unit_ids`. None means that each token is a unit. `mean` is the log of
+    the geometric mean of the ratios, `sum` the log of their product, `max` the log-ratio farthest
+    from 0. The result is 0 for tokens that were not sampled. The call waits for the device once.
     """
+    if unit is None:
+        return torch.where(sampled, widen(log_ratio), 0.0)
     index, size = renumber(torch.where(sampled, unit, 0))
     values = torch.where(sampled, widen(log_ratio), 0.0).flatten()
     zeros = values.new_zeros(size)
@@ -193,7 +195,7 @@ def log_staleness(
     logp: Float[Tensor, "*shape"],
     old_logp: Float[Tensor, "*shape"],
     *,
-    unit: Int[Tensor, "*shape"],
+    unit: Int[Tensor, "*shape"] | None,
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:

@@ -367,13 +367,13 @@ def token_norm(
     ranks. The result is float64. Raises ValueError for `constant <= 0`.
     """
     counted = keep if how == "kept" else sampled
+    if how in ("action_tokens", "kept"):
+        return counted / counted.sum().clamp(min=1).double()
     index, num_rows = renumber(torch.where(sampled, sequence, 0))
     rows = index.reshape(sampled.shape)
     tokens = torch.bincount(rows[sampled], minlength=num_rows)
     num_sequences = tokens.count_nonzero().clamp(min=1).double()
     match how:
-        case "action_tokens" | "kept":
-            denominator = counted.sum().clamp(min=1).double()
         case "sequence_mean":
             denominator = tokens.clamp(min=1)[rows] * num_sequences
         case "constant":

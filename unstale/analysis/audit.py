@@ -88,6 +88,7 @@ def audit(
         bar = progress.add_task("true values", total=total)
         advance = partial(progress.advance, bar)
         policy = load_policy(config)
+        policy.open_pictures(run)
         policy.require_base(recorded.base)
         scorer = build_scorer(config, policy)
         replay = Replay.of(recorded, policy, scorer, rules=rules, advance=advance)

@@ -47,6 +47,8 @@ def load_policy(
         trained=trained,
         chat_template=config.chat_template,
     )
+    if policy.pictures:
+        _require_pictures(config)
     policy.check_context(config.cluster.context)
     if peers is None:
         check_expert_ranks(config.cluster, policy.num_experts)
@@ -60,6 +62,21 @@ def load_policy(
     if peers is None:
         warn_of_float32(config, on_gpu=policy.device.type == "cuda")
     return policy
+
+
+def _require_pictures(config: RunConfig) -> None:
+    """Raise ConfigError for options that a policy that reads pictures does not support."""
+    engine, techniques = config.engine, config.techniques.split()
+    needed = {
+        "engine.backend = embedded": engine.backend == "embedded",
+        "engine.quantise = none": engine.quantise == "none",
+        "engine.bitwise = false": not engine.bitwise,
+        "cluster.trainers = 0": not config.cluster.trainers,
+        "no cluster.engine_hosts": not config.cluster.engine_hosts,
+        "a technique other than distil": "distil" not in techniques,
+    }
+    if lacking := [name for name, met in needed.items() if not met]:
+        raise ConfigError(f"the policy reads pictures, which needs {', '.join(lacking)}")
 
 
 def check_expert_ranks(cluster: ClusterConfig, experts: int) -> None:

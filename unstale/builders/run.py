@@ -1,7 +1,7 @@
 """Connect all components of a run for the training loop."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from unstale.builders.sampling import at_eval_temperature, build_rollout, build_
 from unstale.cluster import components
 from unstale.cluster.ranks import Notify, Ranks
 from unstale.config import (
+    ConfigError,
     RunConfig,
     ScheduleConfig,
 )
@@ -36,7 +37,8 @@ from unstale.model.policy import Policy
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
-from unstale.records import Failure, PendingPiece
+from unstale.pictures import PictureError, decoded
+from unstale.records import ContextPiece, Failure, PendingPiece
 from unstale.rollout import Evaluation
 from unstale.rollout.answers import AnswerReader
 from unstale.rollout.episode import Rollout
@@ -48,9 +50,8 @@ from unstale.rollout.processes.shards import ProcessRollout
 from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
-from unstale.rollout.solutions import give_solutions
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
-from unstale.rollout.writer import PolicyWriter
+from unstale.rollout.texts import PolicyTexts, require_solutions
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
 
@@ -83,6 +84,7 @@ def build(
 ) -> RunComponents:
     """Connect all components of a run for the training loop. Restore the state of a resumed run."""
     policy, taskset, old = parts.policy, parts.taskset, parts.old
+    _require_recorded_pictures(policy, start)
     pending = PendingPieces()
     folder = outputs.log.path
     experts = None
@@ -90,8 +92,14 @@ def build(
         experts = ExpertFiles(folder / ROUTED_EXPERTS, keep=config.checkpoint.keep)
     journal = Journal(folder / JOURNAL, routed_experts=experts, keep_snapshots=config.deterministic)
     checkpoints = parts.checkpoints(config, folder)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return decoded(tokens, lambda run: str(policy.tokenizer.decode(run)))
+
     recorder = Recorder(
-        outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
+        outputs,
+        journal=journal,
+        decode=decode,
     )
     if config.audit.record:
         parts.record(folder / RECORDED)
@@ -109,7 +117,7 @@ def build(
         engine = share(engine, hub)
     engine = supervise(engine, recovery)
     restart_dead(engine, hub)
-    components.report_events(engine, recorder.event)
+    components.report_events(parts.generator.engine, recorder.event)
     generator = replace(parts.generator, engine=engine)
 
     make_rollout = partial(
@@ -143,7 +151,8 @@ def build(
         parts.techniques,
         skipped=rollout.quarantined,
     )
-    give_solutions(parts.techniques, config, taskset, generator.chat)
+    texts = PolicyTexts(taskset, generator)
+    require_solutions(parts.techniques, texts, taskset, config.seed)
     queue = build_queue(config.schedule, start, policy)
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
@@ -177,7 +186,7 @@ def build(
             lag=parts.trainer.lag,
             resize=journal.resize,
             hidden_states=parts.hidden_states,
-            writer=PolicyWriter(generator),
+            texts=texts,
             seed=config.seed,
             replay_experts=config.trainer.routing_replay,
             give_lessons=build_lessons(config, taskset, parts.generator.chat),
@@ -192,6 +201,18 @@ def build(
         trainer_thread=LocalThread("trainer", shared_cores.take),
         io_thread=LocalThread("io"),
     )
+
+
+def _require_recorded_pictures(policy: Policy, start: ResumeState) -> None:
+    """Raise `ConfigError` if a picture of an episode that goes on is lost or damaged."""
+    pasts = (past for request in start.requests for past in request.past)
+    pieces = (piece for past in pasts for each in (past, *past.branches) for piece in each.pieces)
+    known = {each for piece in pieces if isinstance(piece, ContextPiece) for each in piece.pictures}
+    if policy.pictures:
+        try:
+            policy.pictures.store.require(known)
+        except PictureError as error:
+            raise ConfigError(f"the run cannot be resumed: {error}") from error
 
 
 def rollout_setup(
@@ -212,6 +233,7 @@ def rollout_setup(
         routed=sizes.routed,
         first_episode=0,
         stride=count,
+        ray=components.ray_address() if config.cluster.engine_hosts else "",
     )
 
 

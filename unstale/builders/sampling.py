@@ -56,6 +56,7 @@ from unstale.envs.guard import (
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.model.lora import Merging
+from unstale.model.pictures import PictureInputs, PictureReader
 from unstale.model.policy import Policy
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
@@ -159,10 +160,11 @@ def build_generator(
     Raises `ConfigError` if the model's tokenizer or template cannot be used.
     """
     try:
-        engine = engine or build_engine(config, policy.merging)
+        engine = engine or build_engine(config, policy.merging, policy.pictures)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    chat = build_chat(config, policy.tokenizer, policy.ends, taskset)
+    reader = policy.pictures.reader if policy.pictures else None
+    chat = build_chat(config, policy.tokenizer, policy.ends, taskset, reader)
     warn_of_hidden_tools(config, chat, taskset)
     return Generator(engine, chat, config.engine, pins=config.schedule.pin_versions)
 
@@ -179,7 +181,11 @@ TEMPLATE_S = 30.0
 
 
 def build_chat(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], taskset: Taskset
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[int, ...],
+    taskset: Taskset,
+    pictures: PictureReader | None = None,
 ) -> Chat:
     """Return the chat format of a policy with the tools of a task set.
 
@@ -198,6 +204,7 @@ def build_chat(
                 ends=ends,
                 template_kwargs=config.template_kwargs,
                 tools_in_prompt=config.tools_in_prompt,
+                pictures=pictures,
             )
     except ConfigError as error:
         if type(error.__cause__) is ValueError:  # the chat format's own, which names the cause
@@ -240,10 +247,13 @@ def _print_note(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 
-def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
+def build_engine(
+    config: RunConfig, merging: Merging | None, pictures: PictureInputs | None = None
+) -> EnginePool:
     """Return the configured engines as one pool.
 
-    `merging` describes LoRA adapters, if the run has any.
+    `merging` describes LoRA adapters, if the run has any. `pictures` are those of a vision-language
+    model.
 
     Raises `ConfigError` if the engine needs `engine.urls` and none is given.
     """
@@ -296,6 +306,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             # the versions of running episodes, the newest, and one that is being loaded
             max_versions=config.schedule.staleness_bound + 2 if config.schedule.pin_versions else 2,
             record_experts=config.trainer.routing_replay,
+            pictures=pictures.store if pictures else None,
             lockstep=config.deterministic,
         )
         for number, url in enumerate(urls)

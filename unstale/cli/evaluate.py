@@ -14,6 +14,7 @@ from unstale.cli.process import limit_threads
 from unstale.cli.saved_episodes import open_saved
 from unstale.cli.session import require_config
 from unstale.cli.trained import policy_folder
+from unstale.cli.turn_limits import learned_limit
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.console import Console
@@ -35,12 +36,13 @@ from unstale.weights.publish import DirectPublisher
 T = TypeVar("T")
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - options of a command
     trained: Path | str,
     config: RunConfig | None = None,
     *,
     attempts: int | None = None,
     save: Path | str | None = None,
+    limit_turns: bool = False,
     console: Console | None = None,
     **wrong: Any,
 ) -> EvalResult:
@@ -50,14 +52,17 @@ def evaluate(
 
     `trained` is a run folder or a model folder. `config` has the task and the number of tasks
     (`eval.tasks`); its policy is not used. Finished episodes are written to the file `save`, and
-    episodes that this file already has are not played again. Raises `ConfigError` for wrong
+    episodes that this file already has are not played again. `limit_turns` limits turns by the
+    successes of the run `trained`, as `learned_limit` does. Raises `ConfigError` for wrong
     settings, and `RunFailed` if a component fails later.
     """
     config = require_config(config, wrong)
     attempts = config.eval.samples if attempts is None else attempts
+    limit = learned_limit(Path(trained), config) if limit_turns else None
     held_out = HeldOut.of(trained, config, attempts)
 
     async def grade(rollout: Rollout, progress: Callable[..., None]) -> list[bool | None]:
+        rollout.turn_limit = limit
         return await evaluation.evaluate(
             rollout,
             held_out.tasks,
@@ -67,7 +72,12 @@ def evaluate(
             trial=not finished.successes,
         )
 
-    saved = open_saved(Path(save), held_out.config) if save else nullcontext(FinishedEpisodes())
+    shared = {"turn limit": str(limit)} if limit else {}
+    saved = (
+        open_saved(Path(save), held_out.config, **shared)
+        if save
+        else nullcontext(FinishedEpisodes())
+    )
     with saved as finished:
         graded = held_out.run(grade, console=console)
     result = EvalResult.of(graded, attempts, [task.env for task in held_out.tasks])

@@ -34,7 +34,7 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     config = stored_config(RunFolder(run).config())
     saved = FailedStep.load(path)
     try:
-        _again(config, saved)
+        _again(config, saved, run)
     except NOT_FINITE as error:
         console.print(f"the step failed again: {literal(error)}", highlight=False)
         return True
@@ -45,7 +45,7 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     return False
 
 
-def _again(config: RunConfig, saved: FailedStep) -> None:
+def _again(config: RunConfig, saved: FailedStep, run: Path) -> None:
     columns: dict[str, Any] = dict(saved.columns)
     batch = saved.batch
     if saved.about["stage"] == "old_logps":
@@ -56,6 +56,7 @@ def _again(config: RunConfig, saved: FailedStep) -> None:
     # Neither the task set, which may be foreign code, nor an engine is created: a batch needs
     # neither.
     policy = load_policy(config)
+    policy.open_pictures(run)
     policy.require_base(int(saved.about.get("base", 0)))
     try:
         policy.load_weights(dict(saved.weights))

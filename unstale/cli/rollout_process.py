@@ -9,10 +9,13 @@ from typing import Any, cast
 
 from unstale.builders import build_chat
 from unstale.cli.process import limit_threads, rare_garbage_collection
+from unstale.cluster.engine_host import HostOptions
+from unstale.cluster.hosted_engine import HostedEngine
+from unstale.cluster.session import connect
 from unstale.config import Dtype, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability import virtual_clock
-from unstale.engines.following import FollowedEngine
+from unstale.engines.following import FollowedEngine, SharedServer
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions, ModelSizes, engine_spec
 from unstale.engines.remote import RemoteEngine
@@ -83,6 +86,8 @@ def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
     config = stored_config(setup.config)
     if config.allow_weak_sandbox:
         sandbox.allow_weak()
+    if setup.ray:
+        connect(setup.ray)
     taskset = isolate(build_taskset(config.task), config.task)
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = lambda kind, **fields: outbox.send(Logged(kind, fields))
@@ -104,20 +109,22 @@ def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
     return ShardServer(setup, engines, make_rollout, outbox)
 
 
-def _make_engine(config: RunConfig, sizes: ModelSizes, url: str) -> RemoteEngine:
-    """Return an engine on the server at `url`, whose weights the run's process loads."""
+def _make_engine(config: RunConfig, sizes: ModelSizes, url: str) -> SharedServer:
+    """Return an engine on the server or engine host at `url`, which the run's process controls."""
     options = config.engine
-    engine = engine_spec(options.backend).make(
-        EngineOptions(
-            config.policy_folder,
-            url=url,
-            dtype=cast(Dtype, options.dtype),
-            quantise=options.quantise,
-            max_context=options.max_context,
-            keep_cache=options.keep_cache,
-            record_experts=config.trainer.routing_replay,
-            sizes=sizes,
-        )
+    each = EngineOptions(
+        config.policy_folder,
+        url=url,
+        dtype=cast(Dtype, options.dtype),
+        quantise=options.quantise,
+        max_context=options.max_context,
+        keep_cache=options.keep_cache,
+        record_experts=config.trainer.routing_replay,
+        sizes=sizes,
     )
+    make = engine_spec(options.backend).make
+    if config.cluster.engine_hosts:
+        return HostedEngine.at(url, HostOptions(make, (each,)))
+    engine = make(each)
     assert isinstance(engine, RemoteEngine), "the run checked it"
     return engine

@@ -11,6 +11,7 @@ from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.trained import policy_folder
+from unstale.cli.turn_limits import learned_limit
 from unstale.config import RunConfig
 from unstale.durability.console import Console
 from unstale.rollout.endpoint.agents import AgentRollout
@@ -52,18 +53,21 @@ class SessionPool:
         return AgentSession(self._rollout, Transcript(episode, seed), self._calls)
 
 
-def serve(
+def serve(  # noqa: PLR0913 - options of a command
     trained: Path,
     config: RunConfig,
     *,
     token: str | None = None,
     port: int = 0,
+    limit_turns: bool = False,
     console: Console | None = None,
 ) -> None:
     """Serve a run's policy, or any model folder, until Ctrl-C. Print the base URL and the key.
 
-    Raises `ConfigError` for wrong settings, and `RunFailed` if the engine fails.
+    With `limit_turns`, a named episode has as many replies as `learned_limit` says. Raises
+    `ConfigError` for wrong settings, and `RunFailed` if the engine fails.
     """
+    limit = learned_limit(trained, config) if limit_turns else None
     folder = policy_folder(trained)
     config = config.with_policy(folder)
     config = replace(config, rollout=replace(config.rollout, max_turns=1 << 30))
@@ -84,6 +88,7 @@ def serve(
                 config.endpoint, token=token, port=port, find=lambda key: sessions.find(key)
             )
             rollout = AgentRollout(running, taskset, config.rollout, endpoint=endpoint)
+            rollout.turn_limit = limit
             sessions = SessionPool(rollout, calls, config.seed)
             async with endpoint:
                 console.print(

@@ -522,6 +522,7 @@ class RunSession:
             machine = self.machine or self._build(display)
             display.phase("starting the engine")
             policy = machine.policy
+            policy.open_pictures(folder)
             checkpoints = machine.checkpoints(config, folder)
             policy.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
             state = init_run(folder, checkpoints, policy)
@@ -530,6 +531,7 @@ class RunSession:
             display.phase("reading the checkpoint and the journal")
             previous = self.machine
             machine = self._build(display)
+            machine.policy.open_pictures(folder)
             changed = self._changed_data(machine) if previous is None else None
             checkpoints = machine.checkpoints(config, folder)
             stored = load_resume_state(

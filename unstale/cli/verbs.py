@@ -161,6 +161,11 @@ CONFIG_OF_RUN = argument(
 """The argument `--config` of a command on a run folder. Such a command accepts no recipe."""
 
 
+LIMIT_TURNS = argument(
+    "--limit-turns",
+    action="store_true",
+    help="limit the turns of an episode by the run's successes, as the technique limits does",
+)
 COUNT = bounded(int, 1, 10_000)
 """The type of an argument that is a number of runs or attempts, 1 to 10000."""
 
@@ -241,6 +246,7 @@ def _check_template(chosen: argparse.Namespace) -> int:
         help="attempts per task (default: the largest of k and eval.samples)",
     ),
     argument("--save", type=Path, metavar="FILE", help="save episodes; a repeated command resumes"),
+    LIMIT_TURNS,
     JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
@@ -255,7 +261,12 @@ def _eval(chosen: argparse.Namespace) -> int:
         from unstale.cli.evaluate import evaluate
 
     result = evaluate(
-        chosen.trained, config, attempts=attempts, save=chosen.save, console=console_of(chosen)
+        chosen.trained,
+        config,
+        attempts=attempts,
+        save=chosen.save,
+        limit_turns=chosen.limit_turns,
+        console=console_of(chosen),
     )
     if chosen.json:
         print_json({"task": config.task.env, **result.as_json(chosen.k)})
@@ -564,6 +575,7 @@ def _same(chosen: argparse.Namespace) -> int:
         help="API key that clients must send (default: $UNSTALE_TOKEN, which other users of the "
         "machine do not see, or a new one)",
     ),
+    LIMIT_TURNS,
 )
 def _serve(chosen: argparse.Namespace) -> int:
     from unstale.cli.trained import configure_trained
@@ -575,7 +587,8 @@ def _serve(chosen: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: {install('endpoint')}") from error
     token = chosen.token or os.environ.get("UNSTALE_TOKEN")
-    serve(chosen.trained, config, token=token, port=chosen.port)
+    limit = chosen.limit_turns
+    serve(chosen.trained, config, token=token, port=chosen.port, limit_turns=limit)
     return 0
 
 

@@ -11,7 +11,7 @@ from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.gpus import host_gpus, run_gpus
 from unstale.cluster.hosted_engine import RESOURCE, HostedEngine, place
-from unstale.cluster.session import connect
+from unstale.cluster.session import connect, import_ray
 from unstale.config import ClusterConfig, RunConfig
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool
@@ -55,6 +55,11 @@ def make_host_pool(
     )
 
 
+def ray_address() -> str:
+    """Return the address of the Ray cluster to which this process is connected."""
+    return str(import_ray().get_runtime_context().gcs_address)
+
+
 def make_posts(
     cluster: ClusterConfig, read: Callable[[int], Mapping[str, Tensor]], dtype: torch.dtype
 ) -> WeightPosts | None:
@@ -65,8 +70,8 @@ def make_posts(
     return WeightPosts(read, dtype=dtype) if cluster.engine_hosts else None
 
 
-def report_events(engine: EnginePool, on_event: Callable[..., None]) -> None:
+def report_events(engine: Engine, on_event: Callable[..., None]) -> None:
     """Make the engine hosts of a pool call `on_event` with each event of their engines."""
-    for each in engine.engines:
+    for each in engine.engines if isinstance(engine, EnginePool) else ():
         if isinstance(each, HostedEngine):
             each.on_event = on_event

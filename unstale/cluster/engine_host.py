@@ -18,9 +18,9 @@ import unstale
 from unstale.cluster.posted_experts import PostedExperts
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
-from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.pool import EnginePool, Recovery, WeightsReplaced
 from unstale.engines.registry import EngineOptions
+from unstale.engines.shared_weights import SharedWeights
 from unstale.records import Sampled
 from unstale.threads import in_thread
 from unstale.weights.codec import advance

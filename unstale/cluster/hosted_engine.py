@@ -2,11 +2,12 @@
 
 import asyncio
 import itertools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply, HostReport
 from unstale.cluster.engine_host_weights import VersionOfWeights
@@ -23,6 +24,7 @@ from unstale.engines import (
     check_request,
     check_resume,
 )
+from unstale.engines.registry import ModelSizes
 from unstale.engines.session import EngineSession, deadline
 from unstale.threads import in_thread
 from unstale.weights.codec import file_of
@@ -67,6 +69,8 @@ class HostedEngine:
     """
 
     takes_deltas = True
+    sizes = ModelSizes(0)
+    """No facts about the model: the engines of the host check their replies."""
 
     def __init__(self, number: int, options: HostOptions, place: Callable[[], Handle]) -> None:
         self._number = number
@@ -87,6 +91,40 @@ class HostedEngine:
         self._machine = ""
         self.on_event: Callable[..., None] = lambda kind, **_: None
         """A function that is called with the events of the host's own engines."""
+
+    @classmethod
+    def at(cls, url: str, options: HostOptions) -> Self:
+        """Return the engine of a host that another process controls: only `follow` opens it."""
+        host, epoch = pickle.loads(bytes.fromhex(url))
+        engine = cls(0, options, lambda: host)
+        engine._host, engine._epoch = host, epoch
+        return engine
+
+    @property
+    def url(self) -> str:
+        """The address for `at`, until the next interrupt: the host's actor and its period."""
+        return bytes(import_ray().cloudpickle.dumps((self._host, self._epoch))).hex()
+
+    def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
+        """Sample from a host that another process has loaded with `version`.
+
+        The host itself holds replies back until its engines passed their probe.
+        """
+        self._session = EngineSession(self._check_health)
+        self._version = version
+        self._session.open.set()
+
+    def unfollow(self, reason: str) -> None:
+        """Make all calls fail, because the other process lost the host."""
+        if self._session is not None:
+            self._session.end(reason)
+
+    async def verified(self) -> None:
+        """Do nothing: an engine of the host that fails its probe is the host's to restart."""
+
+    def fail(self, reason: str) -> EngineDied:
+        """Make all calls fail until the next start, because another process found the host dead."""
+        return self._fail(self._live_session(), reason)
 
     async def start(self) -> None:
         """Start the host's engines. Raises ValueError if its machine cannot run them."""
@@ -145,11 +183,19 @@ class HostedEngine:
         )
 
     async def interrupt(self) -> None:
-        session = self._live_session()
-        session.open.clear()
+        self._live_session().open.clear()
         self._epoch = next(self._epochs)
         # servers first end the probe of the weights that they loaded last
         await self._control("interrupt", self._epoch, timeout_s=LOAD_S)
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Send no requests until the engine is opened again. Wait until all replies have returned.
+
+        Raises `EngineDied` if they do not.
+        """
+        session = self._live_session()
+        session.open.clear()
         async with deadline(HANG_S, partial(self._fail, session), "interrupted replies not back"):
             while session.pending:
                 await session.while_alive(session.quiet.wait())

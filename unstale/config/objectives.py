@@ -124,6 +124,9 @@ class ObjectiveConfig(VariantSection):
     """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss.
 
     `ObjectiveConfig(loss_type="gspo", clip_low=3e-4)` returns an instance of that loss's subclass.
+
+    A new objective is a subclass that sets `loss_type` and `docs` and defines `limit`. It defines
+    `surrogate`, too, unless `unstale.algorithms.objectives` has a function with its name.
     """
 
     selector: ClassVar[str] = "loss_type"

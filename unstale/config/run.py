@@ -371,17 +371,16 @@ class RunConfig(Section):
 
     def _check_processes(self) -> None:
         """Raise `ConfigError` for options that rollout in several processes does not support."""
-        unreachable = "only the process of the run can call these engines"
         refused = {
             f"engine.backend = {self.engine.backend}": (
-                self.engine.backend == "embedded",
-                f"{unreachable}. Use vllm or sglang",
+                self.engine.backend == "embedded" and not self.cluster.engine_hosts,
+                "only the process of the run can call these engines. Use vllm, sglang or "
+                "cluster.engine_hosts",
             ),
             "deterministic = true": (
                 self.deterministic,
                 "a virtual clock does not wait for other processes",
             ),
-            "cluster.engine_hosts > 0": (self.cluster.engine_hosts > 0, unreachable),
             "task.isolate = ray": (
                 self.task.isolate == "ray",
                 "rollout processes do not connect to Ray. Use process or none",

@@ -1,9 +1,9 @@
 """The registry of techniques. Importing this module does not import torch.
 
 A technique changes one part of training, such as the learning rate of a step. Each technique is one
-file of `unstale/techniques`, which declares it in `ENTRY`, or an entry point of another
-distribution. The option `techniques` chooses some by name. The options of a technique are a section
-with its name, as in `--ess_lr.base 0.5`.
+file of `unstale/techniques` or `unstale/research/techniques`, which declares it in `ENTRY`, or an
+entry point of another distribution. The option `techniques` chooses some by name. The options of a
+technique are a section with its name, as in `--ess_lr.base 0.5`.
 """
 
 import re
@@ -68,13 +68,22 @@ ON_BATCH: frozenset[Slot] = frozenset(
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
-    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "answers", "halves"
+    "siblings",
+    "reference",
+    "entropy",
+    "trajectory_gradients",
+    "pool",
+    "texts",
+    "answers",
+    "halves",
+    "rewards",
 ]
 """A need of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
 a pool of tasks that come again, `texts` a task set with a text of each task, `answers` a task set
-that reads the answer of an episode, `halves` the gradients of two halves of a step's groups (one
+that reads the answer of an episode, `rewards` the environment's rewards while a group is
+sampled, `halves` the gradients of two halves of a step's groups (one
 more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
@@ -214,7 +223,10 @@ def check_needs(config: "RunConfig") -> None:
     size = config.schedule.group_size
     for entry in chosen(config.techniques):
         entry.check(config.technique_options[entry.name], config)
-        if entry.slot == "estimator" and config.advantage != type(config.advantage)():
+        estimates = entry.slot == "strategy" and "advantage" in entry.changes
+        if (estimates or entry.slot == "estimator") and config.advantage != type(
+            config.advantage
+        )():
             raise ConfigError(
                 f"the technique {entry.name} replaces advantage.estimator, got "
                 f"{config.advantage.estimator}: leave all options of `advantage` at their defaults"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unstale.engines.prefixes import EpisodeTokens
 from unstale.kept_sets import Truncation
+from unstale.pictures import FIRST
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
@@ -97,12 +98,13 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
     vocab_size: int = 0,
     keeps_sets: bool = False,
     versions: Collection[int] = (),
+    pictures: bool = False,
 ) -> None:
     """Raise ValueError for a request that the engine cannot serve.
 
     A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked), and, unless the engine `keeps_sets`, no truncation. `params.version` must be -1 or one
-    of `versions`.
+    checked) unless they are of `pictures`, and, unless the engine `keeps_sets`, no truncation.
+    `params.version` must be -1 or one of `versions`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -128,7 +130,9 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
     if not vocab_size:
         return
     new = tokens.unchecked(vocab_size) if isinstance(tokens, EpisodeTokens) else tokens
-    ids = (*new, *params.stop_tokens)
+    ids = [*new, *params.stop_tokens]
+    if pictures:
+        ids = [each for each in ids if each < FIRST]
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(
             f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {vocab_size - 1}; "

@@ -11,13 +11,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
-from unstale.engines import EngineDied, Reply, SamplingParams, Update
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update
 from unstale.engines.pool import EnginePool
-from unstale.engines.remote import RemoteEngine
+from unstale.engines.registry import ModelSizes
 
 DRAIN_S = 60.0
 """Seconds within which a rollout process must have received the replies of an interrupted
@@ -83,6 +83,40 @@ class EngineCounters(msgspec.Struct, tag=True):
 
 StateChange = EngineOpened | EngineVerified | EngineClosed | EngineEnded
 Finding = EngineDrained | EngineFailed | EngineCounters
+
+
+class SharedServer(Engine, Protocol):
+    """An engine on a server, or on an engine host, that several processes can call.
+
+    One process controls it. In others, `follow` opens it for requests and `leave` ends this.
+    """
+
+    sizes: ModelSizes
+
+    @property
+    def url(self) -> str:
+        """The address from which another process makes such an engine."""
+        ...
+
+    async def verified(self) -> None:
+        """Wait until the loaded weights have passed their probe. Raises `EngineDied` otherwise."""
+        ...
+
+    def fail(self, reason: str) -> EngineDied:
+        """Make all calls fail until the next start. Return the error that they raise."""
+        ...
+
+    def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
+        """Take requests. Replies may be held back until `probe` is done."""
+        ...
+
+    def unfollow(self, reason: str) -> None:
+        """Make all calls fail until the next `follow`."""
+        ...
+
+    async def leave(self) -> None:
+        """Take no requests until the next `follow`. Wait until all replies have returned."""
+        ...
 
 
 class EngineHub:
@@ -171,7 +205,7 @@ class SharedEngine:
     Each call also changes the state of the server in the rollout processes.
     """
 
-    def __init__(self, engine: RemoteEngine, number: int, hub: EngineHub) -> None:
+    def __init__(self, engine: SharedServer, number: int, hub: EngineHub) -> None:
         self.engine = engine
         self.takes_deltas = engine.takes_deltas
         self.on_death: Callable[[EngineDied], None] = lambda died: None
@@ -321,7 +355,7 @@ class FollowedEngine:
     def __init__(
         self,
         number: int,
-        make: Callable[[str], RemoteEngine],
+        make: Callable[[str], SharedServer],
         report: Callable[[Finding], None],
     ) -> None:
         """Create the engine of the server with this number. It sends no requests before `change`.
@@ -332,7 +366,7 @@ class FollowedEngine:
         self._number = number
         self._make = make
         self._report = report
-        self._engine: RemoteEngine | None = None
+        self._engine: SharedServer | None = None
         self._epoch = -1
         self._up = asyncio.Event()
         self._was_up = False
@@ -423,15 +457,18 @@ class FollowedEngine:
             self._report(EngineCounters(self._number, dict(counters)))
 
 
-def require_servers(engines: Sequence[object]) -> None:
-    """Raise ValueError if an engine is not an HTTP server, so that no other process can use it."""
+def require_servers(engines: Sequence[Engine]) -> list[SharedServer]:
+    """Return the engines. Raises ValueError if other processes cannot use one of them."""
+    servers: list[SharedServer] = []
     for engine in engines:
-        if not isinstance(engine, RemoteEngine):
+        if not hasattr(engine, "follow"):
             raise ValueError(
-                "rollout.processes > 1 needs engines on HTTP servers, got a "
+                "rollout.processes > 1 needs engines on HTTP servers or engine hosts, got a "
                 f"{type(engine).__name__}, which only the process of the run can call. Set "
                 "rollout.processes = 1, or engine.backend = vllm or sglang"
             )
+        servers.append(cast(SharedServer, engine))
+    return servers
 
 
 def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
@@ -439,10 +476,9 @@ def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
 
     They are shared with the rollout processes of `hub`. Raises ValueError like `require_servers`.
     """
-    require_servers(pool.engines)
     hub.engines = [
-        SharedEngine(cast(RemoteEngine, engine), number, hub)
-        for number, engine in enumerate(pool.engines)
+        SharedEngine(engine, number, hub)
+        for number, engine in enumerate(require_servers(pool.engines))
     ]
     return EnginePool(
         hub.engines,

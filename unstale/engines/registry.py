@@ -14,6 +14,7 @@ from unstale.config import Adapters, Dtype, RunConfig, Transfer
 from unstale.config.plugins import Plugins, modules
 from unstale.engines import Engine
 from unstale.model.lora import Merging
+from unstale.pictures import PictureStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,10 @@ class EngineOptions:
     sizes: ModelSizes | None = None
     """If given, another process loads the weights into the server at `url`, and this engine only
     sends requests (`RemoteEngine.follow`).
+    """
+    pictures: PictureStore | None = None
+    """The pixels of the pictures in requests (embedded engine only). None for a model that reads
+    only text.
     """
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).

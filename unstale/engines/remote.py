@@ -38,7 +38,6 @@ from unstale.engines import (
 )
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.embedded.runner import DTYPES
-from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.encoded_experts import cut_experts
 from unstale.engines.http import (
     LARGE_BODY_BYTES,
@@ -50,6 +49,7 @@ from unstale.engines.http import (
 )
 from unstale.engines.registry import EngineOptions, ModelSizes
 from unstale.engines.session import EngineSession, deadline
+from unstale.engines.shared_weights import SharedWeights
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
 from unstale.records import Sampled

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache, partial
+from hashlib import sha256
 from itertools import count
 from numbers import Real
 from random import Random
@@ -54,6 +55,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A picture in a message: the bytes of its file, such as a PNG or JPEG.
+
+    It stands after the first `at` characters of the message's content.
+    """
+
+    data: bytes = field(repr=False)
+    at: int = 0
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file, in hex."""
+        return sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation, with the fields that chat templates use."""
 
@@ -62,6 +79,20 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     thoughts: str = ""
     """The assistant's reasoning text, if the chat template has such texts."""
+    images: tuple[Image, ...] = ()
+    """The pictures of a user's message, in their order. Only a vision-language model reads them."""
+
+    @property
+    def parts(self) -> Iterator[str | Image]:
+        """The text and the pictures of the content, in their order."""
+        start = 0
+        for image in self.images:
+            if image.at > start:
+                yield self.content[start : image.at]
+            yield image
+            start = image.at
+        if self.content[start:]:
+            yield self.content[start:]
 
 
 ROLES: tuple[str, ...] = get_args(Message.__annotations__["role"])
@@ -134,7 +165,22 @@ def _messages(messages: Any) -> tuple[Message, ...]:
                 f"the role of a message in Turn.messages must be one of {', '.join(ROLES)}, "
                 f"got {short_repr(message.role)}"
             )
+        _require_images(message)
     return found
+
+
+def _require_images(message: Message) -> None:
+    """Raise `EnvError` for pictures that are not where a message can have them."""
+    places = [image.at for image in message.images if isinstance(image, Image)]
+    if len(places) < len(message.images) or places != sorted(places):
+        raise EnvError("Message.images must be a tuple of Image(data, at) in the order of `at`")
+    if places and (
+        message.role != "user" or not 0 <= places[0] <= places[-1] <= len(message.content)
+    ):
+        raise EnvError(
+            "Message.images must be of a message of the role user, with `at` within its content; "
+            f"got role {message.role}, at {places}"
+        )
 
 
 def _numbers(name: str, values: Any, *, most: float = MAX_FACT) -> dict[str, float]:
@@ -408,6 +454,21 @@ class HasDemonstrations(Protocol):
         """Return a conversation that solves a task: prompt, replies and the environment's answers.
 
         Raises `ConfigError` if the task has no demonstration.
+        """
+        ...
+
+
+@runtime_checkable
+class HasCorrections(Protocol):
+    """A task set that finds wrong replies, for instance by a judge and a teacher."""
+
+    def correction(
+        self, task: Task, replies: Sequence[Message]
+    ) -> Awaitable[tuple[int, Message | str] | None] | tuple[int, Message | str] | None:
+        """Return the index of the first wrong reply of an episode, and a right reply in its place.
+
+        A text is only the beginning of a reply: its right steps, and the next one as it should be.
+        The policy goes on with the reply. None if no reply is wrong.
         """
         ...
 

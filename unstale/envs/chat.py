@@ -23,16 +23,18 @@ from itertools import count
 from os.path import commonprefix
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from unstale.envs import Message, ToolCall, tool_schema
+from unstale.envs import Image, Message, ToolCall, tool_schema
 from unstale.envs.argument_types import schemas_of
 from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form
 from unstale.envs.replies import END_OF_THOUGHT, THOUGHT, ReplyReader, any_of
 from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
+from unstale.pictures import FIRST, Picture, PictureError, PictureStore, decoded
+from unstale.records import ContextPiece, Provenance
 
 STAND_IN = "@@reply@@"
 """A text that is rendered in place of the policy's reply."""
@@ -60,10 +62,26 @@ _TOKEN_BYTES = 36
 _NUMBERS = count()
 
 
+class ReadsPictures(Protocol):
+    """Turns the files of pictures into tokens (`unstale.model.pictures.PictureReader`)."""
+
+    store: PictureStore
+    token: int
+    """The token that the chat template writes for a picture."""
+
+    def tokens(self, data: bytes) -> tuple[int, ...]:
+        """Return the tokens of a picture's file, and store its pixels."""
+        ...
+
+    def known(self, digest: str) -> tuple[int, ...]:
+        """Return the tokens of a picture whose file had this SHA-256."""
+        ...
+
+
 class Chat:
     """The format of a conversation: a tokenizer's chat template with a set of tools."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a model and a run choose
         self,
         tokenizer: Any,
         tools: Sequence[Mapping[str, Any]],
@@ -71,14 +89,16 @@ class Chat:
         ends: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         tools_in_prompt: bool = False,
+        pictures: ReadsPictures | None = None,
     ) -> None:
         """Examine how the template ends a reply and writes tool calls.
 
         `ends` are further end tokens, from the model's generation config. Those that are not
         control tokens are ignored. `template_kwargs` are variables of the template, such as
         `enable_thinking`. With `tools_in_prompt`, tools that the template does not render are
-        described in the prompt. Raises `ValueError` if the template does not read one of the
-        variables, writes calls in an unknown format, or does not allow messages to be appended.
+        described in the prompt. `pictures` reads them for a vision-language model. Raises
+        `ValueError` if the template does not read one of the variables, writes calls in an unknown
+        format, or does not allow messages to be appended.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -89,6 +109,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
         self._tools_in_prompt = tools_in_prompt
+        self._pictures = pictures
         self._tool_text: ToolText | None = None
         template = tokenizer.get_chat_template(None, self._tools or None)
         self._template_kwargs = dict(template_kwargs)
@@ -107,6 +128,8 @@ class Chat:
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
+        self._takes_lists = pictures is not None and self._omits_strings()
+        """True if the template reads contents only as lists of parts."""
         self._ends = self._find_ends()
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
@@ -158,6 +181,10 @@ class Chat:
         text, seam = self._render(self._prompt_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
+    def pictures(self, tokens: Sequence[int]) -> tuple[Picture, ...]:
+        """Return the different pictures among encoded tokens."""
+        return self._pictures.store.pictures(tokens) if self._pictures else ()
+
     def encode_continuation(
         self, messages: Sequence[Message], *, ended: bool, calls: Sequence[ToolCall] = ()
     ) -> tuple[int, ...]:
@@ -186,9 +213,9 @@ class Chat:
             raise ValueError(
                 f"the chat template writes {after[:40]!r} after this reply instead of {ends}"
             )
-        if not ended:
-            return self._text.encode(after, after=STAND_IN, seam=seam)
-        return self._text.encode(after.removeprefix(end), after=end, seam=seam)
+        before = end if ended else STAND_IN
+        text = after.removeprefix(end) if ended else after
+        return self._with_pictures(self._text.encode(text, after=before, seam=seam), record)
 
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the tokens of a reply that was not sampled, including its end token.
@@ -236,7 +263,8 @@ class Chat:
         For long replies, most of the work is done without the interpreter lock.
         """
         stops = () if whole else self.stop_tokens
-        return self._text.decode([token for token in tokens if token not in stops])
+        kept = [token for token in tokens if token not in stops]
+        return decoded(kept, self._text.decode) if self._pictures else self._text.decode(kept)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token's text. A token may be only a part of a character."""
@@ -296,7 +324,41 @@ class Chat:
         `reply_calls` are the calls of the placeholder `_REPLY`.
         """
         written = self._tool_text.written(messages) if self._tool_text else messages
+        for image in (image for message in written for image in message.images):
+            if self._pictures is None:
+                raise PictureError(
+                    "a message has a picture, but the policy reads only text: choose a "
+                    "vision-language model (docs/vision.md)"
+                )
+            self._pictures.tokens(image.data)
         return _record(written, reply_calls)
+
+    def _with_pictures(self, tokens: tuple[int, ...], record: str) -> tuple[int, ...]:
+        """Return tokens with those of pictures, where the template has one for each picture.
+
+        `record` is the conversation as JSON, which has their content hashes.
+        """
+        if self._pictures is None:
+            return tokens
+        contents = (message["content"] for message in json.loads(record))
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        digests = [part["digest"] for part in parts if part["type"] == "image"]
+        if tokens.count(self._pictures.token) != len(digests):
+            raise ValueError(
+                f"the chat template writes {tokens.count(self._pictures.token)} pictures for the "
+                f"{len(digests)} of the messages"
+            )
+        found = map(self._pictures.known, digests)
+        runs = (next(found) if each == self._pictures.token else (each,) for each in tokens)
+        return tuple(token for run in runs for token in run)
+
+    def _omits_strings(self) -> bool:
+        """Return True if the template leaves out contents that are texts, not lists of parts."""
+        self._takes_lists = False
+        try:
+            return STAND_IN not in self._render(_record([Message("user", STAND_IN)]))[0]
+        except _TEMPLATE_ERRORS:
+            return True
 
     def _render_plain(self, messages: Sequence[Message]) -> str:
         return self._render(_record(messages), add_generation_prompt=False)[0]
@@ -336,6 +398,7 @@ class Chat:
                 ends=self.stop_tokens,
                 template_kwargs=variables,
                 tools_in_prompt=self._tools_in_prompt,
+                pictures=self._pictures,
             )
             other._recent = self._recent
             self._other_chats[key] = other
@@ -410,8 +473,12 @@ class Chat:
         tools = self._tools
         if self._tools_have_marks:
             tools = json.loads(self._mark_start.sub(rf"\1{seam}", self._tools_json))
+        messages = json.loads(self._mark_start.sub(rf"\1{seam}", record))
+        for message in messages if self._takes_lists else ():
+            if isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
         text = self._tokenizer.apply_chat_template(
-            json.loads(self._mark_start.sub(rf"\1{seam}", record)),
+            messages,
             tools or None,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
@@ -423,7 +490,15 @@ class Chat:
     def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
         """Return the tokens of a whole conversation. `record` is the conversation as JSON."""
         text, seam = self._render(record, add_generation_prompt)
-        return self._text.encode(text, seam=seam)
+        return self._with_pictures(self._text.encode(text, seam=seam), record)
+
+
+def context_piece(
+    chat: Chat, tokens: tuple[int, ...], provenance: Provenance = Provenance.ENVIRONMENT
+) -> ContextPiece:
+    """Return encoded tokens as a piece of a record, with the pictures among them."""
+    has_pictures = max(tokens, default=0) >= FIRST
+    return ContextPiece(tokens, provenance, chat.pictures(tokens) if has_pictures else ())
 
 
 _Key = tuple[str, int, str]
@@ -484,6 +559,18 @@ def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]
             raise ValueError(f"chat_template_kwargs: the chat template does not read {name!r}")
 
 
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Return a message's content: its text, or its parts if it has pictures."""
+    if not message.images:
+        return message.content
+    return [
+        {"type": "image", "digest": part.digest}
+        if isinstance(part, Image)
+        else {"type": "text", "text": part}
+        for part in message.parts
+    ]
+
+
 def _as_dicts(
     messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()
 ) -> list[dict[str, Any]]:
@@ -496,7 +583,7 @@ def _as_dicts(
     num_answers = 0
     ids: list[str] = []
     for message in messages:
-        record: dict[str, Any] = {"role": message.role, "content": message.content}
+        record: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.thoughts:
             record["reasoning_content"] = message.thoughts
         if message.role != "tool":

@@ -49,7 +49,9 @@ class ToolText:
             return [Message(role, self.description), *messages]  # type: ignore[arg-type]
         texts = [messages[place].content, self.description]
         content = "\n\n".join(texts if self.as_system else texts[::-1])
-        messages[place] = replace(messages[place], content=content)
+        added = 0 if self.as_system else len(self.description) + 2
+        images = tuple(replace(each, at=each.at + added) for each in messages[place].images)
+        messages[place] = replace(messages[place], content=content, images=images)
         return messages
 
     def written(self, messages: Sequence[Message]) -> list[Message]:

@@ -3,10 +3,11 @@
 The receiver checks each message.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs import EnvError, Image, Message, ToolCall, Turn
 
 Row = dict[str, Any]
 
@@ -31,6 +32,7 @@ def message_row(message: Message) -> Row:
         "content": message.content,
         "tool_calls": calls,
         "thoughts": message.thoughts,
+        "images": [[b64encode(image.data).decode(), image.at] for image in message.images],
     }
 
 
@@ -42,8 +44,15 @@ def read_message(row: Any) -> Message:
             "content": str(content),
             "tool_calls": list(calls),
             "thoughts": str(thoughts),
+            "images": list(images),
         }:
-            return Message(cast(Any, role), content, tuple(map(_read_call, calls)), thoughts)
+            return Message(
+                cast(Any, role),
+                content,
+                tuple(map(_read_call, calls)),
+                thoughts,
+                tuple(map(_read_image, images)),
+            )
     raise ValueError(f"no message: {str(row)[:80]}")
 
 
@@ -54,6 +63,13 @@ def _read_call(row: Any) -> ToolCall:
     raise ValueError(f"no tool call: {str(row)[:80]}")
 
 
+def _read_image(row: Any) -> Image:
+    match row:
+        case [str(data), int(at)]:
+            return Image(b64decode(data, validate=True), at)
+    raise ValueError(f"no picture: {str(row)[:80]}")
+
+
 def turn_row(turn: Turn) -> Row:
     """Return the JSON form of a turn. Raises `EnvError` if it is too long to be sent."""
     if len(turn.messages) > MAX_MESSAGES:
@@ -61,9 +77,11 @@ def turn_row(turn: Turn) -> Row:
             f"Turn.messages has {len(turn.messages):,} messages; with task.isolate = process at "
             f"most {MAX_MESSAGES:,} are allowed"
         )
-    check_length("Turn.messages", [message.content for message in turn.messages])
+    rows = [message_row(message) for message in turn.messages]
+    files = [data for row in rows for data, _ in row["images"]]
+    check_length("Turn.messages", [*(message.content for message in turn.messages), *files])
     return {
-        "messages": [message_row(message) for message in turn.messages],
+        "messages": rows,
         "done": bool(turn.done),
         "rewards": dict(turn.rewards),
         "reward": turn.reward,

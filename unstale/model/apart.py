@@ -34,14 +34,22 @@ from unstale.model.packing_check import (
     require_finite,
     wider,
 )
+from unstale.model.pictures import PictureInputs, PictureProbe
 from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.routed_experts import num_experts
 
 
-def run_apart(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
+def run_apart(
+    body: Any,
+    run: PrefixTree,
+    rows: Tensor,
+    plain_head: bool,
+    pictures: PictureInputs | None = None,
+) -> Tensor:
     """Run a model on each sequence of a prefix tree. Return what `run_model` does.
 
-    The tree must have been built without shared prefixes. `rows` must not be padding.
+    The tree must have been built without shared prefixes. `rows` must not be padding. `pictures`
+    computes the inputs of a vision-language model.
     """
     found, places = [], []
     for segment in run.segments:
@@ -50,7 +58,10 @@ def run_apart(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
         alone = _alone(run, segment)
         token = running.set(alone)
         try:
-            out = body(input_ids=alone.tokens[None].to(rows.device), use_cache=False)
+            if pictures:
+                out = pictures.states(body, alone.tokens)
+            else:
+                out = body(input_ids=alone.tokens[None].to(rows.device), use_cache=False)
         finally:
             running.reset(token)
         states: Tensor = (out.last_hidden_state if plain_head else out.logits)[0]
@@ -83,11 +94,12 @@ def _alone(run: PrefixTree, segment: Segment) -> PrefixTree:
 
 
 @torch.no_grad()
-def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Prepare a model for `run_apart`: with the code of transformers, and torch's fused attention.
 
     Attention that torch's fused one does not compute, as with sinks and soft caps, is computed by
-    transformers, which holds the scores of all pairs of tokens in memory.
+    transformers, which holds the scores of all pairs of tokens in memory. Return the name of the
+    attention, with which `set_attention` prepares other models of the architecture.
     """
     fused.undo(model)
     sequences, _ = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
@@ -100,7 +112,15 @@ def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
         is_same = _agree(model, partial(logits, "eager"), partial(logits, "sdpa"))
     except (NotImplementedError, ValueError):  # the architecture does not offer it
         is_same = False
-    model.set_attn_implementation("sdpa" if is_same else "eager")
+    attention = "sdpa" if is_same else "eager"
+    set_attention(model, attention)
+    return attention
+
+
+def set_attention(model: PreTrainedModel, attention: str) -> None:
+    """Prepare a model for `run_apart`, with the attention that `use` chose."""
+    fused.undo(model)
+    model.set_attn_implementation(attention)
 
 
 @torch.no_grad()
@@ -136,6 +156,21 @@ def check_apart(
     tokens = sequences[1][None].to(next(model.parameters()).device)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
     return Packability(is_plain(model.get_output_embeddings(), hidden, logits[1]), 0.0)
+
+
+@torch.no_grad()
+def check_pictures(model: PreTrainedModel, pictures: PictureInputs, found: Packability) -> None:
+    """Check that a model with pictures has the logits of transformers, at once and with a cache.
+
+    `found` are the results of `check_apart`. Raises ConfigError if a check fails.
+    """
+    probe = PictureProbe(pictures)
+    plain = partial(probe.plain, model)
+    same = (_agree(model, plain, partial(probe.logits, model, parts)) for parts in (1, 3))
+    if not (found.plain_head and all(same)):
+        raise ConfigError(
+            f"policy: pictures give {type(model).__name__} other logits than in transformers"
+        )
 
 
 @torch.no_grad()

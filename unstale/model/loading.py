@@ -10,13 +10,19 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from unstale.config import ConfigError
 from unstale.config.chat_templates import CONTROL_TOKENS, NAMED
 from unstale.config.hub import damaged_weights, reading, require_safe_weights
+from unstale.model.pictures import reads_pictures
 from unstale.model.template_limits import require_small_template
 
 DTYPES = {
@@ -85,23 +91,29 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
 
 def _require_question(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if the chat template fails, or omits the text of a user's message."""
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+
+    def omits(content: Any) -> bool:
+        message = {"role": "user", "content": content}
+        return "?" not in str(tokenizer.apply_chat_template([message], tokenize=False))
+
+    try:  # some templates of vision-language models read only lists of parts
+        is_left_out = omits("?") and omits([{"type": "text", "text": "?"}])
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"chat_template cannot be rendered: {_one_line(error)}") from error
-    if "?" not in str(text):
+    if is_left_out:
         raise ConfigError("chat_template leaves out the text of a user's message")
 
 
 def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Load a causal language model from a local folder.
+    """Load a causal language model from a local folder, with its vision tower if it has one.
 
     `options` are further arguments of transformers' `from_pretrained`. Raises ConfigError if the
     folder is damaged or incomplete.
     """
     require_safe_weights(folder)
     with no_progress_bars(), reading(folder, "model"), _named_damage(folder):
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        kind: Any = AutoModelForImageTextToText if reads_pictures(folder) else AutoModelForCausalLM
+        read: Any = kind.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,10 @@ def base_checksum(folder: Path) -> int:
     return _checksum(_read(folder))
 
 
-def inject(model: Any, lora: Lora) -> None:
+def inject(model: Any, lora: Lora, *, without: Collection[str] = ()) -> None:
     """Freeze all weights of a model and add adapters to the layers that `lora` names.
+
+    Layers whose weights are `without` get none.
 
     Raises ConfigError for a layer that cannot have an adapter, for a name that fits no layer, and
     for a model with experts.
@@ -170,7 +172,11 @@ def inject(model: Any, lora: Lora) -> None:
         _require_layers(model, targets)
     alpha: Any = lora.alpha
     options = LoraConfig(
-        r=lora.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        exclude_modules=[name.rpartition(".")[0] for name in without] or None,
+        task_type="CAUSAL_LM",
     )
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

@@ -5,10 +5,12 @@ once (`prefix_tree`). Models whose sequences cannot be packed compute each one a
 """
 
 import copy
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -53,10 +55,17 @@ from unstale.model.packing_check import (
     check_packing,
 )
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
+from unstale.model.pictures import (
+    PROCESSOR_FILES,
+    PictureInputs,
+    load_pictures,
+    tower_names,
+)
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
 from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.model.whole_weights import WholeWeights
+from unstale.pictures import FIRST, PICTURES, PictureStore
 from unstale.records import Batch, count_tokens
 from unstale.routed_experts import num_experts
 
@@ -79,7 +88,7 @@ class Policy:
     `score`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a policy
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -87,9 +96,14 @@ class Policy:
         lora: Lora | None = None,
         base: int = 0,
         peers: RankGroup = SINGLE_PROCESS,
+        pictures: PictureInputs | None = None,
     ) -> None:
+        self.pictures = pictures
+        """Computes the inputs of a vision-language model. None if the model reads only text."""
+        self._frozen = tower_names(model) if pictures else frozenset[str]()
+        """Names of parameters that no step changes, and that are not among the weights."""
         if lora:
-            adapters.inject(model, lora)
+            adapters.inject(model, lora, without=self._frozen)
         self.lora = lora
         self.base = base
         self.peers = peers
@@ -114,10 +128,14 @@ class Policy:
         """For a sharded model: a whole model with few layers, which exists until `check_length` has
         run.
         """
+        self.computes_apart = False
+        """True if each sequence has a forward pass of its own, because it cannot be packed."""
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
-        self._run_model = run_model
+        self._run_model: Callable[..., Tensor] = run_model
         try:
+            if pictures:
+                raise ConfigError("it reads pictures")
             packability = check_packing(self._short_copy or model, tokenizer)
         except ConfigError as refusal:
             packability = self._compute_apart(refusal)
@@ -156,6 +174,7 @@ class Policy:
         independent_rows: bool = False,
         trained: bool = True,
         chat_template: str = "",
+        pictures: PictureStore | None = None,
     ) -> Self:
         """Load a Hugging Face causal-LM folder from the local disk.
 
@@ -165,11 +184,17 @@ class Policy:
         packed with. On a GPU this takes more memory and time, because each token's experts are
         computed separately. A policy that is not `trained` only scores, and has no float32 weights
         for an optimizer. `chat_template` is that of `load_tokenizer`.
+        `pictures` has the pixels of a vision-language model's pictures, by default a new store.
         """
         folder = Path(folder)
         require_model(folder)
         with reading(folder, "model") if peers.count == 1 else nullcontext():
             tokenizer = load_tokenizer(folder, chat_template)
+            inputs = load_pictures(folder, tokenizer, pictures)
+            if inputs and peers.count > 1:
+                raise ConfigError(
+                    "policy: a model that reads pictures cannot be divided among trainer ranks"
+                )
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             options = _expert_options(folder, device, independent_rows=independent_rows)
             if peers.count > 1:
@@ -190,27 +215,37 @@ class Policy:
             if not trained:
                 model.requires_grad_(False)
             base = adapters.base_checksum(folder) if lora else 0
-            policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
+            policy = cls(model, tokenizer, lora=lora, base=base, peers=peers, pictures=inputs)
             policy._dtype = DTYPES[dtype]
             policy._folder = folder
             policy.independent_rows = independent_rows
             return policy
 
+    def open_pictures(self, run: Path) -> None:
+        """Keep the pixels of pictures in a run folder, if the model reads pictures."""
+        if self.pictures:
+            self.pictures.store.open(run / PICTURES)
+
     def _compute_apart(self, refusal: ConfigError) -> Packability:
         """Compute each sequence in a forward pass of its own from now on.
 
         `refusal` says why sequences cannot be packed. Raises ConfigError if the model cannot be
-        computed in this way either, or is divided among trainer ranks.
+        computed in this way either, or if trainer ranks would divide a sequence.
         """
         name = type(self.model).__name__
-        if self._is_sharded:
+        if self.peers.context:
             raise ConfigError(
-                f"{refusal}. Such a model cannot be divided among trainer ranks, got "
-                f"{self.peers.count}"
+                f"{refusal}. The tokens of a sequence of such a model cannot be divided: "
+                f"cluster.context must be 1, got {self.peers.context.size}"
             ) from refusal
+        checked = self._short_copy or self.model
         try:
-            apart.use(self.model, self.tokenizer)
-            found = apart.check_apart(self.model, self.tokenizer)
+            attention = apart.use(checked, self.tokenizer)
+            found = apart.check_apart(checked, self.tokenizer)
+            if self.pictures:
+                apart.check_pictures(checked, self.pictures, found)
+                for frozen in self._frozen:
+                    self.model.get_parameter(frozen).requires_grad_(False)
         except ConfigError as error:
             raise ConfigError(f"{error}. It cannot be packed either: {refusal}") from error
         warnings.warn(
@@ -219,13 +254,17 @@ class Policy:
             RuntimeWarning,
             stacklevel=2,
         )
-        self._run_model = apart.run_apart
+        self._run_model = partial(apart.run_apart, pictures=self.pictures)
+        self.computes_apart = True
+        apart.set_attention(self.model, attention)
         return found
 
-    @property
-    def computes_apart(self) -> bool:
-        """True if each sequence has a forward pass of its own, because it cannot be packed."""
-        return self._run_model is apart.run_apart
+    def _prepared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Prepare another model of this architecture for forward passes, as this policy's is."""
+        _use_packing(model)
+        if self.computes_apart:
+            apart.set_attention(model, self.model.config._attn_implementation)
+        return model
 
     @property
     def _is_sharded(self) -> bool:
@@ -248,6 +287,8 @@ class Policy:
             raise ConfigError(
                 f"trainer.compile must be false with several trainer ranks, got {self.peers.count}"
             )
+        if passes.compile and self.pictures:
+            raise ConfigError("trainer.compile must be false with a policy that reads pictures")
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
             checkpoint_layers(self.model, passes.gradient_checkpointing)
         before = (self.passes.quantise, self.passes.published_dtype)
@@ -296,9 +337,9 @@ class Policy:
         """
         if max_context <= self.checked_length:
             return
-        checked = self.model
-        if self._is_sharded:
-            checked = self._short_copy or _use_packing(sharding.shorter_copy(self.model))
+        if self._is_sharded and self._short_copy is None:
+            self._short_copy = self._prepared(sharding.shorter_copy(self.model))
+        checked = self._short_copy or self.model
         try:
             if not self.computes_apart:
                 check_length(checked, max_context, self.tokenizer)
@@ -306,7 +347,7 @@ class Policy:
             self._plain_head = self._compute_apart(refusal).plain_head
             self._compile()
         if self.computes_apart:
-            apart.check_length_apart(self.model, max_context, self.tokenizer)
+            apart.check_length_apart(checked, max_context, self.tokenizer)
         self.checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
@@ -437,7 +478,7 @@ class Policy:
             model = sharding.load_shard(
                 folder, self.peers, passes=self.dtype, wide=False, **options
             )
-            twin.model = _use_packing(model).requires_grad_(False)
+            twin.model = self._prepared(model).requires_grad_(False)
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)
             if self._expert_layers:
                 replay_experts(twin.model)
@@ -586,6 +627,7 @@ class Policy:
         weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         if self._is_sharded:
             return weights
+        weights = {name: each for name, each in weights.items() if name not in self._frozen}
         saved = self.model.state_dict()
         buffers = {name: value for name, value in self.model.named_buffers() if name in saved}
         return weights | buffers
@@ -629,6 +671,9 @@ class Policy:
             with no_progress_bars():
                 whole.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
+            for name in PROCESSOR_FILES if self.pictures else ():
+                if (source := Path(str(self.model.name_or_path)) / name).is_file():
+                    shutil.copyfile(source, Path(folder) / name)
         except SafetensorError as error:
             raise OSError(f"the model cannot be written to {folder}: {error}") from error
 
@@ -721,7 +766,7 @@ class Policy:
                 query = LogpQuery(run.tokens[:1].to(self.device), temperature)
                 logp = logp + 0 * self._query(run, run.place[:1], query)[0].sum()
             return logp, entropy, divergence
-        targets = run.tokens[run.place[index]].to(self.device)
+        targets = self._targets(run, index)
         positions = index.to(self.device)
         sample = None if entropy_sample is None else entropy_sample[index].to(self.device)
         kept_sets = run.kept_sets.at(index) if run.kept_sets else None
@@ -768,6 +813,16 @@ class Policy:
         scaled = (whole if self._logit_bias is None else whole + self._logit_bias) / temperature
         return scaled.log_softmax(-1).cpu()
 
+    def _targets(self, run: PrefixTree, index: Tensor) -> Tensor:
+        """Return the tokens at `index` `[R]`, of which log-probabilities are computed.
+
+        Tokens of pictures are those that the chat template writes for them.
+        """
+        targets = run.tokens[run.place[index]]
+        if self.pictures:
+            targets = targets.masked_fill(targets >= FIRST, self.pictures.reader.token)
+        return targets.to(self.device)
+
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
         """Run one forward pass for a query. Return log-probabilities and entropies, `[R]` each.
 
@@ -777,7 +832,7 @@ class Policy:
         query = replace(query, logit_bias=self._logit_bias)
         if self._is_sharded:
             run = replace(run, context=self.peers.context)
-            answer = sharding.run_pass(self.model, run, rows, query)
+            answer = sharding.run_pass(self.model, run, rows, query, self._run_model)
             if not torch.is_grad_enabled():
                 sharding.release(self.model)
             return answer
@@ -813,7 +868,7 @@ class Policy:
                 rows = run.place[index - 1].to(self.device)
                 hidden = self._run_model(self._body, run, rows, self._plain_head)
             kept_sets = run.kept_sets.at(index) if run.kept_sets else None
-            targets = run.tokens[run.place[index]].to(self.device)
+            targets = self._targets(run, index)
             bias = self._logit_bias
             query = LogpQuery(targets, temperature, kept_sets=kept_sets, logit_bias=bias)
             total = query_head(head, hidden, query)[0].sum()
@@ -958,7 +1013,7 @@ class Policy:
                 sums[:, mark].index_add_(0, sequence[index[tokens]], values)
             if len(chosen):
                 head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
-                targets = run.tokens[run.place[chosen]].to(self.device)
+                targets = self._targets(run, chosen)
                 kept_sets = run.kept_sets.at(chosen) if run.kept_sets else None
                 query = LogpQuery(
                     targets,
@@ -986,6 +1041,9 @@ class Policy:
         tokens, unless one span is longer. `where` (`[T]` bool) is True for the tokens whose
         log-probability is needed.
         """
+        if self.computes_apart and self._is_sharded:
+            # Ranks gather weights together, so all run the model equally often in a pass: once.
+            return [[i] for i in range(len(spans))]
         if self._shares_prefixes:
             packed, index = cut(self._packed(batch, where), spans)
             wanted = count_tokens(packed.offsets, where[index])

@@ -33,6 +33,8 @@ from unstale.model.peers import RankGroup
 from unstale.model.prefix_tree import PrefixTree
 
 MAX_CHECKED_LAYERS = 2
+Forward = Callable[[Callable[..., Any], PrefixTree, Tensor, bool], Tensor]
+"""A function such as `run_model`, which runs a model's body on a prefix tree."""
 
 
 def load_shard(
@@ -121,15 +123,19 @@ def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
 
 
 def run_pass(
-    model: PreTrainedModel, run: PrefixTree, rows: Tensor, query: LogpQuery
+    model: PreTrainedModel,
+    run: PrefixTree,
+    rows: Tensor,
+    query: LogpQuery,
+    forward: Forward = run_model,
 ) -> tuple[Tensor, Tensor]:
     """Run a forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
 
-    `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets. All
-    ranks must call this.
+    `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
+    `forward` is `run_model`, or runs each sequence apart. All ranks must call this.
     """
     passes: Any = model
-    logp, entropy = passes.packed_pass(run, rows, query)
+    logp, entropy = passes.packed_pass(run, rows, query, forward)
     return logp, entropy
 
 
@@ -258,7 +264,7 @@ def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(MAX_CHECKED_LAYERS, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
+    if vars(config).get("layer_types"):  # of some architectures it follows from the number
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     if hasattr(config, "distributed_config"):
         del config.distributed_config
@@ -295,10 +301,10 @@ def _units(model: nn.Module) -> Sequence[FSDPModule]:
 
 
 def _packed_pass(
-    model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery
+    model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery, forward: Forward
 ) -> tuple[Tensor, Tensor]:
     def answer(rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
-        hidden = run_model(model.base_model, run, rows, True)
+        hidden = forward(model.base_model, run, rows, True)
         # Called as a module: that is when its parameters are gathered.
         logp, entropy = model.get_output_embeddings()(hidden, query)
         return logp, entropy
@@ -307,12 +313,12 @@ def _packed_pass(
 
 
 def _packed_logits(
-    model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery
+    model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery, forward: Forward
 ) -> tuple[Tensor, Tensor]:
     body: Callable[..., Any] = type(model).forward.__get__(model)
 
     def answer(rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
-        logp, entropy = query_head(nn.Identity(), run_model(body, run, rows, False), query)
+        logp, entropy = query_head(nn.Identity(), forward(body, run, rows, False), query)
         return logp.clone(), entropy.clone()
 
     return _ask_ranks(run, rows, query, answer)

@@ -26,6 +26,8 @@ def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
     >>> lag_of(torch.tensor([4, 6, 8, 11, 12]), at=12, version_gaps=((7, 3), (11, 5))).tolist()
     [3, 1, 2, 1, 0]
     """
+    if not version_gaps:
+        return at - version
     behind = num_batches(torch.tensor(at), version_gaps) - num_batches(version, version_gaps)
     return torch.where(version <= at, behind.clamp(min=0), behind)
 

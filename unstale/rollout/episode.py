@@ -36,7 +36,7 @@ from unstale.envs import (
     combine_rewards,
     implements,
 )
-from unstale.envs.chat import Chat
+from unstale.envs.chat import Chat, context_piece
 from unstale.envs.guard import (
     CANCEL_INTERVAL_S,
     MAX_HUNG,
@@ -48,11 +48,11 @@ from unstale.envs.guard import (
     num_hung,
 )
 from unstale.envs.hooks import EnvCaller, Identities, call_hook, is_own, make_env, with_place
+from unstale.envs.notes import with_note
 from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     CUT_REPLIES,
     NO_BUDGET,
-    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
     Failure,
@@ -188,6 +188,8 @@ class Rollout:
         self.roles: Sequence[str] = getattr(taskset, "roles", ())
         """Roles of the policy in an episode. The main conversation has the first one."""
         self.config = config
+        self.turn_limit: TurnLimit | None = None
+        """A limit of turns for the episodes that `episode` runs, and for those of a server."""
         self.on_piece = on_piece
         self.on_end = on_end
         self.on_failure = on_failure
@@ -374,6 +376,7 @@ class Rollout:
                 noise_seed=noise_seed,
                 open_writer=open_writer,
                 record=record,
+                limit=self.turn_limit,
             )
             self._failures.count(number, [outcome])
         finally:
@@ -488,8 +491,11 @@ class Rollout:
         """
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
+                fork = transcript.fork
                 chat = await self.chat(task)
-                caller = opened.caller = await self.make_env(task, env_seed)
+                if fork and fork.writes:
+                    chat = chat.with_tools(())
+                caller = opened.caller = await self.make_env(task, env_seed, fork)
                 if HasWorker in caller.kinds and (start := caller.env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
@@ -527,8 +533,8 @@ class Rollout:
             fork=transcript.fork,
         )
 
-    async def make_env(self, task: Task, seed: int) -> EnvCaller:
-        """Create the environment of a task.
+    async def make_env(self, task: Task, seed: int, fork: Fork | None = None) -> EnvCaller:
+        """Create the environment of a task, with the note of an episode's `fork`.
 
         Return the `EnvCaller` through which its methods are called. The caller must close the
         thread of the `EnvCaller`.
@@ -541,7 +547,8 @@ class Rollout:
                 self._longest_blocked[name] = seconds
                 self._on_blocked(name, seconds)
 
-        return await make_env(self.taskset, task, seed, on_blocked)
+        taskset = with_note(self.taskset, task, fork) if fork else self.taskset
+        return await make_env(taskset, task, seed, on_blocked)
 
     async def chat(self, task: Task) -> Chat:
         """Return the chat format with the tools of a task."""
@@ -577,7 +584,8 @@ class Rollout:
                 return restored
         turn = await self.wait_times.on("tool_wait", caller.turn(caller.env.begin))
         self._check_size(turn)
-        transcript.add_context(ContextPiece(chat.encode_prompt(turn.messages)))
+        encode = partial(chat.encode_prompt, turn.messages)
+        transcript.add_context(context_piece(chat, await self._encoded(turn, encode)))
         if is_resumable:
             await transcript.save_snapshot(caller, turn, ())
         return turn, []
@@ -624,14 +632,27 @@ class Rollout:
                 if not turn.done:
                     turn = allowed.remind(turn, turn_rewards)
                     self._check_size(turn)
-                    text = chat.encode_continuation(
-                        turn.messages, ended=ended, calls=message.tool_calls
+                    encode = partial(
+                        chat.encode_continuation,
+                        turn.messages,
+                        ended=ended,
+                        calls=message.tool_calls,
                     )
+                    text = await self._encoded(turn, encode)
                     self._check_size(turn, len(text))
-                    transcript.add_context(ContextPiece(text))
+                    transcript.add_context(context_piece(chat, text))
                     if Resumable in caller.kinds:
                         await transcript.save_snapshot(caller, turn, turn_rewards)
         return turn, "done" if ended else "cut_reply"
+
+    async def _encoded(self, turn: Turn, encode: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the tokens of a turn's messages. Pictures are read in a thread.
+
+        A deterministic run uses no thread, because a call in a thread takes virtual time.
+        """
+        if self._deterministic or not any(message.images for message in turn.messages):
+            return encode()
+        return await in_thread(encode)
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
         """Parse a reply's tokens as a message. A long reply is decoded in a thread.
@@ -851,9 +872,11 @@ def _starts(
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:
     first = request.sizes[0] if request.sizes else len(results)
+    ended = [result for result in results if isinstance(result, Trajectory)]
+    written = {each.episode for each in ended if each.fork and each.fork.writes}
     return Group(
         task=request.task,
-        trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
+        trajectories=tuple(each for each in ended if each.episode not in written),
         failures=tuple(result for result in results if isinstance(result, Failure)),
         number=request.number,
         added=frozenset(
@@ -861,6 +884,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
         ),
         turn_limit=request.turn_limit,
         budget=request.budget,
+        texts=tuple(each for each in ended if each.episode in written),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import Reflector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from unstale.rollout.selection import Selection
-    from unstale.techniques.hooks import HiddenStates, StatesQuery, Techniques, Writer
+    from unstale.techniques.hooks import HiddenStates, StatesQuery, Strategy, Techniques, Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +49,8 @@ class RunHooks:
     """A function that computes hidden states of the policy. None with several trainer ranks, where
     techniques that need hidden states are refused.
     """
-    writer: Writer
-    """The policy as a writer of texts outside of episodes."""
+    texts: Texts
+    """What strategies do with texts."""
     seed: int
     replay_experts: bool
     """True if the forward passes for hidden states use the experts that were recorded during
@@ -74,16 +73,27 @@ class RunHooks:
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
         if strategy := self.techniques.strategy:
-            roots = request.sizes[0]
-            if isinstance(strategy, Reflector):
-                # a resumed group has those retries that had begun
-                return await strategy.reflect(results, self.writer) if len(results) == roots else ()
-            # a resumed group may have some of its forks already; the journal has them as episodes
-            return strategy.forks(results[:roots])[len(results) - roots :]
+            return await self._next_round(strategy, results, request.sizes[0])
         count = self.selection.more(request, results)
         if count:
             self.resize(request.number, len(results) + count)
         return [None] * count
+
+    async def _next_round(
+        self, strategy: Strategy, results: Sequence[Trajectory | Failure], roots: int
+    ) -> Sequence[Fork | None]:
+        """Return the starts of the next round's episodes, or of those that are missing in a round.
+
+        A resumed group may have a part of a round: the journal has it as episodes.
+        """
+        rounds = [results[:roots]]
+        done = roots
+        while True:
+            starts = await strategy.forks(rounds, self.texts)
+            if not starts or done + len(starts) > len(results):
+                return starts[len(results) - done :]
+            rounds.append(results[done : done + len(starts)])
+            done += len(starts)
 
     def read_states(self, groups: Sequence[Group]) -> None:
         assert self.hidden_states, "reads_states says whether there are any"
@@ -99,6 +109,7 @@ class RunHooks:
             estimate=self.estimate,
             identify=self.identify,
             answer=self.answer,
+            texts=self.texts,
             whole=whole,
         )
 

@@ -1,4 +1,4 @@
-"""The policy as a writer of texts outside of episodes, such as votes, summaries and reflections."""
+"""The policy as a writer of texts outside of a run, such as votes and summaries."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.transcript import Transcript
 
 MAX_CHARACTERS = 8000
-"""Largest number of characters of an attempt in a prompt. Of a longer one, the end is taken."""
+"""Largest number of characters of a text in a prompt. Of a longer one, the end is taken."""
 
 
 class PolicyWriter:
@@ -33,38 +33,39 @@ class PolicyWriter:
     async def write(self, instructions: str, seed: int, **texts: str) -> str:
         """Return the policy's reply to instructions and named texts, without its thoughts.
 
-        Each text is cut to its last characters so that the prompt leaves half of the context to
-        the reply. Raises `ConfigError` if this is not possible.
+        The last characters of each text are read. Raises `ConfigError` if no prompt fits.
         """
+        prompt = Message("user", question(self._generator, instructions, texts))
+        return await self.reply((prompt,), seed)
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        """Return the policy's reply to messages, without its thoughts."""
         transcript = Transcript(0, seed)
-        transcript.add_context(ContextPiece(self._prompt(instructions, texts)))
+        transcript.add_context(ContextPiece(self._chat.encode_prompt(tuple(messages))))
         async with self._places:
             tokens, _ = await self._generator.generate(transcript)
         self.tokens += len(tokens)
         return self._chat.parse(tokens).content
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens of an episode, without end tokens."""
-        return self._generator.chat.text(tokens)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text in a reply."""
-        return self._chat.encode_content(text)
+def question(generator: Generator, instructions: str, texts: Mapping[str, str]) -> str:
+    """Return the prompt of a text to write: instructions, and the last characters of named texts.
 
-    def _prompt(self, instructions: str, texts: Mapping[str, str]) -> tuple[int, ...]:
-        context = self._generator.config.max_context
-        most = max(context // 2, context - self._generator.config.max_completion_tokens)
-        limit = MAX_CHARACTERS
-        while True:
-            cut = {name: text[-limit:] if limit else "" for name, text in texts.items()}
-            content = json.dumps(cut, ensure_ascii=False)
-            system, user = Message("system", instructions), Message("user", content)
-            tokens = self._chat.encode_prompt((system, user))
-            if len(tokens) <= most:
-                return tokens
-            if not limit:
-                raise ConfigError(
-                    f"a question without its texts has {len(tokens)} tokens, and engine.max_context"
-                    f" = {context} leaves {most}: raise engine.max_context"
-                )
-            limit //= 2
+    It leaves half of the context to the reply, or as many tokens as a reply may have. Raises
+    `ConfigError` if this is not possible.
+    """
+    chat, context = generator.chat.with_tools(()), generator.config.max_context
+    most = max(context // 2, context - generator.config.max_completion_tokens)
+    limit = MAX_CHARACTERS
+    while True:
+        cut = {name: text[-limit:] if limit else "" for name, text in texts.items()}
+        prompt = f"{instructions}\n\n{json.dumps(cut, ensure_ascii=False)}"
+        num_tokens = len(chat.encode_prompt((Message("user", prompt),)))
+        if num_tokens <= most:
+            return prompt
+        if not limit:
+            raise ConfigError(
+                f"a question without its texts has {num_tokens} tokens, and engine.max_context"
+                f" = {context} leaves {most}: raise engine.max_context"
+            )
+        limit //= 2

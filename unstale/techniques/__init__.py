@@ -1,5 +1,5 @@
 """Techniques of the core: changes to one part of training, chosen by the option `techniques`.
 
-`hooks` has the protocols that a technique implements, and the class `Techniques`, which calls the
-chosen techniques.
+`hooks` has the protocols that a technique implements, says who calls them, and has the class
+`Techniques` of the chosen ones.
 """

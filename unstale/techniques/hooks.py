@@ -7,8 +7,7 @@ technique, and can be imported without torch. A technique is an object with the 
     allocator    first(task), more(group) -> int    chooses the number of episodes of a group
     strategy     roots(group_size) -> int           chooses the number of episodes that begin a
                                                     group
-                 forks(results) -> forks            and where further ones are forked from these
-                 reflect(results, writer) -> forks  the same, with texts that the policy writes
+                 forks(rounds, texts) -> forks      and how further ones begin, in rounds
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
     reward       reward(groups, context)            changes the rewards of a batch's episodes
@@ -27,6 +26,11 @@ technique, and can be imported without torch. A technique is an object with the 
     distiller    rewarded(batch, teacher_logp, ...) adds log q - log p of a teacher to advantages
                  divergence(logp, teacher_logp)     computes the divergence of whole distributions
     controller   plan(seen) -> StepPlan             is called before each optimizer step
+
+The rollout calls sampler, limiter, allocator and strategy; `Techniques.credit` calls reward,
+filter, estimator, recredit and diagnostic when a batch's episodes have ended. The other slots are
+called by the trainer: source and shaper before the loss, distiller, ratio and objective in it, and
+controller before each optimizer step.
 
 A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
 state. It is called when a batch was trained on. The state and the record of the batches that were
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
 
     from unstale.algorithms.objectives import Surrogate
     from unstale.config import ObjectiveConfig, RunConfig
+    from unstale.envs import Message
     from unstale.records import Batch, Failure, Fork, Trajectory
     from unstale.techniques.distil import DistilConfig
 
@@ -81,6 +86,8 @@ class CreditContext:
     """A function that returns the answer of an episode, for techniques that need `answers`. Empty
     if the episode gives none.
     """
+    texts: Texts | None = None
+    """What strategies do with texts. None outside of a run."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the batch, by whole name such as `long_reply_penalty/share`. Techniques add
     theirs.
@@ -283,6 +290,25 @@ class TextReader(Protocol):
         ...
 
 
+@runtime_checkable
+class Forecaster(Protocol):
+    """A sampler that forecasts success rates of tasks from their texts."""
+
+    def forecast_of(self, task: str) -> float:
+        """Return the forecast success rate of a task of the pool, 0 to 1, by its identity.
+
+        It uses only groups that were trained on. May be called from several threads.
+        """
+        ...
+
+
+@runtime_checkable
+class ForecastReader(Protocol):
+    """A technique that can use the forecasts of the sampler."""
+
+    def use_forecasts(self, forecaster: Forecaster) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSoFar:
     """A group whose episodes have all ended. An allocator may enlarge it."""
@@ -316,38 +342,8 @@ class Allocator(Protocol):
         ...
 
 
-@runtime_checkable
-class Strategy(Protocol):
-    """A technique that forks episodes: a group becomes one or several trees of episodes."""
-
-    def roots(self, group_size: int) -> int:
-        """Return the number of episodes with which a group begins, at least 1.
-
-        `group_size` is `schedule.group_size`, the largest number of episodes of the whole group.
-        """
-        ...
-
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-        """Return the places at which further episodes are forked from finished ones, None for an
-        episode with its own beginning.
-
-        `results` are those of the episodes that began the group, in order. All have ended. The
-        result must depend only on the arguments.
-        """
-        ...
-
-
-class Writer(Protocol):
-    """The policy as a writer of texts outside of episodes, such as reflections."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens sampled so far."""
-        ...
-
-    async def write(self, instructions: str, seed: int, **texts: str) -> str:
-        """Return the policy's reply to instructions and named texts."""
-        ...
+class Texts(Protocol):
+    """What strategies do with texts. A note is text at the end of an episode's prompt."""
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens of an episode."""
@@ -357,33 +353,70 @@ class Writer(Protocol):
         """Return the tokens of a text in a reply."""
         ...
 
+    def parse(self, tokens: Sequence[int]) -> Message:
+        """Return a reply as a message."""
+        ...
+
+    def written(self, text: Trajectory) -> str:
+        """Return what the policy wrote in a text about an episode, without its thoughts."""
+        ...
+
+    def prompt(self, instructions: str, **texts: str) -> str:
+        """Return a note with instructions and named texts, as the prompt of a text to write.
+
+        The end of each text is taken, so that the prompt leaves half of the context to the reply.
+        """
+        ...
+
+    def words(self, episode: Trajectory) -> str:
+        """Return the text of an episode's task, or else its prompt."""
+        ...
+
+    def solution(self, task: Task, field: str) -> tuple[int, ...]:
+        """Return the tokens of a reply that solves a task, without its end token.
+
+        `field` is that of the task's data with the solution. Empty for the first reply of the task
+        set's demonstration. Raises `ConfigError` if there is none.
+        """
+        ...
+
+    async def correction(self, episode: Trajectory) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of tokens before the first wrong reply or step, and right tokens.
+
+        None if nothing can be corrected.
+        """
+        ...
+
 
 @runtime_checkable
-class Reflector(Protocol):
-    """A strategy for which the policy writes texts about finished episodes."""
+class Strategy(Protocol):
+    """A technique that adds episodes to a group, in rounds, by the results of earlier ones."""
 
-    def roots(self, group_size: int) -> int: ...
+    def roots(self, group_size: int) -> int:
+        """Return the number of episodes with which a group begins, at least 1.
 
-    async def reflect(
-        self, results: Sequence[Trajectory | Failure], writer: Writer
-    ) -> Sequence[Fork]:
-        """Return the places at which further episodes are forked from finished ones.
+        `group_size` is `schedule.group_size`.
+        """
+        ...
 
-        Called once, when the episodes that began a group have ended.
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
+    ) -> Sequence[Fork | None]:
+        """Return the starts of the episodes of the next round. None is an episode of its own.
+
+        `rounds` has the results of all earlier rounds, in order: the first has the episodes that
+        began the group. All have ended. No element ends the group. The result must depend only on
+        the arguments and the state. In a resumed group the method is called for each round again.
         """
         ...
 
 
 @runtime_checkable
 class SolutionReader(Protocol):
-    """A technique that uses solutions of tasks."""
+    """A strategy that uses solutions of tasks."""
 
     solution_field: str
     """The field of the task's data with the solution. Empty for the task set's demonstration."""
-
-    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
-        """Receive a function that returns the tokens of a reply that solves a task."""
-        ...
 
 
 class GradientNorms(Protocol):
@@ -636,9 +669,7 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
-        self.strategy = next(
-            (each for each in values if isinstance(each, Strategy | Reflector)), None
-        )
+        self.strategy = next((each for each in values if isinstance(each, Strategy)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
@@ -660,6 +691,9 @@ class Techniques:
         parts = {entry.name: entry.makes(options[entry.name]) for entry in entries}
         needs = frozenset[Need]().union(*(entry.requires for entry in entries))
         made = cls(parts, needs=needs)
+        for part in parts.values():
+            if isinstance(part, ForecastReader) and isinstance(made.sampler, Forecaster):
+                part.use_forecasts(made.sampler)
         if config.cluster.trainers and made.stateful:
             raise ConfigError(
                 f"the techniques {', '.join(made.stateful)} need cluster.trainers = 0, got "
@@ -703,6 +737,7 @@ class Techniques:
         estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
         identify: Callable[[Task], str],
         answer: Callable[[Trajectory], str] = lambda episode: "",
+        texts: Texts | None = None,
         whole: bool = True,
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
@@ -712,7 +747,7 @@ class Techniques:
         filters leave no trajectory of the batch, all its trajectories are returned with advantage
         0. `whole` is False for a part of a batch.
         """
-        context = CreditContext(progress, version, identify, answer, whole=whole)
+        context = CreditContext(progress, version, identify, answer, texts, whole=whole)
         selected = groups
         for term in self.rewards:
             selected = term.reward(selected, context)

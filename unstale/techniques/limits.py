@@ -86,13 +86,7 @@ class Limits:
         turns = self._turns.get(self._key(task), [])
         if number % options.free_every == 0 or len(turns) < options.successes:
             return None
-        return TurnLimit(
-            turns=limit_of(turns, options.quantile),
-            remind=options.remind,
-            extend=options.extend,
-            extensions=options.extensions if options.extend else 0,
-            request=options.request if options.extend else "",
-        )
+        return limit_at(turns, options)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -109,6 +103,17 @@ class Limits:
 
     def _key(self, task: str) -> str:
         return task if self._options.scope == "task" else ""
+
+
+def limit_at(turns: Sequence[int], options: LimitsConfig) -> TurnLimit:
+    """Return the limit that the `turns` of successes give."""
+    return TurnLimit(
+        turns=limit_of(turns, options.quantile),
+        remind=options.remind,
+        extend=options.extend,
+        extensions=options.extensions if options.extend else 0,
+        request=options.request if options.extend else "",
+    )
 
 
 def limit_of(turns: Sequence[int], share: float) -> int:
@@ -181,7 +186,8 @@ ENTRY = Entry(
     "(`completion/max_turns_share`), and turns are expensive.",
     measured=_MEASURED,
     exactness="Episodes that the limit cuts off have no reward, so the objective prefers short "
-    "ones. Reminders are text of the environment: they have no loss, and the evaluation has none. "
+    "ones. Reminders are text of the environment: they have no loss, and the evaluation during "
+    "training has none. `--limit-turns` of `eval` and `serve` sets the limit of a run's successes. "
     "D and S do not change. With `scope = run`, a task that needs more turns than the limit is "
     "learned from the groups without a limit, or by extensions. Our own reading: groups without "
     "a limit, the number of successes, the texts, and rounding up.",

@@ -15,24 +15,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.builders import build_trainer
 from unstale.config import ConfigError, Dtype, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.config.run import SHIPPED_POLICY
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.probe import FORWARD_ERRORS
 from unstale.engines.embedded.runner import DTYPES as ENGINE_DTYPES
 from unstale.engines.embedded.worker import build_runner
-from unstale.model.loading import DTYPES, load_model
+from unstale.model.loading import DTYPES, load_model, load_tokenizer
+from unstale.model.pictures import PictureInputs
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.pictures import PictureStore
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -43,9 +46,12 @@ from unstale.records import (
     collate,
 )
 from unstale.routed_experts import num_experts
+from unstale.testing import pictures
 from unstale.testing.architectures import ARCHITECTURES, save_architecture
 from unstale.trainer import train_on
 
+NAMES = (*ARCHITECTURES, *pictures.NAMES)
+"""Every architecture of docs/models.md."""
 PRECISIONS = tuple(name for name in DTYPES if name in ENGINE_DTYPES)
 """The precisions that both the engine and the trainer have."""
 STEPS = {"float32": 3, "bfloat16": 3, "float16": 12}
@@ -122,9 +128,16 @@ class Row:
 
 
 def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
-    """Run the small models of one of the `ARCHITECTURES`."""
-    architecture = ARCHITECTURES[name]
+    """Run the small models of one of the `ARCHITECTURES`, or of a vision-language model."""
     row = Row(name)
+    if name in pictures.NAMES:
+        with TemporaryDirectory() as folder:
+            tokenizer = load_tokenizer(SHIPPED_POLICY)
+            pictures.save_vision_model(pictures.NAMES[name], Path(folder), tokenizer)
+            for dtype in dtypes:
+                row.plain[dtype] = run_trial(Path(folder), dtype, lr=1e-3)
+        return row
+    architecture = ARCHITECTURES[name]
     for planted in (False, True) if architecture.has_sinks else (False,):
         trials = row.planted if planted else row.plain
         with TemporaryDirectory() as folder:
@@ -154,8 +167,8 @@ def _run(trial: Trial, folder: Path, dtype: str, *, lr: float) -> None:
     policy = Policy.load(folder, dtype=dtype, device="cpu")
     policy.check_length(MAX_CONTEXT)
     trial.trainer = "apart" if policy.computes_apart else "packed"
-    reference = _Reference(folder, dtype)
-    sequences = _conversations(policy.tokenizer)
+    reference = _Reference(folder, dtype, policy.pictures)
+    sequences = _conversations(policy)
     packed = Packed(
         torch.tensor([token for each in sequences for token in each]),
         tuple(accumulate(map(len, sequences), initial=0)),
@@ -171,7 +184,14 @@ def _sample_and_train(
 ) -> None:
     dtype = str(policy.dtype).removeprefix("torch.")
     trial.asked = last = STEPS[dtype]
-    runner = build_runner(folder, dtype=dtype, max_slots=8, max_context=MAX_CONTEXT, device="cpu")
+    runner = build_runner(
+        folder,
+        dtype=dtype,
+        max_slots=8,
+        max_context=MAX_CONTEXT,
+        device="cpu",
+        pictures=policy.pictures.store if policy.pictures else None,
+    )
     trial.engine = runner.name
     batcher = Batcher(runner, max_slots=8, max_context=MAX_CONTEXT)
     config = RunConfig(
@@ -181,7 +201,7 @@ def _sample_and_train(
         old_logps=OldLogpsConfig(route="current_recompute"),
     )
     trainer, _ = build_trainer(config, policy, LocalScorer(policy, 1.0, 512))
-    prompts = _prompts(policy.tokenizer)
+    prompts = _prompts(policy)
     errors = []
     before = {name: each.clone() for name, each in policy.weights().items()}
     for step in range(last + 1):
@@ -207,7 +227,8 @@ def _sample_and_train(
 class _Reference:
     """A tested model in plain transformers, in the same precision and in float64."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, inputs: PictureInputs | None) -> None:
+        self._store = inputs.store if inputs else None
         self._plain = load_model(folder, DTYPES[dtype]).eval()
         self._exact = load_model(folder, DTYPES[dtype]).double().eval()
         self._has_experts = num_experts(self._exact.config.to_dict()) > 0
@@ -226,9 +247,11 @@ class _Reference:
         """
         ours, plain = [], []
         for tokens, logps in zip(sequences, found, strict=True):
-            exact = _logps(self._exact, tokens)[-len(logps) :]
+            if self._store and self._plain.config.image_token_id in tokens:
+                continue  # plain transformers takes this sampled token for a picture
+            exact = _logps(self._exact, tokens, self._store)[-len(logps) :]
             ours.append(logps.double() - exact)
-            plain.append(_logps(self._plain, tokens)[-len(logps) :] - exact)
+            plain.append(_logps(self._plain, tokens, self._store)[-len(logps) :] - exact)
         # A log-probability is reported in float32.
         size = max(self._size(torch.cat(plain)), torch.finfo(torch.float32).eps)
         return self._size(torch.cat(ours)) / size
@@ -244,16 +267,19 @@ class _Reference:
 
 
 @torch.no_grad()
-def _logps(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+def _logps(model: PreTrainedModel, tokens: Sequence[int], store: PictureStore | None) -> Tensor:
     """Return the log-probabilities `[T - 1]` of all tokens but the first."""
-    row = torch.tensor([list(tokens)])
-    logits = model(input_ids=row, use_cache=False).logits[0, :-1].double()
-    return logits.log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)])}
+    if store:
+        inputs = pictures.plain_inputs(model, store, tokens)
+    logits = model(**inputs, use_cache=False).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
 
 
-def _prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _prompts(policy: Policy) -> list[list[int]]:
+    """Return two prompts, with two pictures each if the policy reads pictures."""
     prompts: list[Any] = [
-        tokenizer.apply_chat_template(
+        policy.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
             tokenize=True,
             add_generation_prompt=True,
@@ -261,13 +287,18 @@ def _prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         )
         for question in _QUESTIONS
     ]
+    for number, prompt in enumerate(prompts if policy.pictures else ()):
+        for place in (7, 3):
+            data = pictures.draw_digit(place, Random(number))
+            prompt[place:place] = policy.pictures.reader.tokens(data) if policy.pictures else ()
     return [list(prompt) for prompt in prompts]
 
 
-def _conversations(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _conversations(policy: Policy) -> list[list[int]]:
     """Return two prompts with several answers each, which share the prompts."""
-    answers = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _ANSWERS]
-    return [prompt + answer for prompt in _prompts(tokenizer) for answer in answers]
+    encoded = (policy.tokenizer(text, add_special_tokens=False) for text in _ANSWERS)
+    answers = [list(each["input_ids"]) for each in encoded]
+    return [prompt + answer for prompt in _prompts(policy) for answer in answers]
 
 
 def _sample(
@@ -366,7 +397,7 @@ def with_table(page: str, lines: Sequence[str]) -> str:
     old = table_in(page)
     if old[:2] == list(lines[:2]):
         rows = {_name(line): line for line in (*old[2:], *lines[2:])}
-        rank = {name: place for place, name in enumerate(ARCHITECTURES)}
+        rank = {name: place for place, name in enumerate(NAMES)}
         order = sorted(rows, key=lambda name: rank.get(name, len(rank)))
         lines = [*old[:2], *(rows[name] for name in order)]
     before, _, rest = page.partition(_BEGIN)
@@ -382,13 +413,13 @@ def _name(line: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gauntlet and print its table. Return 1 if a model did not end as expected."""
     parser = argparse.ArgumentParser(prog="python -m unstale.testing.gauntlet", description=__doc__)
-    parser.add_argument("--architectures", nargs="*", choices=ARCHITECTURES, metavar="NAME")
+    parser.add_argument("--architectures", nargs="*", choices=NAMES, metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the rows into this page")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="a pass holds all logits|the trainer computes each")
-    names = list(ARCHITECTURES) if chosen.architectures is None else chosen.architectures
+    names = NAMES if chosen.architectures is None else chosen.architectures
     rows = []
     for name in names:
         rows.append(run_architecture(name, chosen.dtypes))

@@ -9,8 +9,8 @@
 `factor` is the weight from the correction of D = pi_old / mu, `norm` one over the divisor of the
 loss. S is pi / pi_old. The surrogate of one token is the function of
 `unstale.algorithms.objectives` with the name of `objective.loss_type`, called by
-`ObjectiveConfig.surrogate`. `unstale.trainer.rules` adds the limit on pi / mu
-(`objective.ratio_cap`).
+`ObjectiveConfig.surrogate`. `unstale.trainer.rules` computes D, S and the limit on pi / mu
+(`objective.ratio_cap`); `unstale.trainer.scoring` prepares `old_logp` and `factor`.
 """
 
 from contextlib import AbstractContextManager, nullcontext

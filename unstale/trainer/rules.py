@@ -178,7 +178,10 @@ class LossSpec:
         )
 
 
-def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor:
+def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor | None:
+    """Return the unit of each token, `[T]`. None if each token is a unit of its own."""
+    if unit == "token":
+        return None
     return corrections.unit_ids(
         unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=where
     )

@@ -170,11 +170,12 @@ class TokenLog:
             chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
             chosen[kept] = True
             where = where & chosen[batch.sequence]
+        index = where.nonzero().squeeze(1)  # several times as fast as a mask
         part = _Part(
             episodes=tuple(batch.episodes[i] for i in kept),
             counts=tuple(counts[i] for i in kept),
             minibatch=self._minibatch,
-            columns={name: _narrow(values[where]) for name, values in columns.items()},
+            columns={name: _narrow(values[index]) for name, values in columns.items()},
         )
         self._parts.append(part)
 

@@ -2,6 +2,8 @@
 
 The store has one full copy of the weights, and the differences (deltas) between adjacent versions.
 Each tensor is handled separately, so each device of a sharded trainer can store its shards.
+Publication tells the store which versions pending tokens still need; it drops the others. The
+files in `versions/` of a run's folder are written and removed by `unstale.durability.checkpoint`.
 """
 
 import time

@@ -36,6 +36,27 @@ def of_metrics(rows: Sequence[Row]) -> dict[str, float]:
     )
 
 
+def of_learning(rows: Sequence[Row]) -> dict[str, float]:
+    """Return figures of the last half of the steps that show symptoms (`symptoms.py`).
+
+    `entropy_left` is the entropy of the last quarter as a share of that of the first.
+    """
+    late = rows[len(rows) // 2 :]
+    quarter = max(1, len(rows) // 4)
+    begun, left = (_mean(part, "policy/entropy_mean") for part in (rows[:quarter], rows[-quarter:]))
+    figures = known(
+        equal_rewards_share=_mean(late, "reward/zero_std_group_share", weight="rollout/episodes"),
+        cut_off_share=_mean(late, "completion/truncated_share", weight="rollout/episodes"),
+        reward_share=_mean(late, "reward/mean", weight="rollout/episodes"),
+        ratio_ess_share=_mean(late, "policy/ds_ess_share"),
+        replay_clip_share=_mean(late, "replay/clip_share"),
+        signal_share=_mean(late, "outer_step/signal_share"),
+    )
+    if begun and left is not None and len(rows) > 1:
+        figures["entropy_left"] = left / begun
+    return figures
+
+
 def of_moments(rows: Sequence[Row]) -> dict[str, float]:
     """Return standard deviations of log ratios, estimated from KL metrics.
 

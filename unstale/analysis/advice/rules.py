@@ -7,7 +7,7 @@ advice.
 
 from collections.abc import Sequence
 
-from unstale.analysis.advice import thresholds
+from unstale.analysis.advice import symptoms, thresholds
 from unstale.analysis.advice.conclusion import Conclusion, Rule
 from unstale.analysis.advice.evidence import Evidence
 from unstale.analysis.advice.remedies import (
@@ -371,6 +371,7 @@ RULES: Sequence[Rule] = (
     thresholds.clip_is_tight,
     thresholds.clip_never_acts,
     thresholds.fitting_thresholds,
+    *symptoms.RULES,
     _cost,
 )
 

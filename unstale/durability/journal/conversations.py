@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
 from unstale.durability.journal.tables import grade
 from unstale.durability.run_folder import TOKENIZER
+from unstale.pictures import decoded
 from unstale.records import Piece, Sampled, Task, Trajectory, is_reply
 
 Decode = Callable[[Sequence[int]], str]
@@ -28,7 +30,8 @@ def load_decoder(run: Path) -> Decode:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
-    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return lambda tokens: decoded(tokens, decode)
 
 
 TRAINED = """

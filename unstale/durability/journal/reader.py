@@ -27,6 +27,7 @@ from unstale.durability.journal.tables import (
     TURN_LIMIT,
     journal_error,
     seal,
+    to_pictures,
     to_piece,
     to_placed,
 )
@@ -331,7 +332,7 @@ class JournalReader:
             WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
         sizes = self._sizes()
-        limits = self._of_groups(TURN_LIMIT, TurnLimit)
+        limits = self.turn_limits()
         budgets = self._of_groups(EPISODE_BUDGET, EpisodeBudget)
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
@@ -364,6 +365,10 @@ class JournalReader:
                 group = int(event["group"])
                 sizes[group] = (*sizes.get(group, ()), int(event["size"]))
         return sizes
+
+    def turn_limits(self) -> dict[int, TurnLimit]:
+        """Return the turn limit of each group that has one, by the group's number."""
+        return self._of_groups(TURN_LIMIT, TurnLimit)
 
     def _of_groups(self, kind: str, read: Callable[..., _Read]) -> dict[int, _Read]:
         """Return what the events of a kind say of each group, by the group's number.
@@ -570,8 +575,15 @@ class JournalReader:
         `pieces` are those of the episode.
         """
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
-            return Fork(parent, at, _text_of_fork(pieces, at))
+            note, writes = self._note(episode)
+            text = () if note else _text_of_fork(pieces, at)
+            return Fork(parent, at, text, note, writes)
         return None
+
+    def _note(self, episode: int) -> tuple[str, bool]:
+        """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
+        rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
+        return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
     def _role(self, episode: int) -> str:
         """Return the role that the policy has in a conversation. Empty if it has none."""
@@ -596,6 +608,7 @@ class JournalReader:
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
         pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
+        pieces = self._with_pictures(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -625,6 +638,22 @@ class JournalReader:
                 if seal("placed", *row[:-1]) != row[-1]:
                     raise ValueError("it changed after it was written")
                 found[row[1]] = to_placed(found[row[1]], *row[2:-2])
+        return tuple(found)
+
+    def _with_pictures(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['pictures'])}, seal FROM pictures WHERE episode = ?",
+            episode,
+        )
+        found = list(pieces)
+        with self.wrap_errors(f"the pictures of episode {episode}"):
+            for row in rows:
+                if seal("pictures", *row[:-1]) != row[-1]:
+                    raise ValueError("they changed after they were written")
+                piece = found[row[1]]
+                if not isinstance(piece, ContextPiece):
+                    raise ValueError(f"piece {row[1]} is no context")
+                found[row[1]] = replace(piece, pictures=to_pictures(row[2]))
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:

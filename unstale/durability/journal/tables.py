@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from unstale.pictures import Picture
 from unstale.records import (
     ContextPiece,
     Edit,
@@ -23,7 +24,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 7
+FORMAT = 9
 """Number of the journal's format, stored as `user_version` of the database."""
 
 TABLES = {
@@ -41,6 +42,8 @@ TABLES = {
     "after INTEGER NOT NULL",
     "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
     "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
+    "pictures": "episode INTEGER NOT NULL, position INTEGER NOT NULL, pictures BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
     "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
     "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
@@ -67,6 +70,8 @@ TABLES = {
     "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "forks": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
     "parent INTEGER NOT NULL REFERENCES episodes, at INTEGER NOT NULL, after INTEGER NOT NULL",
+    "notes": "episode INTEGER PRIMARY KEY REFERENCES forks, note TEXT NOT NULL, "
+    "writes INTEGER NOT NULL, after INTEGER NOT NULL",
     "roles": "episode INTEGER PRIMARY KEY REFERENCES episodes, role TEXT NOT NULL, "
     "after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
@@ -84,6 +89,8 @@ _KEYS = {
     "kept_sets": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
     "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
+    "pictures": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
@@ -105,10 +112,12 @@ REPEATED = (
     "snapshots",
     "kept_sets",
     "placed",
+    "pictures",
     "pieces",
     "trajectories",
     "failures",
     "restarts",
+    "notes",
     "forks",
     "roles",
     "finished",
@@ -145,6 +154,9 @@ EPISODE_BUDGET = "episode_budget"
 """Kind of the event with the budget of each episode of a group: its fields are `group` and those of
 `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
 """
+
+_PICTURE = struct.Struct("<I32s")
+"""Format of a picture in a row of `pictures`: its number and its content hash."""
 
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
@@ -200,8 +212,8 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets or
-    its source.
+    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets, its
+    source or the content hashes of its pictures.
 
     `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
     two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
@@ -219,7 +231,17 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
         rows.append(insert("kept_sets", episode, position, sets, after))
     if isinstance(piece, Placed):
         rows.append(insert("placed", episode, position, *_source(piece), after))
+    if isinstance(piece, ContextPiece) and piece.pictures:
+        packed = b"".join(
+            _PICTURE.pack(each.number, bytes.fromhex(each.digest)) for each in piece.pictures
+        )
+        rows.append(insert("pictures", episode, position, packed, after))
     return rows
+
+
+def to_pictures(packed: bytes) -> tuple[Picture, ...]:
+    """Return pictures from the column of their row in `pictures`."""
+    return tuple(Picture(number, digest.hex()) for number, digest in _PICTURE.iter_unpack(packed))
 
 
 def _source(piece: Placed) -> tuple[Any, ...]:

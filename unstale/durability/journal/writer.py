@@ -248,6 +248,8 @@ class Journal:
             records = [insert("episodes", *row)]
             if fork:
                 records.append(insert("forks", episode, fork.parent, fork.at, after))
+            if fork and fork.note:
+                records.append(insert("notes", episode, fork.note, fork.writes, after))
             if role:
                 records.append(insert("roles", episode, role, after))
             for position, piece in enumerate(prefix):

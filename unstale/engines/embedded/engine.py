@@ -136,6 +136,7 @@ class EmbeddedEngine:
             vocab_size=self.vocab_size,
             keeps_sets=not self._options.bitwise,
             versions=self._versions,
+            pictures=self._options.pictures is not None,
         )
         child = self._live_child()
         number = next(self._numbers)
@@ -435,6 +436,7 @@ class _Child(Child, asyncio.Protocol):
             | {
                 "model_folder": str(options.model_folder.resolve()),
                 "experts_folder": experts_folder,
+                "pictures": str(options.pictures.folder) if options.pictures else "",
             },
             threads=options.threads,
             gpus=options.gpus,

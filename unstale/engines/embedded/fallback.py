@@ -13,14 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from unstale.config import ConfigError
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
 from unstale.engines.embedded.runner import ModelWeights, Step
 from unstale.model import apart
 from unstale.model.experts import ExpertRecorder
-from unstale.model.loading import load_model
+from unstale.model.loading import load_model, load_tokenizer
+from unstale.model.pictures import (
+    PictureInputs,
+    decoder_of,
+    load_pictures,
+    reads_pictures,
+    tower_names,
+)
 from unstale.model.quantisation import round_activations
+from unstale.pictures import PictureStore
 
 
 class TransformersRunner:
@@ -39,8 +48,12 @@ class TransformersRunner:
         why_slow: str,
         record_experts: bool = False,
         quantise: str = "none",
+        pictures: PictureStore | None = None,
     ) -> None:
         model = load_model(folder, torch.float32).eval()
+        self._pictures: PictureInputs | None = None
+        if reads_pictures(folder):
+            self._pictures = load_pictures(folder, load_tokenizer(folder), pictures)
         architecture = type(model).__name__
         self.name = f"transformers {architecture}"
         self.warning = (
@@ -68,7 +81,8 @@ class TransformersRunner:
             )
         self._caches = [None] * max_slots
         round_activations(self._model, quantise)
-        self._weights = ModelWeights(self._model, quantise)
+        frozen = tower_names(self._model) if self._pictures else ()
+        self._weights = ModelWeights(self._model, quantise, frozen)
         self._recorder = ExpertRecorder(self._model) if record_experts else None
 
     def _use(
@@ -82,8 +96,10 @@ class TransformersRunner:
         self._model = model
         try:
             apart.use(model)
-            apart.check_apart(model)
+            found = apart.check_apart(model)
             apart.check_length_apart(model, max_context)
+            if self._pictures:
+                apart.check_pictures(model, self._pictures, found)
             probe = Probe(model, max_context, exact, strict=exact is None)
         except ConfigError as refusal:
             error = str(refusal)
@@ -134,6 +150,8 @@ class TransformersRunner:
 
     def _run(self, slot: int, tokens: Tensor) -> Tensor:
         """Return float32 logits `[V]` after the last of the next `tokens` `[n]` of a slot."""
+        if self._pictures:
+            return self._run_with_pictures(self._pictures, slot, tokens)
         if not self._part:
             if self._caches[slot] is not None:
                 tokens = torch.cat([self._caches[slot], tokens])
@@ -144,4 +162,17 @@ class TransformersRunner:
         out = self._model(input_ids=tokens[None], use_cache=True, **cache)
         self._caches[slot] = out[self._cache_name]
         logits: Tensor = out.logits[0, -1]
+        return logits.float()
+
+    def _run_with_pictures(self, pictures: PictureInputs, slot: int, tokens: Tensor) -> Tensor:
+        """Return what `_run` does, for tokens some of which are of pictures."""
+        start, cache = 0, None
+        if self._caches[slot] is not None:
+            before, cache = self._caches[slot]
+            start, tokens = len(before), torch.cat([before, tokens])
+        elif self._part:
+            cache = DynamicCache(config=decoder_of(self._model).config)
+        out = pictures.states(self._model, tokens, start=start * (cache is not None), cache=cache)
+        self._caches[slot] = tokens, cache
+        logits: Tensor = self._model.get_output_embeddings()(out.last_hidden_state[0, -1])
         return logits.float()

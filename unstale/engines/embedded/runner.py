@@ -1,6 +1,6 @@
 """The interface between scheduler and model: forward passes with a KV cache."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,14 +141,17 @@ class ModelWeights:
     """The names and shapes of a model's parameters and buffers, which an update must have.
 
     Create it before a runner changes the shapes of the model's parameters. `quantise` is the format
-    to which the engine rounds weights (`unstale.model.quantisation`).
+    to which the engine rounds weights (`unstale.model.quantisation`). Updates lack the `frozen`
+    parameters.
     """
 
-    def __init__(self, model: nn.Module, quantise: str) -> None:
+    def __init__(self, model: nn.Module, quantise: str, frozen: Collection[str] = ()) -> None:
         saved = model.state_dict().keys()
-        self._model = model
         self._quantise = quantise
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._parameters = {
+            name: parameter for name, parameter in model.named_parameters() if name not in frozen
+        }
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._tied = tied_parameters(model)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
@@ -165,7 +168,7 @@ class ModelWeights:
         kind = "none" if isinstance(update, RoundedWeights) else self._quantise
         for name in buffers:
             self._buffers[name].copy_(update[name])
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters.items():
             value = update[name].to(parameter.device, parameter.dtype)
             yield name, parameter, quantised(name, value, kind)
 

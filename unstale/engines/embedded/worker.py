@@ -33,6 +33,7 @@ from unstale.engines.embedded.sampling import Sampler
 from unstale.kept_sets import Truncation
 from unstale.model.lora import Base, Merging
 from unstale.model.packed_weights import RoundedWeights, pack
+from unstale.pictures import PictureStore
 from unstale.routed_experts import num_experts
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import advance, loads, tensors_of
@@ -78,13 +79,14 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     quantise: str = "none",
     is_bitwise: bool = False,
     base: Base | None = None,
+    pictures: PictureStore | None = None,
 ) -> Runner:
     """Return the fastest runner for the model in `folder`.
 
     It is the decoder (`decoder.py`), or transformers with packed sequences, or transformers with
     one prompt at a time. With `is_bitwise`, it is a decoder whose log-probabilities equal the
     trainer's bit for bit. With `base`, it is transformers with packed sequences, which adds
-    adapters of several versions to these base weights.
+    adapters of several versions to these base weights. `pictures` has the pixels of requests.
 
     The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
     the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
@@ -112,6 +114,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     # imported here, because transformers takes longer to import than everything else
     from unstale.engines.embedded.fallback import TransformersRunner
     from unstale.engines.embedded.packed import CannotPack, PackedRunner
+    from unstale.model.pictures import reads_pictures
 
     options: dict[str, Any] = {
         "dtype": DTYPES[dtype],
@@ -121,6 +124,8 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
         "quantise": quantise,
     }
     try:
+        if config.get("vision_config") and reads_pictures(folder):
+            raise CannotPack("it reads pictures")
         return PackedRunner(folder, base=base, **options)
     except CannotPack as error:
         why_slow = str(error)
@@ -129,7 +134,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
             "engine.adapters = unmerged needs a model whose sequences can be packed into one "
             f"forward pass: {why_slow}. Set engine.adapters = merged"
         )
-    return TransformersRunner(folder, why_slow=why_slow, **options)
+    return TransformersRunner(folder, why_slow=why_slow, pictures=pictures, **options)
 
 
 def build_sampler(logit_bias: Sequence[tuple[int, float]], *, is_bitwise: bool) -> Sampler:
@@ -196,6 +201,7 @@ class _EngineWorker:
             quantise=options["quantise"],
             is_bitwise=options["bitwise"],
             base=self._base if self._adds else None,
+            pictures=PictureStore(Path(options["pictures"])) if options["pictures"] else None,
             **limits,
         )
         experts = num_experts(_read_config(folder)) if records else 0

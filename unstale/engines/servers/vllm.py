@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.engines import Engine, SamplingParams, Update
-from unstale.engines.embedded.shared_weights import WEIGHTS, memory_folder
 from unstale.engines.encoded_experts import decode_base64
 from unstale.engines.http import HttpError
 from unstale.engines.registry import EngineOptions, EngineSpec
@@ -33,6 +32,7 @@ from unstale.engines.remote import (
     malformed_as_connection_error,
 )
 from unstale.engines.session import EngineSession
+from unstale.engines.shared_weights import WEIGHTS, memory_folder
 from unstale.engines.vllm_server import (
     EXTENSION,
     QUANTIZATION,

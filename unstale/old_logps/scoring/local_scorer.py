@@ -21,6 +21,7 @@ from unstale.model.versions import VersionGaps
 from unstale.model.whole_weights import WholeWeights
 from unstale.old_logps.scoring.average import Average
 from unstale.old_logps.scoring.scorer import MakeStore, Scorer, Weights, WeightStore
+from unstale.pictures import PictureStore
 from unstale.records import Batch
 from unstale.weights.store import VersionStore
 
@@ -76,6 +77,7 @@ class LocalScorer:
             lora=lora,
             independent_rows=exported["independent_rows"],
             chat_template=exported["chat_template"],
+            pictures=exported["pictures"] and PictureStore(Path(exported["pictures"])),
         )
         policy.check_length(exported["checked_length"])  # it may have to compute sequences apart
         if exported["replays_experts"]:
@@ -193,6 +195,7 @@ class LocalScorer:
             "checked_length": policy.checked_length,
             "independent_rows": policy.independent_rows,
             "chat_template": policy.tokenizer.chat_template,
+            "pictures": str(policy.pictures.store.folder) if policy.pictures else None,
             "replays_experts": policy.replays_experts,
             "logit_bias": policy.logit_bias,
             "temperature": self.temperature,

@@ -10,11 +10,12 @@ From DARS.
 `interval`: one more episode is worth h(n) - h(n + 1), where h = t s / sqrt(n) is half the width of
 Student's confidence interval of the mean reward, and s the standard deviation of the first stage.
 From XRPO.
-`v0`: n episodes are worth n (1 - p) (1 - (1 - p)^(n - 1)). p is from earlier groups. From V0.
+`v0`: n episodes are worth n (1 - p) (1 - (1 - p)^(n - 1)). p is from earlier groups, or with
+`forecast` = sampler the forecast of the model of `predicted_sampler`. From V0.
 `sqrt_law`: n episodes are worth -p (1 - p) / n, which makes n proportional to sqrt(p (1 - p)). p is
 from earlier groups. From Rollout-GDRO.
 `v05_risk`: each added episode lowers the error of the baseline of V0.5 by more than `cost`. The
-baseline mixes the mean reward with p of earlier groups. From V0.5.
+baseline mixes the mean reward with the forecast p. From V0.5.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ from unstale.research.techniques.budget import (
     segments,
     v0_utility,
 )
-from unstale.research.techniques.success import RateOptions, SuccessShare, SuccessTracker
+from unstale.research.techniques.success import (
+    ForecastOptions,
+    ForecastUser,
+    RateOptions,
+    SuccessShare,
+    SuccessTracker,
+)
 from unstale.techniques.hooks import GroupSoFar, Outcome
 
 if TYPE_CHECKING:
@@ -61,12 +68,13 @@ _READ_BY = {
     "cost": ("v05_risk",),
     "prior": _TRACKED,
     "decay": _TRACKED,
+    "forecast": _TRACKED,
     "success_at": (*_TRACKED, *_DARS),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllocateConfig(Section, RateOptions, SuccessShare):
+class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
     """More episodes for tasks that need them (DARS, XRPO, V0, V0.5, Rollout-GDRO)."""
 
     selector: ClassVar[str] = "gain"
@@ -107,7 +115,7 @@ class AllocateConfig(Section, RateOptions, SuccessShare):
             )
 
 
-class Allocate:
+class Allocate(ForecastUser):
     """A technique that chooses the number of episodes of a group by one of six rules.
 
     With `interval`, `v0` and `sqrt_law`, an episode has a price, chosen so that the last groups
@@ -122,12 +130,15 @@ class Allocate:
         )
         self._recent: deque[Outcome] = deque(maxlen=options.window)
         self._price: float | None = None
-        """The price of an episode, in units of the rule's utility. None before the first batch."""
+        """The price of an episode, in units of the rule's utility. None before the first batch, and
+        until it is needed after a restart: the sampler's forecasts are restored later.
+        """
 
     def first(self, task: str) -> int:
         options = self._options
         if options.gain not in _BEFORE:
             return 0
+        self._find_price()
         if self._price is None:
             return round(options.mean)
         return options.min + num_further(self._worth_before(task), self._price)
@@ -140,6 +151,7 @@ class Allocate:
         if options.gain in _BEFORE or group.started > group.first:
             return 0
         if options.gain == "interval":
+            self._find_price()
             if self._price is None:
                 return 0
             return num_further(self._worth_after(group.rewards, left), self._price)
@@ -157,7 +169,8 @@ class Allocate:
 
         It is given as segments of constant slope.
         """
-        options, p = self._options, self._tracker.mean(task)
+        options = self._options
+        p = self.expected(task, options, self._tracker)
         utility = v0_utility if options.gain == "v0" else mean_utility
         return segments([utility(n, p) for n in range(options.min, options.max + 1)])
 
@@ -177,7 +190,7 @@ class Allocate:
         """Return how many further episodes each lower the baseline's error by more than `cost`."""
         successes = self._tracker.successes(group.rewards)
         mean = 2 * sum(successes) / len(successes) - 1
-        forecast = 2 * self._tracker.mean(group.task) - 1
+        forecast = 2 * self.expected(group.task, self._options, self._tracker) - 1
         error = mixed_error(len(successes), mean, forecast)
         for size in range(len(successes), self._options.max):
             following = mixed_error(size + 1, mean, forecast)
@@ -191,10 +204,10 @@ class Allocate:
             self._tracker.observe(outcomes)
         if self._options.gain in _PRICED:
             self._recent.extend(each for each in outcomes if each.rewards)
-            self._set_price()
+            self._price = None
 
-    def _set_price(self) -> None:
-        if not self._recent:
+    def _find_price(self) -> None:
+        if not self._recent or self._price is not None:
             return
         options = self._options
         if options.gain == "interval":
@@ -216,7 +229,6 @@ class Allocate:
         for task, rewards, added in state["recent"]:
             self._recent.append(Outcome(task, 0, 0, tuple(rewards), 0, 0, int(added)))
         self._price = None
-        self._set_price()
 
 
 def _check(options: AllocateConfig, config: RunConfig) -> None:
@@ -237,6 +249,7 @@ def _check(options: AllocateConfig, config: RunConfig) -> None:
         )
     if options.gain in _BEFORE:
         require_sequences(config, options.min, "allocate.min")
+    options.check_sampler("allocate", config)
     baseline = config.technique_options.get("baseline")
     if options.gain == "v05_risk" and isinstance(baseline, BaselineConfig):
         _require_same_forecast(options, baseline)
@@ -246,6 +259,12 @@ def _require_same_forecast(options: AllocateConfig, baseline: BaselineConfig) ->
     """Raise `ConfigError` if `baseline` and the rule `v05_risk` use different forecasts V."""
     if baseline.centre != "shrink":
         return
+    if options.forecast != baseline.forecast:
+        raise ConfigError(
+            f"allocate.forecast must be {baseline.forecast} (baseline.forecast) with allocate.gain "
+            f"= v05_risk, got {options.forecast}: episodes are added to lower the error of that "
+            "baseline"
+        )
     pairs = [
         ("allocate.prior", options.prior, "baseline.prior", baseline.prior),
         ("allocate.decay", options.decay, "baseline.decay", baseline.decay),
@@ -346,7 +365,8 @@ ENTRY = Entry(
     "the group is a biased baseline; that of `advantage.estimator rloo_first` is not. D and S do "
     "not change. Our own reading: the price, the decay of success rates, and of `interval` the "
     "single second stage, s that does not change with n, and `explore`. V0 and V0.5 forecast p by "
-    "a model; here it is the success rate of earlier groups.",
+    "a model, as `forecast` = sampler does. A forecast is made before the group's rewards are "
+    "known, so it adds no bias of its own.",
     requires=frozenset({"siblings"}),
     evidence="notes",
 )

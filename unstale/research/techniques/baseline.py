@@ -24,8 +24,9 @@ s is 1 (`none`), the standard deviation of the group (`std`), the median of |r -
 least `mad_floor`, plus 0.001 (`mad`), or the standard deviation of r - b over the batch, whose mean
 is subtracted, too (`batch`).
 
-V is learned from the environment's rewards, so `prior` and `shrink` are refused beside techniques
-that change rewards.
+With `forecast` = sampler, V is the forecast of `predicted_sampler` instead, as in V0.5. It also
+knows tasks that were never tried. V is learned from the environment's rewards, so `prior` and
+`shrink` are refused beside techniques that change rewards.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ from unstale.research.techniques.probe import (
     select,
     without_replies,
 )
-from unstale.research.techniques.success import SuccessTracker, VisitOptions
+from unstale.research.techniques.success import (
+    ForecastOptions,
+    ForecastUser,
+    SuccessTracker,
+    VisitOptions,
+)
 from unstale.techniques.hooks import (
     CreditContext,
     HiddenStates,
@@ -72,6 +78,7 @@ _READ_BY = {
         (
             "reward_min",
             "reward_max",
+            "forecast",
             "prior",
             "decay",
             "keep",
@@ -87,7 +94,7 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineConfig(Section, VisitOptions):
+class BaselineConfig(Section, ForecastOptions, VisitOptions):
     """The baseline and the scale of the advantages of a group (MC-GRPO, MSSR, V0.5, POISE)."""
 
     selector: ClassVar[str] = "centre"
@@ -178,7 +185,7 @@ class Baseline:
         return advantages(_rewards(group, group.trajectories), self.options)
 
 
-class PriorBaseline(Baseline):
+class PriorBaseline(Baseline, ForecastUser):
     """An estimator of advantages whose baseline also uses a task's rewards in earlier groups."""
 
     def __init__(self, options: BaselineConfig) -> None:
@@ -205,7 +212,8 @@ class PriorBaseline(Baseline):
 
     def value(self, task: str) -> float:
         """Return V, the expected reward of a task, estimated from earlier groups."""
-        return self.options.reward_min + self._spread * self._tracker.mean(task)
+        share = self.expected(task, self.options, self._tracker)
+        return self.options.reward_min + self._spread * share
 
     def _of_group(self, group: Group, context: CreditContext) -> Tensor:
         value = self.value(context.identify(group.task))
@@ -477,6 +485,7 @@ def _describe(options: BaselineConfig) -> str:
 
 
 def _check(options: BaselineConfig, config: RunConfig) -> None:
+    options.check_sampler("baseline", config)
     size, centre = config.schedule.group_size, options.centre
     if centre in _PRIOR:
         if not config.selection.pool:

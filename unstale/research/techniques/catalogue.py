@@ -72,8 +72,8 @@ ROWS: Sequence[Row] = (
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
-        "--techniques rollout_figures measures its criteria",
-        "Its index from symptoms to remedies is not in the linter.",
+        "--techniques rollout_figures measures its criteria, and unstale advise RUN has an index "
+        "from symptoms to remedies (docs/advise.md)",
     ),
     _partly(
         4,
@@ -110,11 +110,12 @@ ROWS: Sequence[Row] = (
         "tasks drawn from a Beta posterior",
         "--techniques beta_sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         9,
         "SCOPE",
         "a corrector continues from the first wrong step",
-        "A checker of steps during training, and training on corrected steps, are missing.",
+        "--techniques retry --retry.rule correct --objective.placed anchor, with a method "
+        "correction of the task set, which may ask a judge and a teacher, or its demonstrations",
     ),
     _works(
         10,
@@ -194,20 +195,20 @@ ROWS: Sequence[Row] = (
         "--techniques 'episode_filter top_tokens' with larger groups, such as "
         "--schedule.group_size 16",
     ),
-    _partly(
+    _works(
         22,
         "RollArt",
         "phases on the hardware that fits them",
         "--engine.prefill_engines sends requests to groups of engines by phase, and with "
-        "--cluster.engine_hosts to groups of machines; judges are called off the event loop",
-        "The number of concurrent calls of judges is fixed, and does not follow the load.",
+        "--cluster.engine_hosts to groups of machines; judges are called off the event loop, "
+        "as many at once as their endpoint bears (docs/rewards.md)",
     ),
-    _partly(
+    _works(
         23,
         "Turn control",
-        "a limit of turns at a quantile",
-        "--techniques limits, with --limits.extend for extensions",
-        "The limits act in training only, not in `unstale eval` and `unstale serve`.",
+        "a limit of turns at a quantile, and extensions on demand",
+        "--techniques limits, with --limits.extend for extensions; unstale eval and unstale serve "
+        "with --limit-turns",
     ),
     _works(
         24,
@@ -238,14 +239,13 @@ ROWS: Sequence[Row] = (
         "--techniques hard_task_stages --selection.pool N, with --hard_task_stages.first_reply "
         "for the shorter replies of the first stage",
     ),
-    _partly(
+    _works(
         29,
         "V0",
-        "a value from the history of outcomes",
+        "a value from the history of outcomes: budgets before the rollout, and a router",
         "--techniques 'predicted_sampler allocate' --predicted_sampler.forecast model "
-        "--allocate.gain v0 --selection.pool N",
-        "The model is small and trained in the run; allocate does not use its forecasts, and "
-        "nothing routes between policies.",
+        "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
+        "that is trained in the run; unstale route sends tasks to one of several policies",
     ),
     _partly(
         30,
@@ -273,20 +273,20 @@ ROWS: Sequence[Row] = (
         "step groups that share the last states",
         "--techniques step_groups --step_groups.rule hgpo (or gigpo)",
     ),
-    _partly(
+    _works(
         34,
         "R3L",
         "reflect, restart, train the suffix",
-        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none",
-        "Only failed attempts are reflected on, and the reflections themselves are not trained on.",
+        "--techniques 'retry opmd' --objective.placed anchor --objective.loss_type none "
+        "--retry.attempts all --retry.train_texts true",
     ),
-    _partly(
+    _works(
         35,
         "V0.5",
-        "a group mean shrunk towards a prior",
-        "--techniques 'allocate baseline' --allocate.gain v05_risk --baseline.centre shrink "
-        "--selection.pool N",
-        "The prior is a count of past results, not the forecast of a value model.",
+        "a group mean shrunk towards the forecast of a value model",
+        "--techniques 'predicted_sampler allocate baseline' --predicted_sampler.forecast model "
+        "--allocate.gain v05_risk --allocate.forecast sampler --baseline.centre shrink "
+        "--baseline.forecast sampler --selection.pool N",
     ),
     _idea(
         36,
@@ -315,11 +315,11 @@ ROWS: Sequence[Row] = (
         "recipes areal_naive, areal_decoupled, areal_loglinear and areal_m2po; "
         "--schedule.max_staleness; --techniques m2po",
     ),
-    _idea(
+    _works(
         40,
         "CLEANER",
         "failed calls replaced by later successes",
-        "Replacing a failed call in an episode, and training on the result, are missing.",
+        "--techniques retry --retry.rule clean --objective.placed guided",
     ),
     _partly(
         41,
@@ -343,12 +343,12 @@ ROWS: Sequence[Row] = (
         "--tree.branch unlikely --majority.least 0, with --selection.test_time",
         "Forks are at the least likely tokens, not at those with the largest entropy.",
     ),
-    _partly(
+    _works(
         44,
         "SAGE (plans)",
         "a plan from the first attempt",
-        "unstale attempt --plan (docs/commands.md)",
-        "Training with plans is missing.",
+        "--techniques retry --retry.rule plan --retry.train_texts true; unstale attempt --plan "
+        "attempts tasks so (docs/commands.md)",
     ),
     _diagnostic(
         45,
@@ -387,13 +387,12 @@ ROWS: Sequence[Row] = (
         "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
         "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
     ),
-    _partly(
+    _works(
         50,
         "PPO at 1M envs",
         "a diagnosis of too large steps",
         "--techniques outer_step: the noise of two halves of a step's groups, its KL, a lower "
-        "learning rate",
-        "Advice on how to change the step with the number of environments is missing.",
+        "learning rate; unstale advise RUN says how minibatches grow with environments",
     ),
     _works(
         51,
@@ -443,12 +442,13 @@ ROWS: Sequence[Row] = (
         "It is a method for decoders by diffusion.",
         "tokens are never encoded again, so every trained state was sampled",
     ),
-    _partly(
+    _works(
         58,
         "SHARP",
         "verified synthetic tasks",
-        "--task.env synthesis makes, checks and measures puzzles by programs",
-        "Tasks that a language model drafts by principles, and verifies, are missing.",
+        "unstale synthesize MODEL --url URL --url-model NAME: drafts by a plan, kept if solutions "
+        "agree and the pass rate is in a band, and --rates RUN feeds rates back "
+        "(docs/your-own-data.md); --task.env synthesis makes puzzles by programs",
     ),
     _works(
         59,
@@ -503,6 +503,8 @@ WISHES: Mapping[str, Sequence[str]] = {
         "replay",
     ),
     "test time: a better answer from several attempts": ("unstale attempt",),
+    "test time: which of several policies": ("unstale route",),
+    "more tasks": ("unstale synthesize",),
     "no labels": ("majority",),
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
@@ -510,5 +512,7 @@ WISHES: Mapping[str, Sequence[str]] = {
 """What a user may want -> the techniques and commands for it. Each of these is listed once."""
 COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
+    "unstale route": "Send each task to the policy that probably solves it at the least cost",
+    "unstale synthesize": "Let a model write tasks, and keep those whose answers are verified",
 }
 """What the commands in `WISHES` do."""

@@ -13,7 +13,7 @@ and by the difference of difficulty are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
@@ -28,12 +28,11 @@ from unstale.records import (
     Placed,
     Provenance,
     ScoredTrajectory,
-    Task,
     Trajectory,
     is_reply,
     walk,
 )
-from unstale.techniques.hooks import CreditContext
+from unstale.techniques.hooks import CreditContext, Texts
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -79,21 +78,18 @@ class Hints:
         """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
         self._options = options
         self.solution_field = options.solution
-        self._solution: Callable[[Task], Sequence[int]] | None = None
-
-    def read_solutions(self, find: Callable[[Task], Sequence[int]]) -> None:
-        self._solution = find
 
     def roots(self, group_size: int) -> int:
         return group_size - self._options.number
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-        assert self._solution, "read_solutions is called before the first group"
-        finished = [each for each in results if isinstance(each, Trajectory)]
-        trunk = next(iter(finished), None)
-        if trunk is None:
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
+    ) -> Sequence[Fork | None]:
+        finished = [each for each in rounds[0] if isinstance(each, Trajectory)]
+        if len(rounds) > 1 or not finished:
             return ()
-        solution = tuple(self._solution(trunk.task))
+        trunk = finished[0]
+        solution = texts.solution(trunk.task, self.solution_field)
         start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
         random = Random(trunk.episode)
         forks: list[Fork | None] = []
@@ -144,6 +140,16 @@ def of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
     return tuple(values)
 
 
+def check_number(technique: str, number: int, config: RunConfig) -> None:
+    """Raise `ConfigError` if a technique leaves no episode with which a group begins."""
+    size = config.schedule.group_size
+    if number >= size:
+        raise ConfigError(
+            f"{technique}.number must be below schedule.group_size ({size}), got {number}: a group "
+            "begins with plain episodes"
+        )
+
+
 def _hinted_share(episode: Trajectory) -> float:
     """Return the share of an episode's reply tokens that are a hint."""
     counts = {True: 0, False: 0}
@@ -157,19 +163,9 @@ def _complete(options: HintsConfig, config: RunConfig) -> HintsConfig:
 
 
 def _check(options: HintsConfig, config: RunConfig) -> None:
-    size = config.schedule.group_size
-    if options.number >= size:
-        raise ConfigError(
-            f"hints.number must be below schedule.group_size ({size}), got {options.number}: "
-            "episodes without hints show how difficult a task is"
-        )
+    check_number("hints", options.number, config)
     reason = "otherwise hints have no loss: only the tokens after them are learned, never the hints"
     require_value("hints", "objective.placed", config.objective.placed, ["anchor"], reason)
-    if config.advantage != type(config.advantage)():
-        raise ConfigError(
-            f"the technique hints replaces advantage.estimator, got {config.advantage.estimator}: "
-            "leave all options of `advantage` at their defaults"
-        )
     refuse_slots("hints", REFUSED, config)
 
 
@@ -207,7 +203,7 @@ ENTRY = Entry(
     options=HintsConfig,
     changes=frozenset({"count", "advantage", "objective"}),
     describe=_describe,
-    requires=frozenset({"siblings"}),
+    requires=frozenset({"siblings", "rewards"}),
     check=_check,
     complete=_complete,
     use="Most tasks always fail, and solutions are known. Tasks need a field with a solution, or a "

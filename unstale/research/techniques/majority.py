@@ -22,13 +22,7 @@ from unstale.config.checks import ConfigError, Section, Share
 from unstale.config.techniques import Entry, chosen
 from unstale.records import Group
 from unstale.research.techniques.tree_advantage import leaf_weights
-from unstale.techniques.hooks import (
-    CreditContext,
-    EpisodeBudgeter,
-    Observer,
-    Reflector,
-    SolutionReader,
-)
+from unstale.techniques.hooks import CreditContext, EpisodeBudgeter, Observer
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -134,11 +128,9 @@ def _check(options: MajorityConfig, config: RunConfig) -> None:
 
 def _uses_labels(entry: Entry, config: RunConfig) -> bool:
     """Return True if a technique uses rewards of the environment, before `majority` acts."""
-    if entry.slot in ("sampler", "allocator", "source"):
+    if entry.slot in ("sampler", "allocator", "source") or "rewards" in entry.requires:
         return True
     made = entry.makes(entry.complete(config.technique_options[entry.name], config))
-    if isinstance(made, SolutionReader | Reflector):
-        return True
     knows_rewards = entry.slot != "controller" and not isinstance(made, EpisodeBudgeter)
     return isinstance(made, Observer) and knows_rewards
 

@@ -31,6 +31,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -110,6 +111,10 @@ class TextSampler(ABC):
         weights = np.exp((distance.min() - distance) / self._options.tau)
         return Draw(context.random.choices(tasks, weights=weights.tolist())[0])
 
+    def forecast_of(self, task: str) -> float:
+        """Return the forecast success rate of a task. Both threads of a run may call this."""
+        return float(self.forecast([task])[0])
+
     @abstractmethod
     def forecast(self, tasks: Sequence[str]) -> Array:
         """Return the forecast success rate of each task, `[n]`.
@@ -184,6 +189,7 @@ class PredictedSampler(TextSampler):
         """
         self._rates: Array | None = None
         """The forecasts of all N tasks of the pool, `[N]`. None if they must be computed again."""
+        self._lock = Lock()
 
     def read(self, texts: Mapping[str, str]) -> None:
         super().read(texts)
@@ -191,9 +197,9 @@ class PredictedSampler(TextSampler):
         self._rates = None
 
     def forecast(self, tasks: Sequence[str]) -> Array:
-        if self._rates is None:
-            self._rates = self._forecast_all()
-        return self._rates[[self._places[task] for task in tasks]]
+        with self._lock:
+            rates = self._rates = self._forecast_all() if self._rates is None else self._rates
+        return rates[[self._places[task] for task in tasks]]
 
     def _forecast_all(self) -> Array:
         options = self._options

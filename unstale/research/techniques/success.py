@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from unstale.config.checks import ConfigError, Positive, Range
-from unstale.techniques.hooks import Outcome
+from unstale.techniques.hooks import Forecaster, Outcome
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,44 @@ class RateOptions:
     """Share of the counts that is left after each batch. Tasks without visits return to the
     prior.
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastOptions:
+    """The option `forecast` of techniques that expect a success rate of a task."""
+
+    __slots__ = ()
+
+    forecast: Literal["counts", "sampler"] = "counts"
+    """The expected success rate V: by the task's earlier results, with `prior` and `decay`, or the
+    forecast of `predicted_sampler`, which also knows tasks that were never tried.
+    """
+
+    def check_sampler(self, name: str, config: RunConfig) -> None:
+        """Raise `ConfigError` if the forecast of a sampler is wanted, and there is none.
+
+        `name` is that of the technique.
+        """
+        if self.forecast == "sampler" and "predicted_sampler" not in config.techniques.split():
+            raise ConfigError(
+                f"{name}.forecast = sampler needs the technique predicted_sampler, whose forecasts "
+                f"it uses. Set --techniques '{config.techniques} predicted_sampler'"
+            )
+
+
+class ForecastUser:
+    """A technique that may use the forecasts of a sampler."""
+
+    _forecaster: Forecaster | None = None
+
+    def use_forecasts(self, forecaster: Forecaster) -> None:
+        self._forecaster = forecaster
+
+    def expected(self, task: str, options: ForecastOptions, tracker: SuccessTracker) -> float:
+        """Return the expected success rate of a task, as `options` say."""
+        if options.forecast == "sampler" and self._forecaster:
+            return self._forecaster.forecast_of(task)
+        return tracker.mean(task)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from unstale.config.checks import ConfigError, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen, refuse_slots
 from unstale.records import Failure, Fork, Sampled, Trajectory, walk
+from unstale.techniques.hooks import Texts
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -64,10 +65,12 @@ class Tree:
     def roots(self, group_size: int) -> int:
         return max(1, group_size // self._options.leaves)
 
-    def forks(self, results: Sequence[Trajectory | Failure]) -> Sequence[Fork]:
+    async def forks(
+        self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
+    ) -> Sequence[Fork]:
         options = self._options
         forks: list[Fork] = []
-        for trunk in results:
+        for trunk in rounds[0] if len(rounds) == 1 else ():
             if isinstance(trunk, Trajectory) and not trunk.branches:
                 places = self._places(trunk)
                 forks += [Fork(trunk.episode, at) for at in places * options.continuations]

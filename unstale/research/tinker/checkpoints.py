@@ -18,7 +18,7 @@ from unstale.rollout.endpoint.schemas import Refused
 
 Kind = Literal["weights", "sampler_weights"]
 KEPT_UNNAMED = 16
-"""Number of sampler weights without a name that are kept of each model."""
+"""Number of sampler weights without a name that are kept of each model, until the service ends."""
 _SCHEME = "tinker://"
 _UNNAMED = "unnamed-"
 
@@ -40,11 +40,24 @@ class Checkpoints:
         self._folder = folder
         self._base = base
         self._unnamed: dict[str, list[Path]] = {}
+        for left in folder.glob(f"*/*/sampler_weights/{_UNNAMED}*"):
+            left.unlink()
 
     def write(  # noqa: PLR0913 - the parts of a path, and what it names
         self, tenant: str, model_id: str, kind: Kind, name: str, saved: Saved, shape: Shape
     ) -> str:
-        """Write a version and return its path. Raises `Refused` if the name is taken."""
+        """Write a version and return its path. Raises `Refused` if the name is taken or kept for
+        versions without a name.
+        """
+        if name.startswith(_UNNAMED):
+            raise Refused(
+                f"path must not begin with {_UNNAMED!r}, got {name[:140]!r}", param="path"
+            )
+        return self._write(tenant, model_id, kind, name, saved, shape)
+
+    def _write(  # noqa: PLR0913 - as `write`
+        self, tenant: str, model_id: str, kind: Kind, name: str, saved: Saved, shape: Shape
+    ) -> str:
         path = f"{_SCHEME}{model_id}/{kind}/{checkpoint_name(name)}"
         file = self._file(tenant, path)
         if file.exists():
@@ -62,7 +75,7 @@ class Checkpoints:
     ) -> str:
         """Write sampler weights without a name, and remove old ones. Return their path."""
         name = f"{_UNNAMED}{number}"
-        path = self.write(tenant, model_id, "sampler_weights", name, saved, shape)
+        path = self._write(tenant, model_id, "sampler_weights", name, saved, shape)
         files = self._unnamed.setdefault(f"{tenant}/{model_id}", [])
         files.append(self._file(tenant, path))
         while len(files) > KEPT_UNNAMED:

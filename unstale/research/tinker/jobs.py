@@ -1,8 +1,10 @@
 """The work of a tenant that its client waits for by polling."""
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from safetensors import SafetensorError
@@ -10,12 +12,15 @@ from safetensors import SafetensorError
 from unstale.engines import EngineDied
 from unstale.rollout.endpoint.schemas import Refused
 
+_log = logging.getLogger(__name__)
 POLL_S = 20.0
 """Seconds that a poll waits for a result. Clients end a poll after 45."""
 MAX_PENDING = 2048
 MAX_PENDING_BYTES = 256 << 20
 """Bytes of the requests that wait. Beyond that and `MAX_PENDING`, clients have to wait."""
 KEPT_RESULTS = 4096
+KEPT_BYTES = 256 << 20
+"""Bytes of results that are kept. Beyond that and `KEPT_RESULTS`, the oldest are dropped."""
 Result = bytes | dict[str, Any]
 """A message in Protocol Buffers' format, or an object of JSON."""
 
@@ -26,6 +31,7 @@ class Jobs:
     def __init__(self) -> None:
         self._tasks: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
         self._pending: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
 
     def submit(self, request_id: str, size: int, work: Callable[[], Awaitable[Result]]) -> None:
         """Begin a job, unless the request is known. `size` is that of its body, in bytes.
@@ -43,10 +49,18 @@ class Jobs:
         self._pending[request_id] = size
         task = asyncio.ensure_future(_guarded(work()))
         self._tasks[request_id] = task
-        task.add_done_callback(lambda _: self._pending.pop(request_id))
-        for old in list(self._tasks)[: max(len(self._tasks) - KEPT_RESULTS, 0)]:
-            if old not in self._pending:
-                del self._tasks[old]
+        task.add_done_callback(partial(self._done, request_id))
+
+    def _done(self, request_id: str, task: asyncio.Task[Result]) -> None:
+        del self._pending[request_id]
+        if not task.cancelled() and isinstance(result := task.result(), bytes):
+            self._sizes[request_id] = len(result)
+        kept = sum(self._sizes.values())
+        for old in [each for each in self._tasks if each not in self._pending][:-1]:
+            if len(self._tasks) <= KEPT_RESULTS and kept <= KEPT_BYTES:
+                break
+            del self._tasks[old]
+            kept -= self._sizes.pop(old, 0)
 
     async def result(self, request_id: str) -> Result | None:
         """Return the result of a job, or None if it is not done within `POLL_S`."""
@@ -77,4 +91,6 @@ async def _guarded(work: Awaitable[Result]) -> Result:
     except (Refused, ValueError) as error:
         return {"error": str(error), "category": "user"}
     except (EngineDied, RuntimeError, OSError, MemoryError, SafetensorError) as error:
-        return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+        _log.exception("a request failed")
+        text = f"{type(error).__name__} in the service, whose log has the details"
+        return {"error": text, "category": "server"}

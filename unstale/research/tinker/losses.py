@@ -43,6 +43,12 @@ def _cispo(logp: Tensor, given: Inputs) -> Tensor:
     return -weight * logp * given["advantages"]
 
 
+def _dro(logp: Tensor, given: Inputs) -> Tensor:
+    """Direct Reward Optimization (arXiv 2405.19107), with a quadratic penalty of log r."""
+    penalty = 0.5 * given["beta"] * (logp - given["logprobs"]).square()
+    return penalty - logp * given["advantages"]
+
+
 def _ratio(logp: Tensor, given: Inputs) -> Tensor:
     return (logp - given["logprobs"]).exp()
 
@@ -57,4 +63,5 @@ LOSSES = {
     "importance_sampling": Loss(_SAMPLED, {}, _importance_sampling),
     "ppo": Loss(_SAMPLED, CLIP, _ppo),
     "cispo": Loss(_SAMPLED, CLIP, _cispo),
+    "dro": Loss(_SAMPLED, {"beta": 0.05}, _dro),
 }

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from unstale.engines import EngineDied, SamplingParams, VersionedEngine
@@ -12,6 +12,7 @@ from unstale.research.tinker.trainer import Adapters
 from unstale.research.tinker.wire import Sampling
 from unstale.rollout.seeds import derive_seed
 
+Read = Callable[[], Awaitable[Adapters]]
 HELD = 8
 """Number of versions whose adapters the engine holds. Unless they are in use, the least recently
 used are dropped beyond that.
@@ -55,33 +56,34 @@ class Sampler:
         await self._engine.close()
 
     async def sample(
-        self, version: str, adapters: Adapters | None, request: Sampling, seed: int
+        self, version: str, read: Read | None, request: Sampling, seed: int
     ) -> list[tuple[Sampled, str]]:
         """Return `request.count` replies, each with the reason of its end.
 
-        `version` is the unique name of `adapters`. None is the base. If the engine ends, it is
-        started again, and the replies are sampled anew, once.
+        `read` returns the adapters of the version with the unique name `version`, and is called
+        if the engine does not hold them. None is the base. If the engine ends, it is started
+        again, and the replies are sampled anew, once.
         """
         starts = self._starts
         try:
-            return await self._replies(version, adapters, request, seed)
+            return await self._replies(version, read, request, seed)
         except EngineDied:
             async with self._changing:
                 if self._starts == starts:
                     await self.start()
-            return await self._replies(version, adapters, request, seed)
+            return await self._replies(version, read, request, seed)
 
     async def _replies(
-        self, version: str, adapters: Adapters | None, request: Sampling, seed: int
+        self, version: str, read: Read | None, request: Sampling, seed: int
     ) -> list[tuple[Sampled, str]]:
-        async with self._holding(version, adapters) as number:
+        async with self._holding(version, read) as number:
             seeds = [derive_seed(seed, "reply", index) for index in range(request.count)]
             return await asyncio.gather(*(self._reply(request, number, each) for each in seeds))
 
     @asynccontextmanager
-    async def _holding(self, version: str, adapters: Adapters | None) -> AsyncIterator[int]:
+    async def _holding(self, version: str, read: Read | None) -> AsyncIterator[int]:
         """Return a context in which the engine holds a version, as the number that it yields."""
-        if adapters is None:
+        if read is None:
             yield 0
             return
         async with self._changing:
@@ -89,7 +91,7 @@ class Sampler:
             if not number:
                 self._added += 1
                 number = self._added
-                await self._engine.add_version(adapters, number)
+                await self._engine.add_version(await read(), number)
                 self._held[version] = number
             self._held.move_to_end(version)
             self._in_use[number] += 1

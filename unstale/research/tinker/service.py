@@ -283,8 +283,7 @@ class Service:
         def load() -> Result:
             saved, shape = self._checkpoints.read(tenant.name, path)
             run = self._trainer.create(facts.shape) if is_new else tenant.run(model_id)
-            if shape.rank != run.shape.rank:
-                raise Refused(f"{path} has rank {shape.rank}, and the model {run.shape.rank}")
+            run.require_shape(shape, path)
             run.load(saved, with_optimizer=with_optimizer)
             if is_new:
                 tenant.add_run(model_id, run)
@@ -341,20 +340,26 @@ class Service:
     async def _sample(
         self, tenant: Tenant, session: SamplingSession, request: Sampling, request_id: str
     ) -> Result:
-        adapters: Adapters | None = None
-        if session.path:
-            saved, _ = await self._in_thread(self._checkpoints.read, tenant.name, session.path)
-            adapters = saved.adapters
+        path = session.path
+
+        def read() -> Adapters:
+            if path is None:
+                return self._trainer.base
+            return self._checkpoints.read(tenant.name, path)[0].adapters
+
+        def score() -> list[float]:
+            return self._trainer.prompt_logps(read(), request.tokens)
+
         seed = derive_seed(request_id) if request.seed is None else request.seed
-        version = f"{tenant.name}/{session.path}"
-        replies = await self._sampler.sample(version, adapters, request, seed)
+        replies = await self._sampler.sample(
+            f"{tenant.name}/{path}",
+            partial(asyncio.to_thread, read) if path else None,
+            request,
+            seed,
+        )
         logps = None
         if request.scored is not None:
-            logps = await self._in_thread(
-                self._trainer.prompt_logps,
-                self._trainer.base if adapters is None else adapters,
-                request.tokens,
-            )
+            logps = await self._in_thread(score)
             skipped = len(logps) - request.scored
             logps[:skipped] = [float("nan")] * skipped
         return sample_result(replies, logps)

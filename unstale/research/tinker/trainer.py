@@ -63,6 +63,15 @@ class TrainingRun:
         self.optimizer = torch.optim.AdamW(self.parameters.values())
         self.steps = 0
 
+    def require_shape(self, saved: Shape, path: str) -> None:
+        """Raise `Refused` unless saved adapters have this run's rank and layers."""
+        for name in ("rank", "train_mlp", "train_attn"):
+            if getattr(saved, name) != getattr(self.shape, name):
+                raise Refused(
+                    f"{path} has {name} {getattr(saved, name)}, and the model "
+                    f"{getattr(self.shape, name)}: load it into a new model"
+                )
+
     def adapters(self) -> dict[str, Tensor]:
         """Return a copy of the adapters on the CPU, which later steps do not change."""
         return {name: each.detach().to("cpu", copy=True) for name, each in self.parameters.items()}

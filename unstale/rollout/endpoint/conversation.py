@@ -16,7 +16,7 @@ from typing import Any
 from unstale.config.files import is_too_deep
 from unstale.envs import Message, ToolCall
 from unstale.envs.calls import hashed_id, is_call_id
-from unstale.envs.chat import Chat
+from unstale.envs.chat import Chat, context_piece
 from unstale.records import ContextPiece, Piece, Provenance
 
 
@@ -37,12 +37,14 @@ class HistoryMessage:
 
     @cached_property
     def key(self) -> str:
-        """A text that is equal for two messages with the same role, content and tool calls.
+        """A text that is equal for two messages with the same role, content, pictures and tool
+        calls.
 
         The ids of calls do not matter.
         """
         calls = [[call.name, call.arguments] for call in self.message.tool_calls]
-        content = [self.message.role, self.message.content, calls]
+        images = [[image.digest, image.at] for image in self.message.images]
+        content = [self.message.role, self.message.content, calls, *images]
         return json.dumps(content, sort_keys=True, default=dict)
 
 
@@ -305,7 +307,8 @@ class Conversation:
         )
         # The agent itself wrote this assistant message. No engine sampled it.
         placed = any(message.role == "assistant" for message in messages)
-        return ContextPiece(tokens, Provenance.FORCED if placed else Provenance.ENVIRONMENT)
+        source = Provenance.FORCED if placed else Provenance.ENVIRONMENT
+        return context_piece(chat, tokens, source)
 
 
 def _calls_of(answer: History | None) -> tuple[ToolCall, ...]:

@@ -129,6 +129,13 @@ _EMPTY = _only(_UNUSED, None, [], "")
 _PART = _object(
     ("type", "text"), others=_EMPTY, type=_only("only text is supported", "text"), text=_STRING
 )
+_USER_PART = _object(
+    ("type",),
+    others=_EMPTY,
+    type=_only("only text and image_url are supported", "text", "image_url"),
+    text=_STRING,
+    image_url=_object(("url",), others=_EMPTY, url=_STRING, detail=_ANY),
+)
 _CALL = _object(
     ("id", "function"),
     id=_NOT_EMPTY,
@@ -152,7 +159,9 @@ MESSAGES: Mapping[str, Schema] = {
         ("role",) if role == "assistant" else ("role", "content"),
         others=_EMPTY,
         role=_only("there is no such role", role),
-        content=_any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts")),
+        content=_any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts"))
+        if role != "user"
+        else _any_of("a string or a list of parts", _STRING, _list(_USER_PART, "parts")),
         name=_ANY,
         **_ROLE_FIELDS.get(role, {}),
     )

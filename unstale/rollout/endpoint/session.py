@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from unstale.engines import GenerationOptions
 from unstale.envs.chat import Chat
+from unstale.pictures import PictureError
 from unstale.records import CUT_REPLIES, ContextPiece, Piece, Sampled, Stop
 from unstale.rollout.endpoint.conversation import (
     Branch,
@@ -28,6 +29,7 @@ from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.endpoint.wire import AnswerToken, Choice, CompletionRequest
 from unstale.rollout.episode import Rollout
 from unstale.rollout.transcript import NotReplayed, Transcript
+from unstale.rollout.turn_limit import AllowedTurns
 
 CHUNK_TOKENS = 16
 """Tokens per request to the engine, for replies that are streamed or may end at a stop text. The
@@ -311,7 +313,7 @@ class AgentSession:
             yield
         except (TemplateError, ValueError, TypeError, RecursionError) as error:
             reason = str(error)[:300]
-            if not isinstance(error, Unanswerable):
+            if not isinstance(error, Unanswerable | PictureError):
                 reason = f"the chat template cannot write these messages: {reason}"
             raise Refused(reason, param=field) from None
 
@@ -354,11 +356,19 @@ class AgentSession:
             )
 
     def _count_replies(self, replies: int) -> None:
-        limit = self.rollout.config.max_turns
+        limit = AllowedTurns(
+            self.rollout.turn_limit,
+            most=self.rollout.config.max_turns,
+            transcript=self.transcript,
+            chat=self.chat,
+        ).number([0.0] * self.num_replies)
         if replies and self.num_replies + replies > limit:
             self._refuse("max_turns")
             raise Refused(
-                f"an episode has at most {limit} replies (--rollout.max_turns)", code="max_turns"
+                f"an episode has at most {limit} replies (--rollout.max_turns)"
+                if not self.rollout.turn_limit
+                else f"an episode has at most {limit} replies (--limit-turns)",
+                code="max_turns",
             )
         self.num_replies += replies
 

@@ -3,14 +3,16 @@
 import json
 import math
 import reprlib
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from unstale.config import EndpointConfig
 from unstale.config.files import MAX_DEPTH, is_too_deep
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.strict_json import loads
 from unstale.envs.tokens import text_offsets
 from unstale.records import ContextPiece, Piece, Placed, Sampled
@@ -281,7 +283,7 @@ def _read_message(record: Any, path: str) -> SentMessage:
         raise Refused(f"{path}.role cannot be {reprlib.repr(role)}", param=f"{path}.role")
     require(record, MESSAGES[role], path)
     content = record.get("content") or ""
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    text, images = read_parts(content, f"{path}.content")
     calls = tuple(
         _read_call(call, f"{path}.tool_calls[{index}]")
         for index, call in enumerate(record.get("tool_calls") or ())
@@ -290,8 +292,44 @@ def _read_message(record: Any, path: str) -> SentMessage:
     if thoughts is None:
         thoughts = record.get("reasoning")
     role_in_template: Any = "system" if role == "developer" else role
-    message = HistoryMessage(Message(role_in_template, text, calls), thoughts)
+    message = HistoryMessage(Message(role_in_template, text, calls, images=images), thoughts)
     return SentMessage(message, path, record.get("tool_call_id"))
+
+
+def read_parts(
+    content: str | Sequence[Mapping[str, Any]], path: str
+) -> tuple[str, tuple[Image, ...]]:
+    """Return the text of a message's content, and its pictures.
+
+    Raises `Refused` for a part without its text, or a picture that is not in the request itself.
+    """
+    if isinstance(content, str):
+        return content, ()
+    text, images = "", []
+    for index, part in enumerate(content):
+        kind = part["type"]
+        if (field := part.get(kind)) is None:
+            place = f"{path}[{index}].{kind}"
+            raise Refused(f"{place} is missing", param=place)
+        if kind == "text":
+            text += field
+        else:
+            data = _data_of(field["url"], f"{path}[{index}].image_url.url")
+            images.append(Image(data, len(text)))
+    return text, tuple(images)
+
+
+def _data_of(url: str, path: str) -> bytes:
+    """Return the file in a data URL. Raises `Refused` for another URL."""
+    head, comma, data = url.partition(",")
+    if comma and head.startswith("data:image/") and head.endswith(";base64"):
+        with suppress(ValueError):
+            return b64decode(data, validate=True)
+    raise Refused(
+        f"{path} must be a data URL with base64 (data:image/png;base64,...), got "
+        f"{reprlib.repr(url)}: the endpoint fetches no pictures",
+        param=path,
+    )
 
 
 def in_order(

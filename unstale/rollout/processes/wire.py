@@ -116,6 +116,8 @@ class Setup(msgspec.Struct, tag=True):
     """The number of the process's first episode."""
     stride: int
     """The difference between the numbers of two successive episodes of the process."""
+    ray: str = ""
+    """The address of the Ray cluster with the run's engine hosts. Empty without hosts."""
 
 
 class RunEpisodes(msgspec.Struct, tag=True):
@@ -243,6 +245,8 @@ def wire_piece(piece: Piece) -> WirePiece:
     """Return the message form of recorded tokens, without the routed experts of earlier tokens."""
     tokens = array("I", piece.tokens).tobytes()
     if isinstance(piece, ContextPiece):
+        if piece.pictures:
+            raise ValueError("rollout processes do not send pictures")
         return WirePiece(tokens, None, -1, True, int(piece.provenance))
     if isinstance(piece, Placed):
         raise ValueError("rollout processes do not send placed text")

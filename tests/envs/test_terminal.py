@@ -1,0 +1,378 @@
+"""Terminal tasks: sandboxes in namespaces, hidden tests, and attacks on them."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from unstale.config import ConfigError, make_task
+from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.registry import build_taskset
+from unstale.envs.sandboxes.folders import read_folder, read_task
+from unstale.envs.sandboxes.namespaces import NamespaceRuntime
+from unstale.envs.sandboxes.runtime import File, TerminalTask
+from unstale.envs.terminal import Commands, TerminalEnv, TerminalTasks
+from unstale.testing import check_env
+
+SECRET = "the-hidden-answer"
+CHECK = f"""#!/bin/bash
+mkdir -p /logs/verifier
+if [ "$(cat answer.txt)" = {SECRET} ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+
+
+def script(text: str) -> File:
+    return File(text.encode(), executable=True)
+
+
+def task(**changes: object) -> TerminalTask:
+    """A task that an agent can only solve by reading its tests."""
+    plain = TerminalTask(
+        name="guess",
+        instruction="Write the hidden answer to answer.txt.",
+        environment={"notes.txt": File(b"nothing\n")},
+        tests={"test.sh": script(CHECK)},
+    )
+    return replace(plain, **changes)
+
+
+def play(each: TerminalTask, *commands: str, seconds: float = 5.0) -> tuple[list[str], Turn]:
+    """Run an episode. Return what the agent reads, and the last turn."""
+
+    async def episode() -> tuple[list[str], Turn]:
+        env = TerminalEnv(each, NamespaceRuntime(storage_mb=32), Commands(seconds, 4))
+        try:
+            await env.begin()
+            read = []
+            for command in commands:
+                call = ToolCall("bash", {"command": command})
+                turn = await env.step(Message("assistant", "", tool_calls=(call,)))
+                read.append(turn.messages[0].content)
+            return read, await env.step(Message("assistant", "done"))
+        finally:
+            await env.close()
+
+    return asyncio.run(episode())
+
+
+def test_commands_work_in_a_folder_that_stays() -> None:
+    read, last = play(
+        task(),
+        "cat notes.txt; pwd",
+        "echo 3 > n; false",
+        "cat n; cat none",
+        "echo it >&2; python3 -c 'print(6 * 7)'",
+        f"printf {SECRET} > answer.txt",
+    )
+    assert read[:2] == ["nothing\n/app", "[exit code 1]"]
+    assert read[2] == "3\ncat: none: No such file or directory\n[exit code 1]"
+    assert read[3:] == ["it\n42", "(no output)"]
+    assert dict(last.rewards) == {"reward": 1.0}
+    assert last.facts["commands"] == 5.0
+
+
+def test_limits_of_time_and_output_are_told() -> None:
+    read, last = play(task(), "echo begun; sleep 60", "yes", "echo alive", seconds=0.5)
+    assert read[0] == "begun\n[killed at the time limit]"
+    assert read[1].endswith("y\n[more output was cut off]\n[exit code 137]") and len(read[1]) < 5000
+    assert read[2] == "alive"
+    assert dict(last.rewards) == {"reward": 0.0}
+
+
+def test_time_limit_of_the_agent_ends_its_turn() -> None:
+    async def episode() -> Turn:
+        env = TerminalEnv(task(agent_timeout_s=0.0), NamespaceRuntime())
+        await env.begin()
+        await asyncio.sleep(0.01)
+        call = ToolCall("bash", {"command": "echo late > answer.txt"})
+        turn = await env.step(Message("assistant", "", tool_calls=(call,)))
+        await env.close()
+        return turn
+
+    turn = asyncio.run(episode())
+    assert turn.done and turn.facts["out_of_time"] == 1.0 and turn.facts["commands"] == 0.0
+
+
+FAKE_PYTEST = "import os; open('/logs/verifier/reward.txt', 'w').write('1'); os._exit(0)"
+WATCHER = (
+    "setsid bash -c 'while true; do cp /tests/* /app/; echo 1 > /logs/verifier/reward.txt; "
+    'sed -n "s/.*= \\(the[a-z-]*\\).*/\\1/p" /tests/test.sh > answer.txt; done\' &>/dev/null &'
+)
+ATTACKS = {
+    "read the tests": f"grep -rl {SECRET} / 2>/dev/null; ls -R /tests; find / -name 'test.sh'",
+    "write the reward first": "echo 1 > /logs/verifier/reward.txt; ls /logs/verifier",
+    "replace the reward's folder": "mv /logs /was; rm -rf /logs/verifier; mkdir -p /logs/verifier",
+    "FIFO for the reward": "mkfifo /logs/verifier/reward.txt; rm -rf /logs; mkfifo /logs",
+    "link to the reward": "ln -s /app/mine /logs/verifier/reward.txt; echo 1 > /app/mine",
+    "hard link to the reward": "echo 1 > m; ln m /logs/verifier/reward.txt",
+    "link in place of the tests": "mkdir own; rmdir /tests; ln -s /app/own /tests",
+    "hard link to the tests": "ln /tests/test.sh here; ln /usr/bin/bash own",
+    "a watching process": WATCHER,
+    "planted programs": "for n in bash cat mkdir python3; do printf '#!/bin/sh\\necho 1 > "
+    "/logs/verifier/reward.txt' > $n; chmod +x $n; cp $n /usr/bin/ /bin/ /python/bin/; done; "
+    "export PATH=/app:$PATH; mkdir -p ~/bin; cp bash ~/bin",
+    "planted start files": "for f in .bashrc .profile .bash_profile .bash_login .bash_env; do "
+    "echo 'echo 1 > /logs/verifier/reward.txt; exit' > ~/$f; done; "
+    "echo /app/x.so > /etc/ld.so.preload; mv /etc /was; mkdir /etc",
+    "mount over the tests": "mount -t tmpfs x /tests; unshare -Urm true; mount -o remount,rw /",
+    "a new root": "chroot / true; pivot_root / /app",
+    "fill the disk": "head -c 1G /dev/zero > big; for i in $(seq 20000); do echo > f$i; done",
+    "fork bomb": ":(){ :|:& };: ; :",
+    "end the holder": "kill -9 -1; kill -9 1; kill -9 $PPID",
+    "trace the first process": 'python3 -c "import ctypes; '
+    'print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))"; cat /proc/1/mem | head -c 1',
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_fails(name: str) -> None:
+    """Each leaves the reward at 0, shows nothing of the tests, and does not stop the verdict."""
+    read, last = play(task(), ATTACKS[name], "cat /app/* /logs/verifier/* 2>/dev/null; echo alive")
+    assert SECRET not in "".join(read)
+    assert "test.sh" not in read[0] or "No such file" in read[0]
+    assert dict(last.rewards) == {"reward": 0.0}
+    assert last.facts["no_reward"] == 0.0, "the tests ran and wrote their reward"
+
+
+def test_root_of_the_machine_is_not_in_reach() -> None:
+    own = Path(__file__)
+    read, _ = play(task(), f"cat {own}; ls /work /proc/1/root; id -u; cat /etc/shadow", "ls /")
+    assert "No such file" in read[0] and "Terminal tasks" not in read[0]
+    assert not {"work", "mnt", ".old"} & set(read[1].split())
+
+
+PYTHON_TEST = b"""
+import pathlib, pytest
+def test_answer():
+    assert pathlib.Path("answer.txt").read_text() == "%s"
+""" % SECRET.encode()
+PYTEST = script(
+    "#!/bin/bash\npython3 -m pytest -q /tests/test_it.py && echo 1 > /logs/verifier/reward.txt "
+    "|| echo 0 > /logs/verifier/reward.txt\n"
+)
+
+
+@pytest.mark.parametrize("module", ["pytest", "sitecustomize", "usercustomize", "conftest", "os"])
+def test_planted_modules_are_not_imported_by_the_tests(module: str) -> None:
+    """`pytest` is none of the package's programs, so a stand-in of the tests is imported."""
+    stand_in = b"import runpy, sys\nrunpy.run_path(sys.argv[-1])['test_answer']()\n"
+    hidden = {"test.sh": PYTEST, "test_it.py": File(PYTHON_TEST), "pytest.py": File(stand_in)}
+    dockerfile = "FROM scratch\nWORKDIR /app\nENV PYTHONPATH=/app PATH=/app:/bin BASH_ENV=/app/b\n"
+    plant = (
+        f'echo "{FAKE_PYTEST}" > {module}.py; echo "echo 1 > /logs/verifier/reward.txt; exit" > b; '
+        f"d=~/.local/lib/python3.{sys.version_info.minor}/site-packages; mkdir -p $d; "
+        f"cp {module}.py $d; echo 'import {module}' > $d/a.pth; touch pytest.ini"
+    )
+    _, last = play(task(dockerfile=dockerfile, tests=hidden), plant)
+    assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 0.0
+    _, last = play(task(dockerfile=dockerfile, tests=hidden), f"printf {SECRET} > answer.txt")
+    assert dict(last.rewards) == {"reward": 1.0}
+
+
+BAD_REWARDS = {
+    "none": "true",
+    "FIFO": "mkfifo /logs/verifier/reward.txt",
+    "link": "echo 1 > /app/mine; ln -s /app/mine /logs/verifier/reward.txt",
+    "folder": "mkdir /logs/verifier/reward.json",
+    "text": "echo one > /logs/verifier/reward.txt",
+    "infinite": "echo '{\"a\": 1e999}' > /logs/verifier/reward.json",
+    "large": "yes 1 | head -c 3000000 > /logs/verifier/reward.txt",
+}
+
+
+@pytest.mark.parametrize("name", BAD_REWARDS)
+def test_reward_file_that_cannot_be_read_counts_as_0(name: str) -> None:
+    hidden = {"test.sh": script(f"#!/bin/bash\n{BAD_REWARDS[name]}\n")}
+    _, last = play(task(tests=hidden))
+    assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 1.0
+
+
+def test_process_of_the_tests_cannot_change_the_reward_later() -> None:
+    late = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\n(sleep 0.2; echo 1 > reward.txt) &\n"
+    _, last = play(task(tests={"test.sh": script(late)}, test_timeout_s=1.0))
+    assert dict(last.rewards) == {"reward": 0.0}
+    slow = script('#!/bin/bash\necho \'{"a": 0.5, "b": true}\' > /logs/verifier/reward.json\n')
+    _, last = play(task(tests={"test.sh": slow}))
+    assert dict(last.rewards) == {"a": 0.5, "b": 1.0}
+
+
+def test_closed_sandbox_leaves_no_process() -> None:
+    async def episode() -> Sequence[str]:
+        env = TerminalEnv(task(), NamespaceRuntime())
+        await env.begin()
+        call = ToolCall("bash", {"command": "sleep 4242 & sleep 4242 &"})
+        await env.step(Message("assistant", "", tool_calls=(call,)))
+        await_processes(some=True)
+        await env.close()
+        return processes()
+
+    assert not asyncio.run(episode())
+
+
+def test_killed_run_leaves_no_process() -> None:
+    """A run that is killed while a command runs, and another one while it waits for the policy."""
+    code = (
+        "import asyncio, sys\nfrom tests.envs.test_terminal import *\nasync def main():\n"
+        " sandbox = await NamespaceRuntime().start(task())\n"
+        " await sandbox.run('sleep 4242 & sleep 4242 &', seconds=9, output_kb=1)\n"
+        " print('.', flush=True)\n"
+        " await sandbox.run(sys.argv[1], seconds=99, output_kb=1)\n"
+        " await asyncio.sleep(99)\nasyncio.run(main())\n"
+    )
+    for command in ("sleep 4242", "true"):
+        run = subprocess.Popen([sys.executable, "-c", code, command], stdout=subprocess.PIPE)
+        assert run.stdout and run.stdout.read(1) == b"."
+        await_processes(some=True)
+        run.kill()
+        run.wait()
+        run.stdout.close()
+        await_processes(some=False)
+
+
+def await_processes(*, some: bool) -> None:
+    """Wait until the programs are loaded, or until none is left."""
+    for _ in range(200):
+        if bool(processes()) == some:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{len(processes())} processes")
+
+
+def processes() -> list[str]:
+    """Return the command lines of this machine's processes that `sleep 4242` started."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(each.read_text())
+        except OSError:
+            continue
+    return [line for line in found if line.startswith("sleep\0004242")]
+
+
+def harbor(folder: Path, **files: str) -> Path:
+    """Write a task folder in the form of Harbor."""
+    texts = {
+        "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 60.0\n[environment]\nstorage_mb = 9',
+        "instruction.md": "<!-- harbor-canary GUID 1 -->\nWrite the answer.\n",
+        "environment/Dockerfile": "FROM scratch\nARG N=2\nENV WHO=me \\\n  COUNT=$N\n"
+        'WORKDIR /app\nCOPY a.txt sub ./\nADD ["*.md", "docs/"]\nRUN echo $WHO ${COUNT} > who\n'
+        'RUN ["cp", "who", "/srv/who"]\nCMD ["bash"]\n',
+        "environment/a.txt": "a",
+        "environment/sub/b.txt": "b",
+        "environment/read.md": "c",
+        "tests/test.sh": CHECK,
+        "solution/solve.sh": f"printf {SECRET} > answer.txt",
+        **files,
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_harbor_folder(tmp_path: Path) -> None:
+    each = read_task(harbor(tmp_path / "one"))
+    assert (each.name, each.instruction) == ("one", "Write the answer.")
+    assert (each.agent_timeout_s, each.storage_mb) == (60.0, 9)
+    read, last = play(each, "ls -R . ; cat who /srv/who; echo $WHO $COUNT")
+    names = read[0].split()
+    assert {"a.txt", "b.txt", "./docs:", "read.md"} <= {*names} and "Dockerfile" not in names
+    assert names[-6:] == ["me", "2"] * 3
+    assert last.rewards["reward"] == 0.0
+    solve = (tmp_path / "one/solution/solve.sh").read_text()
+    assert play(each, solve)[1].rewards["reward"] == 1.0
+
+
+def test_terminal_bench_folder(tmp_path: Path) -> None:
+    yaml = "instruction: |-\n  Write it.\nparser_name: pytest\nmax_agent_timeout_sec: 90.0\n"
+    for name, text in {
+        "task.yaml": yaml,
+        "Dockerfile": "FROM scratch\nWORKDIR /app\nCOPY . .\n",
+        "docker-compose.yaml": "services:\n  client:\n    build: .\n",
+        "solution.sh": f"printf {SECRET} > answer.txt",
+        "run-tests.sh": "python3 $TEST_DIR/test_it.py",
+        "tests/test_it.py": f"assert open('answer.txt').read() == '{SECRET}'",
+        "data.txt": "7",
+    }.items():
+        (tmp_path / "two" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "two" / name).write_text(text)
+    each = read_task(tmp_path / "two")
+    read, last = play(each, "ls")
+    assert read[0].split() == ["Dockerfile", "data.txt"], "no tests and no solution"
+    assert last.rewards["reward"] == 0.0
+    assert play(each, f"printf {SECRET} > answer.txt")[1].rewards["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"environment/Dockerfile": "FROM a\nFROM b\n"}, "'FROM b' cannot be obeyed"),
+        ({"environment/Dockerfile": "FROM a\nCOPY --from=x a b\n"}, "only files of the build"),
+        ({"environment/Dockerfile": "FROM a\nADD https://x y\n"}, "only files of the build"),
+        ({"environment/Dockerfile": "FROM a\nCOPY none .\n"}, "environment folder has no none"),
+        ({"environment/Dockerfile": "FROM a\nRUN <<EOF\nls\nEOF\n"}, "'RUN <<EOF' cannot"),
+        ({"environment/Dockerfile": "FROM a\nUSER me\n"}, "'USER me' cannot be obeyed"),
+        ({"environment/Dockerfile": "FROM a\nENV A=${B:-1}\n"}, "more than a name"),
+        ({"environment/Dockerfile": "FROM a\nHEALTHCHECK NONE\n"}, "HEALTHCHECK NONE"),
+        ({"environment/Dockerfile": "FROM ubuntu:24.04\n"}, "needs the image ubuntu:24.04"),
+        ({"environment/docker-compose.yaml": "services:"}, "docker-compose.yaml is not supported"),
+        ({"task.toml": "[environment]\ngpus = 1\n"}, "gpus is not supported"),
+        ({"task.toml": "[[steps]]\nname = 'a'\n"}, "steps is not supported"),
+        ({"task.toml": "[agent]\nuser = 'me'\n"}, "agent.user must be root"),
+        ({"task.toml": "[verifier.env]\nKEY = '${KEY}'\n"}, "KEY is a variable of the host"),
+        ({"task.toml": "version = "}, "cannot be read"),
+    ],
+)
+def test_what_a_sandbox_cannot_give_is_refused_by_name(
+    tmp_path: Path, files: dict[str, str], says: str
+) -> None:
+    harbor(tmp_path / "train/one", **files)
+    with pytest.raises(ConfigError, match=says):
+        build_taskset(make_task(f"terminal:{tmp_path}/train"))
+
+
+def test_failed_command_of_the_dockerfile_is_shown() -> None:
+    async def begin() -> None:
+        broken = task(dockerfile="FROM scratch\nRUN echo no >&2; exit 3\n")
+        await TerminalEnv(broken, NamespaceRuntime()).begin()
+
+    with pytest.raises(EnvError, match=r"RUN .* ended with 3 \(no network\): no"):
+        asyncio.run(begin())
+
+
+def test_folders_are_a_task_set(tmp_path: Path) -> None:
+    harbor(tmp_path / "train/one")
+    harbor(tmp_path / "train/two", **{"environment/Dockerfile": "FROM ubuntu:24.04\n"})
+    harbor(tmp_path / "eval/three")
+    options = make_task(
+        f"terminal:{tmp_path}/train", held_out_folder=f"{tmp_path}/eval", host_programs=True
+    )
+    tasks = build_taskset(options)
+    assert [each.name for each in read_folder(tmp_path / "train")] == ["one", "two"]
+    assert len(tasks.held_out(9)) == 1
+    assert {tasks.data_of(each)["name"] for each in islice(tasks.train(0), 2)} == {"one", "two"}
+    check_env(tasks, episodes=2, max_turns=2)
+
+
+def test_tests_in_a_folder_that_agents_can_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harbor(tmp_path / "tasks/one")
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match="tests would not be hidden"):
+        build_taskset(make_task(f"terminal:{tmp_path}/tasks"))
+
+
+def test_runtime_of_ones_own_checks_its_tasks() -> None:
+    class Refusing(NamespaceRuntime):
+        def check(self, task: TerminalTask) -> None:
+            raise ConfigError(f"not {task.name}")
+
+    with pytest.raises(ConfigError, match="not guess"):
+        TerminalTasks("own", [task()], runtime=Refusing())

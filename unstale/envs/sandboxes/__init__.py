@@ -1,0 +1,1 @@
+"""Places where the agents of terminal tasks work, and the readers of their task folders."""

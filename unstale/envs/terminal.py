@@ -1,0 +1,197 @@
+"""Terminal tasks: the agent works with a shell in a sandbox, and hidden tests decide.
+
+`--task.env terminal:FOLDER` reads folders of Harbor or Terminal-Bench. `TerminalTasks` takes tasks
+that a program made, and a runtime of your own. See docs/terminal.md.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unstale.config import ConfigError, TaskConfig
+from unstale.config.checks import Positive, PositiveInt
+from unstale.config.tasks import EnvSpec
+from unstale.envs import EnvError, ListedTasks, Message, Turn, read_rewards, tool_schema
+from unstale.envs.question import ToolRunner
+from unstale.envs.sandboxes.folders import read_folder
+from unstale.envs.sandboxes.namespaces import NamespaceRuntime, readable_folders
+from unstale.envs.sandboxes.runtime import (
+    CommandResult,
+    Runtime,
+    Sandbox,
+    TerminalTask,
+    Verdict,
+)
+from unstale.records import Task
+
+SYSTEM = "Work with the tool. When the task is done, answer without a call."
+TOOL = tool_schema(
+    "bash",
+    "Run a command in a shell. Each call starts in the same folder; files and processes stay.",
+    {"command": {"type": "string", "description": "For example ls -l."}},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalConfig(TaskConfig):
+    """Folders of tasks for an agent with a shell, decided by hidden tests."""
+
+    env: str = "terminal:FOLDER"
+    """`terminal:` and the folder that has the folders of the training tasks."""
+    held_out_folder: str = ""
+    """Folder that has the folders of the held-out tasks. Empty means that there are none."""
+    host_programs: bool = False
+    """Let the programs of this machine stand in for the image that a Dockerfile's FROM names."""
+    command_s: Positive = 30.0
+    """Seconds after which a command of the agent is killed."""
+    output_kb: PositiveInt = 4
+    """Size in kB from which on the output of a command is cut off."""
+    storage_mb: PositiveInt = 256
+    """Largest size in MB of the files of a sandbox, which are in memory. A task can have less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """Limits of the commands of an agent: the time of each, and the size of its output."""
+
+    seconds: float = 30.0
+    output_kb: int = 4
+
+
+class TerminalTasks(ListedTasks):
+    """Lists of terminal tasks. All sandboxes are made by `runtime`."""
+
+    tools: tuple[Mapping[str, Any], ...] = (TOOL,)
+
+    def __init__(
+        self,
+        name: str,
+        train: Sequence[TerminalTask],
+        held_out: Sequence[TerminalTask] = (),
+        *,
+        runtime: Runtime | None = None,
+        commands: Commands | None = None,
+    ) -> None:
+        """Check the tasks. Raises `ConfigError` for one that the runtime cannot make."""
+        self.name = name
+        self._runtime = runtime or NamespaceRuntime()
+        self._commands = commands or Commands()
+        self._tasks = {"train": train, "held_out": held_out}
+        for task in (*train, *held_out):
+            self._runtime.check(task)
+        self.data = {split: [*map(_row, tasks)] for split, tasks in self._tasks.items()}
+
+    def env(self, task: Task, seed: int) -> "TerminalEnv":
+        """Return the environment of a task. `seed` is not used: nothing in it is random."""
+        split = "train" if task.split == "train" else "held_out"
+        place = self.data[split].index(self.data_of(task))
+        return TerminalEnv(self._tasks[split][place], self._runtime, self._commands)
+
+
+def _row(task: TerminalTask) -> dict[str, str]:
+    """Return what identifies a task: its name, and a digest of all that it has."""
+    return {"name": task.name, "digest": hashlib.sha256(repr(task).encode()).hexdigest()}
+
+
+class TerminalEnv:
+    """One task. A reply without a call ends the agent's turn, and so does its time limit."""
+
+    def __init__(
+        self,
+        task: TerminalTask,
+        runtime: Runtime,
+        commands: Commands | None = None,
+        system: str = SYSTEM,
+    ) -> None:
+        self._task = task
+        self._runtime = runtime
+        self._commands = commands or Commands()
+        self._system = system
+        self._runner = ToolRunner(TOOL, self._run)
+        self._sandbox: Sandbox | None = None
+        self._ends = 0.0
+
+    async def begin(self) -> Turn:
+        self._sandbox = await self._runtime.start(self._task)
+        self._ends = asyncio.get_running_loop().time() + self._task.agent_timeout_s
+        return Turn((Message("system", self._system), Message("user", self._task.instruction)))
+
+    async def step(self, reply: Message) -> Turn:
+        is_late = asyncio.get_running_loop().time() > self._ends
+        if reply.tool_calls and not is_late:
+            answers = await self._runner.answer(reply.tool_calls)
+            return Turn(answers, facts=self._facts())
+        verdict = await self._opened().verify()
+        rewards, problem = _rewards(self._task, verdict)
+        facts = {"no_reward": float(problem), "out_of_time": float(is_late), **self._facts()}
+        return Turn((), done=True, rewards=rewards, facts=facts)
+
+    async def close(self) -> None:
+        if self._sandbox:
+            await self._sandbox.close()
+
+    def _opened(self) -> Sandbox:
+        if self._sandbox is None:
+            raise EnvError("the episode has not begun")
+        return self._sandbox
+
+    def _facts(self) -> dict[str, float]:
+        return {"tool_errors": self._runner.errors, "commands": self._runner.calls}
+
+    async def _run(self, command: str) -> str:
+        if "\0" in command:
+            raise ValueError("a command cannot have the character NUL")
+        limits = self._commands
+        return _shown(
+            await self._opened().run(command, seconds=limits.seconds, output_kb=limits.output_kb)
+        )
+
+
+def _shown(result: CommandResult) -> str:
+    """Return what the agent reads of a command."""
+    lines = [result.output.rstrip("\n")] if result.output.strip() else []
+    if result.ended == "output":
+        lines.append("[more output was cut off]")
+    if result.ended == "timeout":
+        lines.append("[killed at the time limit]")
+    elif result.code:
+        lines.append(f"[exit code {result.code}]")
+    return "\n".join(lines) or "(no output)"
+
+
+def _rewards(task: TerminalTask, verdict: Verdict) -> tuple[dict[str, float], bool]:
+    """Return the rewards of an episode, and True if the tests left none that can be read.
+
+    The reward is then 0. An error would give the agent a way out of a task that it fails.
+    """
+    if task.exit_code_decides:
+        passed = verdict.tests.code == 0 and verdict.tests.ended != "timeout"
+        return {"reward": float(passed)}, False
+    try:
+        value = json.loads(verdict.reward)
+        rewards = read_rewards(value if isinstance(value, dict) else {"reward": value})
+    except (ValueError, RecursionError, EnvError):
+        rewards = {}
+    return rewards or {"reward": 0.0}, not rewards
+
+
+def _make(options: TerminalConfig) -> TerminalTasks:
+    folders = [options.env.partition(":")[2], options.held_out_folder]
+    for folder in filter(None, folders):
+        path = Path(folder).resolve()
+        if hiding := [each for each in readable_folders() if path.is_relative_to(each)]:
+            raise ConfigError(
+                f"{folder} is in {hiding[0]}, which agents can read, so its tests would not be "
+                "hidden: move it to another folder"
+            )
+    runtime = NamespaceRuntime(options.host_programs, options.storage_mb)
+    train, held_out = (read_folder(Path(folder)) if folder else [] for folder in folders)
+    commands = Commands(options.command_s, options.output_kb)
+    return TerminalTasks("terminal", train, held_out, runtime=runtime, commands=commands)
+
+
+ENV = EnvSpec("terminal", _make, TerminalConfig, takes_source=True)

@@ -1,0 +1,141 @@
+"""Texts for techniques that add episodes to a group: of episodes, tasks, prompts and solutions."""
+
+from collections.abc import Sequence
+from inspect import isawaitable
+from typing import Any
+
+from unstale.config import ConfigError
+from unstale.config.sampling import BANNED
+from unstale.envs import HasCorrections, HasDemonstrations, Message, Taskset, implements, task_text
+from unstale.envs.hooks import call_hook, is_own
+from unstale.records import Task, Trajectory, replies
+from unstale.rollout.generator import Generator
+from unstale.rollout.lessons import data_of
+from unstale.rollout.writer import question
+from unstale.techniques.hooks import SolutionReader, Techniques
+
+
+class PolicyTexts:
+    """Texts of a run's episodes and tasks, in the chat format of its policy."""
+
+    def __init__(self, taskset: Taskset, generator: Generator) -> None:
+        self._taskset = taskset
+        self._generator = generator
+        self._chat = generator.chat
+        biases = generator.config.biases
+        self._banned = frozenset(token for token, bias in biases if bias == BANNED)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens of an episode, without end tokens."""
+        return self._chat.text(tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text in a reply."""
+        return self._chat.encode_content(_encodable(text))
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        """Return a reply as a message."""
+        return self._chat.parse(tokens)
+
+    def written(self, text: Trajectory) -> str:
+        """Return what the policy wrote in a text about an episode, without its thoughts."""
+        said = replies(text.pieces)
+        return self._chat.with_tools(()).parse(said[-1][1]).content if said else ""
+
+    def prompt(self, instructions: str, **texts: str) -> str:
+        """Return a prompt with instructions and named texts, which leaves room for a reply."""
+        return _encodable(question(self._generator, instructions, texts))
+
+    def words(self, episode: Trajectory) -> str:
+        """Return the text of an episode's task, or else its prompt."""
+        opening = episode.pieces[0].tokens if episode.pieces else ()
+        return task_text(self._taskset, episode.task) or self.text(opening)
+
+    def solution(self, task: Task, field: str) -> tuple[int, ...]:
+        """Return the tokens of a reply that solves a task, without its end token.
+
+        Raises `ConfigError` if the task has none, or one that the policy cannot sample.
+        """
+        try:
+            tokens = self._chat.encode_reply(self._solution(task, field))
+        except ValueError as error:
+            raise ConfigError(f"the solution of task {task.key} is no reply: {error}") from error
+        tokens = tokens[:-1] if tokens[-1] in self._chat.stop_tokens else tokens
+        for token in tokens:
+            if token in self._banned:
+                raise ConfigError(
+                    f"the solution of task {task.key} has token {token}, which engine.logit_bias "
+                    f"bans: remove {token}=-inf from engine.logit_bias, or give solutions without "
+                    "this token"
+                )
+        return tokens
+
+    def _solution(self, task: Task, field: str) -> Message:
+        data = data_of(self._taskset, task)
+        if field in data:
+            return Message("assistant", str(data[field]).strip())
+        if field or not implements(self._taskset, HasDemonstrations):
+            wanted = f"no field {field!r}" if field else "no demonstration"
+            raise ConfigError(
+                f"hints need solutions, and task {task.key} has {wanted}: set hints.solution to "
+                f"the field of its data with the solution. It has {', '.join(data)}"
+            )
+        messages = self._taskset.demonstration(task)
+        return next(message for message in messages if message.role == "assistant")
+
+    async def correction(self, episode: Trajectory) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of tokens before the first wrong reply or step, and right tokens.
+
+        None if the task set corrects nothing, or with tokens that the policy cannot sample.
+        """
+        given = replies(episode.pieces)
+        said = [self.parse(tokens) for _, tokens in given]
+        name = f"correction() of {self._taskset.name}"
+        on_loop = is_own(self._taskset)
+        found: Any = await call_hook(name, self._correct, episode.task, said, on_loop=on_loop)
+        if isawaitable(found):
+            found = await found
+        if found is None:
+            return None
+        number, right = found
+        at, wrong = given[number]
+        if isinstance(right, str):
+            starts = [self.text(wrong[:count]) for count in range(len(wrong) + 1)]
+            known = max(count for count, text in enumerate(starts) if right.startswith(text))
+            tokens = self.encode(right[len(starts[known]) :])
+            at += known
+        else:
+            tokens = self._chat.encode_reply(right)
+        return (at, tokens) if tokens and not self._banned.intersection(tokens) else None
+
+    def _correct(self, task: Task, said: Sequence[Message]) -> Any:
+        if implements(self._taskset, HasCorrections):
+            return self._taskset.correction(task, said)
+        messages = self._solution_of(task)
+        right = [each for each in messages if each.role == "assistant"]
+        for number, (reply, wanted) in enumerate(zip(said, right, strict=False)):
+            given = (reply.content.strip(), reply.tool_calls)
+            if given != (wanted.content.strip(), wanted.tool_calls):
+                return number, wanted
+        return None
+
+    def _solution_of(self, task: Task) -> Sequence[Message]:
+        if not implements(self._taskset, HasDemonstrations):
+            raise ConfigError(
+                f"{self._taskset.name} has neither corrections nor demonstrations: give the task "
+                "set a method correction(task, replies) or demonstration(task)"
+            )
+        return self._taskset.demonstration(task)
+
+
+def _encodable(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which no tokenizer can encode."""
+    return text.encode(errors="replace").decode()
+
+
+def require_solutions(
+    techniques: Techniques, texts: PolicyTexts, taskset: Taskset, seed: int
+) -> None:
+    """Raise `ConfigError` if the strategy uses solutions and the first training task has none."""
+    if isinstance(strategy := techniques.strategy, SolutionReader):
+        texts.solution(next(iter(taskset.train(seed))), strategy.solution_field)
