@@ -34,7 +34,7 @@ from unstale.records import Task
 
 RIGHT = 0.3
 """Share of the decisions of a demonstration that are right."""
-NAMES = ("parts", "sales", "notes", "items", "rooms", "trips")
+NAMES: tuple[str, ...] = ("parts", "sales", "notes", "items", "rooms", "trips")
 NAMES += ("books", "cards", "boxes", "lamps", "seats", "teams")
 
 
