@@ -105,7 +105,9 @@ class PictureReader:
         options = read_mapping(about) if about.is_file() else {}
         own = {"image_seq_len": options["image_seq_len"]} if "image_seq_len" in options else {}
         with reading(folder, "image processor"):
-            image = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            image = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             self._processor = processor_class(kind)(image, tokenizer, **own)
         self.token = int(self._processor.image_token_id)
         """The token that the chat template writes for a picture."""
