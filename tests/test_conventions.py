@@ -52,7 +52,6 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/registry.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",
-        "model/pictures.py",
         "model/template_limits.py",
         *["rewards/unit_test_worker.py"] * 6,
         "rollout/episode.py",

@@ -7,6 +7,7 @@ weights, and are computed once for each picture.
 import copy
 import hashlib
 import random
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from io import BytesIO
@@ -82,6 +83,10 @@ def processor_class(kind: str) -> type[Any]:
         return value if value is None else base.check_argument_for_proper_class(self, name, value)
 
     return type(name, (base,), {"check_argument_for_proper_class": check})
+
+
+_BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error)
+"""The errors that Pillow raises for files that are no pictures, or damaged."""
 
 
 class PictureReader:
@@ -162,7 +167,7 @@ class PictureReader:
             return image.convert("RGB")
         except PictureError:
             raise
-        except Exception as error:  # noqa: BLE001 - decoders raise many kinds
+        except (*_BROKEN, self._image.DecompressionBombError) as error:
             raise PictureError(
                 f"{len(data):,} bytes are no picture that Pillow reads, such as PNG or JPEG: "
                 f"{type(error).__name__}"
