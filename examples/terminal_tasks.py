@@ -211,7 +211,7 @@ def repairs() -> MadeTasks:
 def _run(tasks: str, start: int, trainer: TrainerConfig, groups: int) -> RunConfig:
     return RunConfig(
         recipe=f"train_{tasks}",
-        max_steps=70,
+        max_steps=45,
         task=TaskConfig(env=f"examples.terminal_tasks:{tasks}"),
         sft=SftConfig(steps=start, demonstrations=4096, batch=24, lr=2e-3),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=groups, group_size=8),
