@@ -164,7 +164,6 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     "the end": (
         Place(Policy, "save", 1, 0.1),
         Place(frozen, "write_report", 1),
-        Place(session, "write_survivors", 1),
     ),
 }
 """The functions at which runs are killed, by the component that they belong to."""

@@ -33,7 +33,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import Tensor
 
@@ -116,7 +116,7 @@ class RoundTimer:
     def __init__(self) -> None:
         self.longest_s = 0.0
 
-    def __enter__(self) -> "RoundTimer":
+    def __enter__(self) -> Self:
         self._last = _clocks()
         self._next = asyncio.get_running_loop().call_soon(self._round)
         return self

@@ -211,14 +211,14 @@ def repairs() -> MadeTasks:
 def _run(tasks: str, start: int) -> RunConfig:
     return RunConfig(
         recipe=f"train_{tasks}",
-        max_steps=60,
+        max_steps=70,
         task=TaskConfig(env=f"examples.terminal_tasks:{tasks}"),
         sft=SftConfig(steps=start, demonstrations=4096, batch=24, lr=2e-3),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_context=512, max_completion_tokens=64),
         rollout=RolloutConfig(max_turns=4),
-        trainer=TrainerConfig(lr=5e-4, warmup_steps=3),
-        eval=EvalConfig(tasks=256, interval=15),
+        trainer=TrainerConfig(lr=1e-3, warmup_steps=3),
+        eval=EvalConfig(tasks=256, interval=35),
     )
 
 
@@ -229,4 +229,4 @@ def train_jobs() -> RunConfig:
 
 def train_repairs() -> RunConfig:
     """Small repositories with a bug, likewise."""
-    return _run("repairs", 450)
+    return _run("repairs", 350)

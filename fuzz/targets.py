@@ -450,8 +450,8 @@ VERSIONS = (1, 2, 4, 7)
 
 
 @cache
-def _sound_state(storage: Any, at: int) -> Mapping[str, Any]:
-    store = VersionStore(storage=storage)
+def _sound_state(at: int) -> Mapping[str, Any]:
+    store = VersionStore()
     for version in VERSIONS:
         store.put(version, _weights(version))
     store.move_to(at)
@@ -460,8 +460,7 @@ def _sound_state(storage: Any, at: int) -> Mapping[str, Any]:
 
 def version_chain(data: bytes) -> None:
     draws = Draws(data)
-    storage = draws.choice(("delta", "full"))
-    sound = _sound_state(storage, draws.choice(VERSIONS))
+    sound = _sound_state(draws.choice(VERSIONS))
     state = {**sound, "shelf": dict(sound["shelf"]), "versions": list(sound["versions"])}
     shelf = state["shelf"]
     one, other = draws.choice(sorted(shelf)), draws.choice(sorted(shelf))
@@ -487,7 +486,7 @@ def version_chain(data: bytes) -> None:
             state["movable"] = moved
         case 6:
             shelf[9 + draws.number(9)] = shelf[one]
-    store = VersionStore(storage=storage)
+    store = VersionStore()
     try:
         store.restore(state)
     except ValueError as error:

@@ -471,7 +471,6 @@ def hostile(recorded: Path, tmp_path: Path) -> Path:
         "report.html",
         "audit.json",
         "audit.md",
-        "survivors.json",
         "error.txt",
         "tokenizer.json",
     ):

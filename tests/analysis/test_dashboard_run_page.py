@@ -278,7 +278,7 @@ def test_the_lengths_of_lost_attempts_are_compared_as_in_the_report(
             )
     found = details.attempts(index.database)
     assert found["sentence"].startswith(sentence) and found["is_biased"] == is_biased
-    reported = survivorship({"contrast": contrast(lost, kept)})
+    reported = survivorship({"kinds": {"failed": {}}, "contrast": contrast(lost, kept)})
     assert not lost or reported == (found["sentence"], is_biased)
     index.close()
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_run import NoDisplay, fake_config, fake_place, fake_run
+from tests.support.fake_run import NoDisplay, fake_config, fake_run
 from unstale.analysis.dashboard import frozen
 from unstale.analysis.dashboard.frozen import freeze, write_and_summarize, write_report
 from unstale.analysis.report.audited import COLUMNS, cells
@@ -642,69 +642,6 @@ def test_a_route_is_a_row_of_the_table() -> None:
         "2",
     ]
     assert cells({}) == ["—"] * len(COLUMNS)
-
-
-def test_what_was_generated_is_beside_what_was_trained_on(tmp_path: Path) -> None:
-    found = report(fake_run(tmp_path / "run", steps=3)).run["survivors"]
-    (place,) = found["places"]
-    about = "54 groups were started: 45 trained on, 5 waiting to be trained on, 4 open."
-    assert place["about"].startswith(about)
-    trained = next(row for row in place["rows"] if row[0].strip() == "trained on")
-    assert " ".join(trained[1:]) == "360 212 106 · 201 · 339 4.71 3 · 5 · 8 72.0% 0.72"
-    assert " ".join(place["by_length"][1]) == "145 to 229 106 91 10 5 86% 95%"
-    assert "Lost and kept attempts do not differ measurably in length" in place["sentence"]
-    assert "6 open: neither kept nor lost." in place["note"] and not place["is_biased"]
-
-
-def test_long_attempts_lost_first_are_a_warning(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", steps=3)
-    places = [fake_place("retail", lost_mean=430.0), fake_place("calculator")]
-    (folder / "survivors.json").write_text(json.dumps({"places": places}))
-    found = report(folder).run["survivors"]["places"]
-    assert [(each["name"], each["is_biased"]) for each in found] == [
-        ("retail/train", True),
-        ("calculator/train", False),
-    ]
-    said = "2 times as long as kept ones (430 sampled tokens against 212, 24 attempts): long ones"
-    assert said in found[0]["sentence"]
-
-
-@pytest.mark.parametrize(
-    "held, says",
-    [
-        (None, "Not known: `unstale report` writes survivors.json"),
-        ('{"missing": "the journal failed: <b>"}', "Not known: the journal failed: <b>"),
-        ('{"places": []}', "No group was started."),
-        ('{"places": [{}]}', "0 groups were started: none."),
-        ("[", "survivors.json is not a JSON object"),
-    ],
-)
-def test_without_survivors_the_report_says_why(tmp_path: Path, held: str | None, says: str) -> None:
-    folder = fake_run(tmp_path / "run", steps=3)
-    (folder / "survivors.json").unlink() if held is None else (
-        folder / "survivors.json"
-    ).write_text(held)
-    assert says in json.dumps(report(folder).run)
-
-
-def test_nothing_of_the_survivors_becomes_code(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", steps=3)
-    place = fake_place("retail")
-    spoilt = [
-        poisoned(place),
-        dict.fromkeys(place, ATTACK),
-        {key: [[ATTACK]] for key in place},
-        ATTACK,
-    ]
-    spoilt += [
-        place | {name: dict.fromkeys(place[name], ATTACK)}
-        for name in ("groups", "kinds", "contrast")
-    ]
-    spoilt += [
-        place | {"buckets": [{"low": ATTACK}], "curve": [[ATTACK, 1, 2], ATTACK, [1], [-5, 0, 0]]}
-    ]
-    (folder / "survivors.json").write_text(json.dumps({"places": spoilt}))
-    assert is_data(report(folder))
 
 
 def test_exact_routes_are_known_from_stored_options() -> None:

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import unstale
 from tests.support.forked import Forked
-from tests.support.tracker import OPENED
 from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli import session
 from unstale.cli.evaluate import evaluate
@@ -41,9 +40,9 @@ from unstale.config import (
     TrainerConfig,
     make_task,
 )
-from unstale.durability.journal import Journal, conversation, survivors, trained_episodes
+from unstale.durability.journal import Journal, conversation, trained_episodes
 from unstale.durability.journal.conversations import load_decoder
-from unstale.durability.run_folder import SURVIVORS, read_jsonl
+from unstale.durability.run_folder import read_jsonl
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout.episode import Rollout
 from unstale.trainer import threads as cpu_threads
@@ -292,29 +291,6 @@ def test_the_end_of_a_failed_run_is_recorded_without_a_report(
         session.train(replace(config, eval=EvalConfig(tasks=0)), console=quiet())
     events = read_jsonl(tmp_path / "run" / "events.jsonl")
     assert [event["reason"] for event in events if event["kind"] == "stopped"] == ["failed"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({}, None),
-        (
-            {"max_steps": 99, "trackers": "tests.support.tracker:make_interrupting"},
-            KeyboardInterrupt,
-        ),
-        ({"task": TaskConfig(env="tests.support.toy:BrokenTasks")}, unstale.RunFailed),
-    ],
-)
-def test_every_end_of_a_run_writes_which_episodes_were_trained_on(
-    tmp_path: Path, changes: dict[str, Any], error: type[BaseException] | None
-) -> None:
-    with pytest.raises(error) if error else nullcontext():
-        session.train(small(tmp_path, eval=EvalConfig(tasks=0), **changes), console=quiet())
-    OPENED.clear()
-    run = tmp_path / "run"
-    with Journal.read(run) as journal:
-        expected = survivors(journal)
-    assert expected["places"] and json.loads((run / SURVIVORS).read_text()) == expected
 
 
 def test_code_that_blocks_the_event_loop_is_named(tmp_path: Path) -> None:

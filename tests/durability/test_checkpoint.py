@@ -8,10 +8,8 @@ are rebuilt from a checkpoint and later publications, also after pruning.
 import json
 import math
 import os
-import tracemalloc
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,33 +109,6 @@ def held(run: Path, policy: Policy, *, keep: int = 2) -> Checkpoints:
 
 def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
-def test_spilled_versions_are_written_one_at_a_time_also_if_they_are_dropped_meanwhile(
-    tmp_path: Path,
-) -> None:
-    policy, spill = tiny_policy(), tmp_path / "spill"
-    spill.mkdir()
-    store, other = (VersionStore(storage="full", folder=spill) for _ in range(2))
-    draws = torch.Generator().manual_seed(0)
-    versions = [torch.randn(500_000, generator=draws) for _ in range(8)]
-    with closing(store), closing(other):
-        for version, weights in enumerate(versions):
-            store.put(version, {"w": weights})
-        size = store.encoded_bytes // len(versions)
-        checkpoints = Checkpoints(tmp_path, {"trainer": Part({"weights": {}}), "old": store})
-        tracemalloc.start()
-        try:
-            snapshot = checkpoints.snapshot(Progress(step=1), policy)
-            store.keep({})
-            name = checkpoints.write(snapshot)
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert len(list(spill.rglob("*.safetensors"))) == 1
-        assert peak < 4 * size
-        other.restore(checkpoints.load(name).states["old"])
-        assert all(other.tensors(i)["w"].equal(weights) for i, weights in enumerate(versions))
 
 
 def test_a_nasty_state_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from unstale.records import PendingPiece, collate
 from unstale.testing import check_old_logps, checkpoint_round_trip, episode, nudge, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth
 from unstale.weights.recording import Recorded, RecordedBatch, Recording
-from unstale.weights.store import StoreFull
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -39,8 +38,6 @@ SCORING = (0.7, 48)
 EXACT = sorted(ROUTES)
 
 MADE = {
-    "full copies": OldLogpsConfig(storage="full"),
-    "in files": OldLogpsConfig(spill=True),
     "two averages": OldLogpsConfig(route="ppo_ewma_async", averages=2),
     "an average of steps": OldLogpsConfig(route="ewma_prox", update_every="step"),
     "eager, interrupt_sync": OldLogpsConfig(route="eager", fallback="interrupt_sync"),
@@ -164,10 +161,9 @@ def test_only_what_lacks_is_scored(name: str) -> None:
         assert route.costs()["forward_tokens"] == sum(longest.values())
 
 
-def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
+def test_snapshots_read_no_version_twice() -> None:
     policy = tiny_policy()
-    one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
-    config = OldLogpsConfig(storage="full", memory_gb=3.5 * one_copy / 1e9)
+    config = OldLogpsConfig()
     route = build_old_logps(config, LocalScorer(policy, *SCORING))
     copies = []
     for version in range(3):
@@ -185,9 +181,6 @@ def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
         2,
         4,
     )  # the newest of its state has no piece
-    route.restore(state)
-    with pytest.raises(StoreFull):
-        route.recover({version: pieces_of(0) for version in range(5)}, disk)
 
 
 def test_weights_that_were_not_kept_are_named() -> None:

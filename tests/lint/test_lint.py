@@ -25,7 +25,6 @@ from unstale.config.options import options, stored_config
 from unstale.config.routes import routes
 from unstale.durability.run_folder import plain
 from unstale.lint import check, page
-from unstale.lint.policy_files import num_weights
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.recipes import RECIPES
 from unstale.records import Group, ScoredTrajectory, collate
@@ -137,7 +136,6 @@ def test_a_ratio_called_1_by_construction_is_1_in_the_route_itself(knobs: str) -
     )
 
 
-_FULL = "--old_logps.storage full --old_logps.memory_gb"
 _RESET = "--old_logps.route ppo_ewma_async --old_logps.reset_below 0.5"
 REFUSED = [
     ("--deterministic true --minutes 3", "a deterministic run that ends by the clock"),
@@ -209,8 +207,6 @@ REFUSED = [
         (f"--old_logps.route {route} --engine.keep_cache true", "the engine keeps its cache")
         for route in (*EXACT, "eager --old_logps.fallback ewma_prox")
     ),
-    (f"{_FULL} 0.01", "the staleness bound can outrun the versions that are kept"),
-    (f"{_FULL} 0.02 --old_logps.route eager --schedule.max_staleness 5", "can outrun the versions"),
     (
         "--schedule.max_staleness 0 --schedule.lookahead_window 4",
         "a window of 4 positions has nothing to look ahead at",
@@ -296,8 +292,6 @@ ALLOWED = [
     "--correction.mode none",
     "--schedule.max_staleness 2 --schedule.lookahead_window 400",
     "--old_logps.route ewma_prox --engine.keep_cache true",
-    f"{_FULL} 0.01 --old_logps.spill true",
-    "--old_logps.storage delta --old_logps.memory_gb 0.01",
     f"{_RESET} --correction.mode truncate --correction.token_veto_threshold 0.1",
 ]
 
@@ -305,19 +299,6 @@ ALLOWED = [
 @pytest.mark.parametrize("knobs", ALLOWED)
 def test_combinations_close_to_refused_ones_are_accepted(knobs: str) -> None:
     assert not check(configured(knobs)).refusals
-
-
-def test_full_copies_are_refused_if_memory_holds_too_few_versions() -> None:
-    folder = Path(session.__file__).parents[1] / "recipes" / "base_policy"
-    copy_gb = num_weights(folder) * 4 / 1e9
-    assert num_weights(folder) == sum(
-        p.numel() for p in session.Policy.load(folder).model.parameters()
-    )
-    enough, short = f"{_FULL} {3 * copy_gb * 1.001}", f"{_FULL} {3 * copy_gb * 0.999}"
-    assert not check(configured(enough)).refusals
-    (refusal,) = check(configured(short)).refusals
-    assert "tokens of 3 versions" in refusal.why and "memory for 2" in refusal.why
-    assert not check(configured(f"{short} --trainer.dtype bfloat16")).refusals
 
 
 NEAREST = "--trainer.rounding nearest --trainer.lr 1e-6"
@@ -722,7 +703,7 @@ def test_old_logps_baseline_does_not_lift_the_refusal_of_keep_cache() -> None:
 
 @pytest.mark.parametrize(
     ("fallback", "option"),
-    [("snapshot_old", "beta 0.3"), ("interrupt_sync", "storage full"), ("ewma_prox", "spill true")],
+    [("snapshot_old", "beta 0.3"), ("interrupt_sync", "placement own")],
 )
 def test_an_option_that_the_fallback_does_not_read_is_refused_by_the_name_of_both(
     fallback: str, option: str

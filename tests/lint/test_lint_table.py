@@ -88,7 +88,6 @@ REFUSED_TABLE = (
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 1",
     "--old_logps.route interp_prox_linear --schedule.max_staleness 1 --old_logps.fresh behavior",
     "--old_logps.route rollout --correction.mode none --correction.token_veto_threshold 0.01",
-    "--old_logps.storage full --old_logps.memory_gb 0.001",
     "--objective.loss_type gspo --objective.unit turn",
 )
 CONFIG_ERROR = (

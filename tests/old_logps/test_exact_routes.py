@@ -63,8 +63,7 @@ from unstale.weights.leftovers import hold_lock
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 ROUTES = {
-    "snapshot_old, delta": OldLogpsConfig(route="snapshot_old", storage="delta"),
-    "snapshot_old, full": OldLogpsConfig(route="snapshot_old", storage="full"),
+    "snapshot_old": OldLogpsConfig(route="snapshot_old"),
     "old_logit_model": OldLogpsConfig(route="old_logit_model"),
     "interrupt_sync": OldLogpsConfig(route="interrupt_sync"),
     "eager, snapshot_old": OldLogpsConfig(route="eager", fallback="snapshot_old"),

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from unstale.config import EvalConfig, OldLogpsConfig, RunConfig, ScheduleConfig
 from unstale.durability.journal import JOURNAL, Journal
-from unstale.durability.run_folder import SURVIVORS, TOKENIZER, RunLog, dumps
+from unstale.durability.run_folder import TOKENIZER, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.records import ContextPiece, Group, GroupRequest, Piece, Sampled, Task, Trajectory
 from unstale.token_values import TokenFlag, TokenValues
@@ -260,63 +260,7 @@ def fake_run(  # noqa: PLR0913
         episodes.close(steps)
         if steps == planned:
             log.event("stopped", reason="all steps done")
-    (path / SURVIVORS).write_text(dumps({"places": [fake_place("retail")]}))
     return path
-
-
-def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
-    """Return the entry of an environment in `survivors.json`: 24 of 424 finished attempts were
-    lost.
-    """
-
-    def kind(count: int, mean: float, success: float | None = None) -> dict[str, Any]:
-        tokens = {
-            "mean": mean,
-            "low": round(mean / 2),
-            "middle": round(mean * 0.95),
-            "high": round(mean * 1.6),
-        }
-        turns = {"mean": mean / 45, "low": 3, "middle": 5, "high": 8}
-        return {
-            "count": count,
-            "tokens": tokens,
-            "turns": turns,
-            "success": success,
-            "reward": success,
-        }
-
-    spread = [(round(60 + 340 * (step / 20) ** 2), step / 20) for step in range(21)]
-    return {
-        "env": env,
-        "split": "train",
-        "groups": {"consumed": 45, "finished": 5, "open": 4},
-        "kinds": {
-            "generated": kind(430, 214.0, 0.71),
-            "ended": kind(424, 212.5, 0.71),
-            "trained": kind(360, 212.0, 0.72),
-            "waiting": kind(40, 208.0, 0.66),
-            "failed": kind(24, lost_mean),
-            "open": kind(6, 300.0),
-        },
-        "buckets": [
-            {
-                "low": 60 + 85 * i,
-                "high": 144 + 85 * i,
-                "ended": 106,
-                "trained": 92 - i,
-                "waiting": 10,
-            }
-            for i in range(4)
-        ],
-        "contrast": {
-            "lost": 24,
-            "kept": 400,
-            "lost_mean": lost_mean,
-            "kept_mean": 211.6,
-            "se": 16.0,
-        },
-        "curve": [[tokens, share, min(1.0, share * 1.02)] for tokens, share in spread],
-    }
 
 
 def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) -> None:

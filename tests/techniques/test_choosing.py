@@ -108,6 +108,7 @@ CONDITIONS = {
     "episode_filter": {"schedule.group_size": 8},
     "preserve_clip": {"objective.loss_type": "ppo_clip"},
     "hints": {"objective.placed": "anchor", **ESTIMATOR},
+    "bus": {"bus.load": "runs/earlier", "objective.placed": "anchor", **ESTIMATOR},
     "retry": {"objective.placed": "anchor", **ESTIMATOR},
     "tree": {"techniques": "tree tree_advantage", **ESTIMATOR},
     "tree_advantage": {"techniques": "tree tree_advantage", **ESTIMATOR},

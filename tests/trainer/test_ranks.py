@@ -159,7 +159,6 @@ SECOND_OF_KIND = {"interp_prox_loglinear", "ppo_ewma_async", "rollout"}
 EXACT_SETTINGS = (
     SNAPSHOT,
     OldLogpsConfig(route="snapshot_old", placement="own"),
-    OldLogpsConfig(route="snapshot_old", storage="full"),
     OldLogpsConfig(route="interrupt_sync"),
     OldLogpsConfig(route="eager"),
 )
@@ -522,7 +521,7 @@ def check_each(peers: RankGroup, folder: Path, names: Sequence[str]) -> None:
 
 def check_settings(peers: RankGroup, folder: Path) -> None:
     check(peers, folder, OldLogpsConfig(route="snapshot_old", placement="own"))
-    check(peers, folder, OldLogpsConfig(route="snapshot_old", storage="full"), LORA)
+    check(peers, folder, OldLogpsConfig(route="snapshot_old"), LORA)
     for config in EXACT_SETTINGS:
         check_any_order(peers, folder, config)
     check_second_model(peers, folder)

@@ -277,7 +277,6 @@ def test_an_engine_that_takes_no_deltas_says_so(
         (OldLogpsConfig(), ("bfloat16", "bfloat16"), True),
         (OldLogpsConfig(route="eager"), ("float32", "float32"), True),
         (OldLogpsConfig(), ("bfloat16", "float32"), False),
-        (OldLogpsConfig(storage="full"), ("bfloat16", "bfloat16"), False),
         (OldLogpsConfig(route="eager", fallback="ewma_prox"), ("bfloat16", "bfloat16"), False),
         (OldLogpsConfig(route="rollout"), ("bfloat16", "bfloat16"), False),
     ],

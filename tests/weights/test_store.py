@@ -1,18 +1,16 @@
 """Test the version store.
 
 Published weights are restored bit for bit, for any dtype, bit pattern, layout and order, also after
-dropping, spilling and restoring. Each delta uses the smallest of three encodings. The live versions
-and the newest are kept, and never change. A missing version is an error with numbers. A memory
-limit holds, and a refusal changes nothing. Damaged bytes are refused before memory is allocated.
-A thread makes the same chain, and its errors are raised.
+dropping and restoring. Each delta uses the smallest of three encodings. The live versions and the
+newest are kept, and never change. A missing version is an error with numbers. Damaged bytes are
+refused before memory is allocated. A thread makes the same chain, and its errors are raised.
 """
 
 import gc
-import json
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +21,6 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.numpy import load_file
 from safetensors.torch import load
 from torch import Tensor
 
@@ -40,8 +36,7 @@ from unstale.weights.codec import (
     loads,
     read_tensors,
 )
-from unstale.weights.leftovers import hold_lock
-from unstale.weights.store import Delta, StoreFull, VersionStore
+from unstale.weights.store import Delta, VersionStore
 
 DTYPES = (
     torch.bfloat16,
@@ -174,30 +169,22 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     )
 
 
-@pytest.fixture(params=["memory", "files"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | None]:
-    yield tmp_path if request.param == "files" else None
-    assert list(tmp_path.iterdir()) == [], "a closed store leaves no file behind"
-
-
 @pytest.mark.costly
-@pytest.mark.parametrize("storage", ["delta", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_bits_come_back_in_any_order_after_dropping_and_restoring(
-    dtype: torch.dtype, storage: Literal["delta", "full"], tmp_path: Path
+    dtype: torch.dtype,
 ) -> None:
     like, written = torch.empty(0, dtype=dtype), Counter[str]()
 
     @settings(max_examples=50)
     @given(data=st.data())
     def walk(data: st.DataObject) -> None:
-        folder = data.draw(st.sampled_from([None, tmp_path]))
-        first, second = (VersionStore(storage=storage, folder=folder) for _ in range(2))
+        first, second = VersionStore(), VersionStore()
         versions = {3 * number: tensors for number, tensors in enumerate(history(data, like))}
         with closing(first), closing(second):
             for version, tensors in versions.items():
                 first.put(version, tensors)
-                if storage == "delta" and version:
+                if version:
                     written[first.delta(version).tensors["w"].kind] += 1
             for store in (first, second):
                 if store is second:
@@ -214,18 +201,14 @@ def test_any_bits_come_back_in_any_order_after_dropping_and_restoring(
                 assert store.versions == tuple(versions)
             for version in reversed(versions):
                 assert same(second.tensors(version), versions[version])
-        assert list(tmp_path.iterdir()) == []
 
     walk()
-    ways = () if storage == "full" else ("sparse", "packed") if dtype == torch.bool else WAYS
+    ways = ("sparse", "packed") if dtype == torch.bool else WAYS
     assert all(written[way] >= 25 for way in ways), written
 
 
-@pytest.mark.parametrize("storage", ["delta", "full"])
-def test_what_is_kept_outlives_the_weights_it_was_made_from(
-    storage: str, folder: Path | None
-) -> None:
-    store, tensors = VersionStore(storage=storage, folder=folder), odd_bits()
+def test_what_is_kept_outlives_the_weights_it_was_made_from() -> None:
+    store, tensors = VersionStore(), odd_bits()
     expected = bits(tensors)
     store.put(4, tensors)
     for tensor in tensors.values():
@@ -333,14 +316,12 @@ def test_deltas_that_meet_at_a_dropped_version_become_one_that_is_no_larger() ->
 
 
 def test_exactly_the_live_versions_and_the_newest_are_kept() -> None:
-    store, full = VersionStore(), VersionStore(storage="full")
+    store = VersionStore()
     for version in range(5):
-        for kind in (store, full):
-            kind.put(version, {"w": torch.full((3,), float(version))})
-    for kind in (store, full):
-        kind.keep({1, 3, 9})
-        assert kind.versions == (1, 3, 4)
-    assert full.bytes == 3 * 12 and store.bytes == 2 * 12 and store.movable_bytes == 12
+        store.put(version, {"w": torch.full((3,), float(version))})
+    store.keep({1, 3, 9})
+    assert store.versions == (1, 3, 4)
+    assert store.bytes == 2 * 12 and store.movable_bytes == 12
     store.keep(())
     assert store.versions == (4,) and store.bytes == 0
 
@@ -372,31 +353,6 @@ def test_a_version_never_changes_and_all_have_the_same_form() -> None:
     with pytest.raises(ValueError, match="version 0 is older than the newest, 2"):
         store.put(0, tensors)
     assert store.versions == (1, 2)
-
-
-@pytest.mark.parametrize("storage", ["delta", "full"])
-def test_a_limit_on_memory_is_kept_and_refusing_leaves_the_store_as_it_was(storage: str) -> None:
-    sizes = VersionStore(storage=storage)
-    for version in range(4):
-        sizes.put(version, ramp(version))
-    store = VersionStore(storage=storage, memory_gb=(sizes.bytes - 1) / 1e9)
-    for version in range(3):
-        store.put(version, ramp(version))
-    held = store.bytes
-    with pytest.raises(
-        StoreFull,
-        match=r"version 3 .* over the limit .* versions \[0, 1, 2\] .*memory_gb.*max_stale",
-    ):
-        store.put(3, ramp(3))
-    assert store.versions == (0, 1, 2) and store.bytes == held
-    for version in (1, 0, 2):
-        assert bits(store.tensors(version)) == bits(ramp(version))
-    store.keep({1})
-    store.put(3, ramp(3))
-    assert store.versions == (1, 2, 3)
-    assert [bits(store.tensors(version)) == bits(ramp(version)) for version in (1, 2, 3)] == [
-        True
-    ] * 3
 
 
 def test_a_thread_makes_the_chain_that_the_caller_would_make(
@@ -469,59 +425,9 @@ def test_a_version_takes_the_memory_that_is_counted() -> None:
     assert store.bytes <= min(sizes) < 1.1 * store.bytes
 
 
-@pytest.mark.parametrize("storage", ["delta", "full"])
-def test_spilled_versions_are_files_of_safetensors_and_take_no_memory(
-    storage: str, tmp_path: Path
-) -> None:
-    store = VersionStore(storage=storage, folder=tmp_path, memory_gb=1e-9)
-    assert list(tmp_path.iterdir()) == []
-    for version in range(4):
-        store.put(version, ramp(version))
-    files = sorted(tmp_path.glob("*/*.safetensors"))
-    assert [path.name for path in files][-1] == "00000003.safetensors"
-    assert store.bytes == 0 and len(files) == len(store.versions) - (storage == "delta")
-    with safe_open(files[-1], "numpy") as file:
-        about = json.loads(file.metadata()["delta"].partition(" ")[2])
-        assert about["version"] == 3 and about["tensors"]["w"]["words"] == 6000
-    assert (
-        sum(stream.nbytes for path in files for stream in load_file(path).values())
-        == store.encoded_bytes
-    )
-    for version in (1, 3, 0, 2):
-        assert bits(store.tensors(version)) == bits(ramp(version))
-    other = VersionStore(storage=storage, folder=tmp_path)
-    other.restore(store.state())
-    store.keep({0})
-    assert store.versions == (0, 3) and bits(store.tensors(0)) == bits(ramp(0))
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == len(files) + (
-        1 if storage == "delta" else 2
-    )
-    store.close()
-    assert bits(other.tensors(1)) == bits(ramp(1))
-    other.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_of_killed_processes_are_removed_and_those_of_running_ones_are_kept(
-    tmp_path: Path,
-) -> None:
-    leftover = tmp_path / "unstale-versions-killed"
-    leftover.mkdir()
-    hold_lock(leftover).close()
-    first, second = (VersionStore(storage="full", folder=tmp_path) for _ in range(2))
-    with closing(first), closing(second):
-        first.put(1, ramp(1))
-        assert not leftover.exists()
-        second.put(2, ramp(2))
-        assert bits(first.tensors(1)) == bits(ramp(1))
-        assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_state_goes_into_a_store_of_the_same_kind_only() -> None:
+def test_a_state_goes_into_a_store_of_the_same_weights_only() -> None:
     store = VersionStore()
     store.put(1, ramp(1))
-    with pytest.raises(ValueError, match=r"keep it as it was"):
-        VersionStore(storage="full").restore(store.state())
     with pytest.raises(
         ValueError, match=r"does not fit the store's weights: \['still', 'w', 'x'\]"
     ):
@@ -611,9 +517,8 @@ def test_a_delta_that_breaks_half_way_leaves_the_weights_as_they_were() -> None:
     assert bits(weights) == bits(before)
 
 
-@pytest.mark.parametrize("storage", ["delta", "full"])
-def test_a_state_that_is_not_whole_is_refused(storage: Literal["delta", "full"]) -> None:
-    store = VersionStore(storage=storage)
+def test_a_state_that_is_not_whole_is_refused() -> None:
+    store = VersionStore()
     for version in (1, 2, 3):
         store.put(version, ramp(version))
     store.move_to(1)
@@ -630,7 +535,7 @@ def test_a_state_that_is_not_whole_is_refused(storage: Literal["delta", "full"])
         ({"movable": moved, "checksum": checksum(moved)}, "is not version 1"),
     ):
         with pytest.raises(ValueError, match=match):
-            VersionStore(storage=storage).restore(sound | wrong)
+            VersionStore().restore(sound | wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

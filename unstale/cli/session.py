@@ -17,7 +17,6 @@ from unstale.cli.preflight import new_folder
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import changes_to_run, resume_command
 from unstale.cli.supervised_start import make_start
-from unstale.cli.survivors import write_survivors
 from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
@@ -417,7 +416,6 @@ def _record_end(session: "RunSession", console: Console, reason: str, detail: st
         finally:
             log.event("stopped", reason=reason, detail=detail)
             log.close()
-        write_survivors(log.path)
         console.print(f"run folder {log.path}", highlight=False)
         if best := read_best(log.path):
             metric = best["measured"]["metric"].removeprefix("eval/")

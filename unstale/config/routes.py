@@ -197,11 +197,6 @@ class OldLogpsConfig(VariantSection):
         return False
 
     @property
-    def copies_limit_gb(self) -> float:
-        """The memory limit, in GB, for full copies of past weights. 0 means no limit."""
-        return 0.0
-
-    @property
     def shares_deltas(self) -> bool:
         """True if the route keeps differences between weight versions, which engines could load,
         too.

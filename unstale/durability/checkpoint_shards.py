@@ -8,7 +8,7 @@ read back.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -272,10 +272,9 @@ def _join_store(
 
     A version store keeps past versions of the weights, here this rank's part of each.
     """
-    storage: Literal["full", "delta"] = "full" if states[0]["full"] else "delta"
     stores = []
     for state in states:
-        stores.append(VersionStore(storage=storage))
+        stores.append(VersionStore())
         stores[-1].restore(state)
 
     def own(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -284,7 +283,7 @@ def _join_store(
             for name in parts[0]
         }
 
-    joined = VersionStore(own([state["movable"] for state in states]), storage=storage)
+    joined = VersionStore(own([state["movable"] for state in states]))
     for version in states[0]["versions"]:
         joined.put(version, own([store.tensors(version) for store in stores]))
     return joined.state()

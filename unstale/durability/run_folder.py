@@ -29,7 +29,6 @@ ERROR = "error.txt"
 HANG = "hang.txt"
 REPORT = "report.html"
 AUDIT = "audit.json"
-SURVIVORS = "survivors.json"
 TOKENIZER = "tokenizer.json"
 """Name of the file with the policy's tokenizer, which turns the journal's tokens into text."""
 

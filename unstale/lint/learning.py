@@ -59,7 +59,6 @@ NO_LIMIT = (
     "correction.high",
     "minutes",
     "objective.ratio_cap",
-    "old_logps.memory_gb",
     "rollout.timeout_s",
     "trainer.grad_clip",
 )

@@ -10,13 +10,13 @@ from collections.abc import Collection, Sequence
 from unstale.config import RunConfig
 from unstale.config.algorithm import Aggregate, Unit
 from unstale.config.objectives import over
-from unstale.config.routes import age_of_average, live_versions
+from unstale.config.routes import age_of_average
 from unstale.config.techniques import chosen
 from unstale.lint import critic, learning, noise, stream, techniques
 from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.noise import BAND, TOKEN_RATIO
-from unstale.lint.policy_files import experts, local_folder, num_weights, positions
+from unstale.lint.policy_files import experts, local_folder, positions
 from unstale.lint.semantics import d_is_one, masks_s, s_is_one
 from unstale.objectives.clips import ClippedObjective
 
@@ -108,32 +108,6 @@ def _kept_cache(config: RunConfig) -> Finding | None:
     why = f"{_MIXED_CACHE}, so no route is exact for them"
     fixes = ({"engine.keep_cache": False}, use_route(config, "ppo_ewma_async"))
     return Finding(f"{config.old_logps.route} is exact, and the engine keeps its cache", why, fixes)
-
-
-def _too_few_copies(config: RunConfig) -> Finding | None:
-    """Refuse a memory limit that is too small for the copies of the weights kept to get `old_logp`.
-
-    Only full copies have a size that is known before the run. The size of differences is checked
-    while they are stored.
-    """
-    old = config.old_logps
-    limit_gb = old.copies_limit_gb
-    if not limit_gb:
-        return None
-    if config.trainer.lora_rank:
-        return None  # adapters are small, and their size is unknown before the model is loaded
-    bytes_per_weight = 4 if config.trainer.dtype == "float32" else 2
-    copy_gb = num_weights(local_folder(config)) * bytes_per_weight / 1e9
-    needed = max(2, live_versions(config))  # the newest copy is kept until the next one is stored
-    if needed * copy_gb <= limit_gb:
-        return None
-    why = (
-        f"tokens of {needed} versions can be waiting ({needed * copy_gb:.3g} GB), "
-        f"and the store has memory for {int(limit_gb / copy_gb)}"
-    )
-    needed_gb = math.ceil(needed * copy_gb * 1000) / 1000
-    fixes = ({"old_logps.memory_gb": needed_gb}, {"old_logps.storage": "delta"})
-    return Finding("the staleness bound can outrun the versions that are kept", why, fixes)
 
 
 def _idle_window(config: RunConfig) -> Finding | None:
@@ -326,8 +300,9 @@ def _bandless(config: RunConfig) -> Finding | None:
 def _imitation(config: RunConfig) -> Finding | None:
     if config.objective.placed != "anchor":
         return None
-    # hints and retries refuse mask, so the fix is a run without them
-    others = [each.name for each in chosen(config.techniques) if each.slot != "strategy"]
+    # hints and retries refuse mask, so the fix is a run without them, and without their weights
+    entries = [each for each in chosen(config.techniques) if each.slot != "strategy"]
+    others = [each.name for each in entries if each.name != "hint_entropy_weights"]
     return Finding(
         "objective.placed anchor",
         "placed text is imitated, weighted by its advantage: this is not the gradient of the "
@@ -411,7 +386,6 @@ REFUSALS: Sequence[Rule] = (
     _double_count,
     _missing_half,
     _kept_cache,
-    _too_few_copies,
     _idle_window,
     _inline_kept,
     _inline_normalized,

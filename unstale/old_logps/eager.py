@@ -257,10 +257,6 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
         return self.fallback_spec.updates_per_version(run)
 
     @property
-    def copies_limit_gb(self) -> float:
-        return self.fallback_spec.copies_limit_gb
-
-    @property
     def shares_deltas(self) -> bool:
         return self.fallback_spec.shares_deltas
 

@@ -5,14 +5,10 @@ The log-probability of a token is computed with the weights of the version that 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from unstale.config.checks import NonNegative
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, live_versions
 from unstale.old_logps import OldLogps, has_clean_behavior
 
@@ -82,19 +78,12 @@ class SnapshotOldSpec(ExactSpec):
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld
-    storage: Literal["delta", "full"] = "delta"
-    """How past weights are kept: as lossless differences between versions, or as full copies."""
-    memory_gb: NonNegative = 0.0
-    """Largest size of the kept weights in GB; 0 sets no limit."""
     placement: Literal["twin", "own"] = "twin"
     """Where past versions or averages are scored: in a second model, or (`own`) in the trained
     model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
     keeps averages in main memory.
     """
-    spill: bool = False
-    """Keep past weights in files of a temporary folder instead of memory."""
 
-    fixed: ClassVar = {"storage": "the checkpoint holds that kind of store"}
     docs: ClassVar = RouteDocs(
         policy="the kept weights of the version that sampled the token",
         exact="yes",
@@ -108,29 +97,15 @@ class SnapshotOldSpec(ExactSpec):
         return self.makes.needs.placed(self.placement)
 
     @property
-    def copies_limit_gb(self) -> float:
-        return self.memory_gb if self.storage == "full" and not self.spill else 0.0
-
-    @property
     def shares_deltas(self) -> bool:
-        return self.storage == "delta"
+        return True
 
     def cost(self, run: RunConfig) -> str:
-        kind = "full copies" if self.storage == "full" else "lossless differences"
-        place = "files" if self.spill else "memory"
         copy = "one scoring copy" if self.placement == "twin" else "a copy in main memory"
         return (
-            f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and {copy}; "
-            "a forward pass over each trajectory for every version in it"
+            f"the weights of up to {live_versions(run)} versions (lossless differences)"
+            f" and {copy}; a forward pass over each trajectory for every version in it"
         )
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> SnapshotOld:
-        from unstale.weights.store import VersionStore
-
-        make_store = partial(
-            VersionStore,
-            storage=self.storage,
-            memory_gb=self.memory_gb,
-            folder=Path(tempfile.gettempdir()) if self.spill else None,
-        )
-        return SnapshotOld(scorer, make_store=make_store, placement=self.placement)
+        return SnapshotOld(scorer, placement=self.placement)

@@ -80,8 +80,9 @@ class RunHooks:
     ) -> Sequence[Fork | None]:
         strategy = self.techniques.strategy
         if isinstance(strategy, Strategy):
-            return await self._next_round(strategy, results, request.sizes[0])
-        if strategy is not None:
+            if starts := await self._next_round(strategy, results, request.sizes[0]):
+                return starts
+        elif strategy is not None:
             return ()
         count = self.selection.more(request, results)
         if count:

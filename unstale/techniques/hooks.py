@@ -292,6 +292,17 @@ class TextReader(Protocol):
 
 
 @runtime_checkable
+class VectorReader(Protocol):
+    """A technique that may use vectors of texts, from hidden states of the policy."""
+
+    def read_vectors(self, encode: Callable[[Sequence[str], StatesQuery], Tensor]) -> None:
+        """Receive a function that returns a vector for each text, `[n, H]` float32, after the
+        texts. It is slow.
+        """
+        ...
+
+
+@runtime_checkable
 class Forecaster(Protocol):
     """A sampler that forecasts success rates of tasks from their texts."""
 
@@ -461,7 +472,7 @@ class Strategy(Protocol):
     def roots(self, group_size: int) -> int:
         """Return the number of episodes with which a group begins, at least 1.
 
-        `group_size` is `schedule.group_size`.
+        `group_size` is `schedule.group_size`, or what an allocator chose.
         """
         ...
 
@@ -474,6 +485,15 @@ class Strategy(Protocol):
         began the group. All have ended. No element ends the group. The result must depend only on
         the arguments and the state. In a resumed group the method is called for each round again.
         """
+        ...
+
+
+@runtime_checkable
+class TaskNamer(Protocol):
+    """A strategy that finds texts by the identity of a task."""
+
+    def name_tasks(self, identify: Callable[[Task], str]) -> None:
+        """Receive a function that returns the identity of a task, before the first group."""
         ...
 
 

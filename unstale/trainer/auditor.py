@@ -354,10 +354,6 @@ class Copies:
         return sum(_num_bytes(copy) for copy in self._copies.values())
 
     @property
-    def encoded_bytes(self) -> int:
-        return self.bytes
-
-    @property
     def movable_bytes(self) -> int:
         return _num_bytes(self._movable)
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,23 +29,16 @@ from unstale.weights.codec import (
     Delta,
     apply_all,
     encode_all,
+    file_parts,
     loads,
     merge,
     require_fit,
-    whole,
 )
-from unstale.weights.shelf import Shelf
 
-__all__ = ["Delta", "StoreFull", "Update", "VersionStore"]
+__all__ = ["Delta", "Update", "VersionStore"]
 
 Update = Mapping[str, Tensor] | Delta
 """The weights of a version, or their difference from the version that the receiver has."""
-
-_GB = 1e9
-
-
-class StoreFull(MemoryError):
-    """Error: a new version would exceed the store's memory limit. The version was not added."""
 
 
 class VersionStore:
@@ -54,9 +46,7 @@ class VersionStore:
 
     `move_to` applies deltas to turn the full copy into any stored version. The tensors `movable`
     are used as the full copy: they are changed in place and may be on any device. Without
-    `movable`, the full copy is a copy of the first version. With `storage="full"` every version is
-    stored whole. Versions are stored in memory, up to `memory_gb` (0 is no limit), or in files
-    under `folder`.
+    `movable`, the full copy is a copy of the first version.
 
     `begin_put` and `begin_keep` leave their work to a thread of the store. Every other method waits
     for this thread first, and raises its error. Any thread may call `wait` and `delta`; the other
@@ -71,26 +61,19 @@ class VersionStore:
     (1.0, 4000, True)
     """
 
-    def __init__(
-        self,
-        movable: Mapping[str, Tensor] | None = None,
-        *,
-        storage: Literal["delta", "full"] = "delta",
-        memory_gb: float = 0.0,
-        folder: Path | None = None,
-    ) -> None:
+    def __init__(self, movable: Mapping[str, Tensor] | None = None) -> None:
         self._movable: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
         """Names of tied weights, each with the name under which its value is stored."""
         self._adopt(movable or {})
-        self._full = storage == "full"
-        self._memory_gb = memory_gb
         self._versions: list[int] = []
         self._at = -1
-        self._shelf = Shelf(folder)
-        """The stored versions. Each but the first is a delta from the previous version. With
-        `storage="full"` each has all weights.
+        self._files: dict[int, bytearray] = {}
+        """For each stored version but the first: its delta from the previous version, as the bytes
+        of a safetensors file, which checkpoints write without a copy.
         """
+        self._deltas: dict[int, Delta] = {}
+        """The deltas, as views of the bytes in `_files`."""
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
         self._jobs: list[Future[None]] = []
@@ -102,9 +85,8 @@ class VersionStore:
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Add the weights of a new version, or compare them with those stored for that version.
 
-        Raises `StoreFull` if the memory limit would be exceeded. Raises ValueError if names, shapes
-        or dtypes differ from the store's, if the version is older than the newest, or if it is
-        stored with other weights.
+        Raises ValueError if names, shapes or dtypes differ from the store's, if the version is
+        older than the newest, or if it is stored with other weights.
         """
         self.begin_put(version, tensors)
         self.wait()
@@ -190,12 +172,6 @@ class VersionStore:
             raise LookupError(f"version {version} is not stored, only {self._versions}")
         if version == self._at:
             return
-        if self._full:
-            for target in self._movable.values():
-                words(target).zero_()
-            self._apply(version)
-            self._at = version
-            return
         here = self._versions.index(self._at)
         there = self._versions.index(version)
         step = 1 if there > here else -1
@@ -229,26 +205,24 @@ class VersionStore:
             return
         if self._at not in kept:
             self._move_to(min(kept, key=lambda version: abs(version - self._at)))
-        if not self._full:
-            for before, after in pairwise(kept):
-                links = [version for version in self._versions if before < version <= after]
-                if len(links) > 1:
-                    self._shelf.put(after, self._merge(before, links))
-            self._shelf.drop(kept[0])
-        for version in set(self._versions) - set(kept):
-            self._shelf.drop(version)
+        for before, after in pairwise(kept):
+            links = [version for version in self._versions if before < version <= after]
+            if len(links) > 1:
+                self._shelve(self._merge(before, links))
+        for version in {kept[0], *self._versions} - set(kept[1:]):
+            self._files.pop(version, None)
+            self._deltas.pop(version, None)
         self._versions = kept
 
     def delta(self, version: int) -> Delta:
         """Return the delta from the previous stored version to `version`.
 
-        Raises LookupError for the first version, for one that is not stored, and with
-        `storage="full"`.
+        Raises LookupError for the first version, and for one that is not stored.
         """
         self.wait()
-        if self._full or version not in self._versions[1:]:
+        if version not in self._versions[1:]:
             raise LookupError(f"no delta leads to version {version}: kept {self._versions}")
-        return self._shelf.get(version)
+        return self._deltas[version]
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -263,20 +237,9 @@ class VersionStore:
 
     @property
     def bytes(self) -> int:
-        """The size in bytes of the stored versions in memory, without the full copy.
-
-        0 if they are in files.
-        """
+        """The size in bytes of the stored versions, without the full copy."""
         self.wait()
-        return 0 if self._shelf.in_files else self._shelf.bytes
-
-    @property
-    def encoded_bytes(self) -> int:
-        """The size in bytes of the stored versions, in memory or in files, without the full
-        copy.
-        """
-        self.wait()
-        return self._shelf.bytes
+        return sum(delta.nbytes for delta in self._deltas.values())
 
     @property
     def movable_bytes(self) -> int:
@@ -286,32 +249,27 @@ class VersionStore:
         """Return the contents of the store for a checkpoint.
 
         Each delta is a uint8 tensor: the bytes of a safetensors file. Nothing is copied, so the
-        returned full copy changes at the next `move_to` or `put`. Files are mapped into memory.
+        returned full copy changes at the next `move_to` or `put`.
         """
         self.wait()
         return {
-            "full": self._full,
             "at": self._at,
             "versions": list(self._versions),
             "aliases": dict(self._aliases),
             "movable": dict(self._movable),
             "checksum": checksum(self._movable),
             "shelf": {
-                version: torch.frombuffer(self._shelf.file(version), dtype=torch.uint8)
-                for version in self._shelf.versions
+                version: torch.frombuffer(file, dtype=torch.uint8)
+                for version, file in self._files.items()
             },
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the contents that `state` returned, from a checkpoint.
 
-        Raises ValueError if they are damaged, or do not fit the full copy or `storage`.
+        Raises ValueError if they are damaged, or do not fit the full copy.
         """
         self.wait()
-        if state["full"] != self._full:
-            raise ValueError(
-                "the saved version store has another old_logps.storage: keep it as it was"
-            )
         if not self._movable:
             self._aliases = dict(state["aliases"])
             self._movable = {name: tensor.clone() for name, tensor in state["movable"].items()}
@@ -325,30 +283,27 @@ class VersionStore:
         self._check_chain(deltas, state)
         for name, tensor in self._movable.items():
             words(tensor).copy_(words(state["movable"][name]))
-        self._shelf.close()
-        for version, delta in deltas.items():
-            self._shelf.put(version, delta)
+        self._files, self._deltas = {}, {}
+        for delta in deltas.values():
+            self._shelve(delta)
         self._versions = list(state["versions"])
         self._at = state["at"]
         self._check_copy(state["checksum"])
 
     def close(self) -> None:
-        """Drop all versions and remove their files.
+        """Drop all versions.
 
         Raises the error of the store's thread, if no call has waited for its job.
         """
         try:
             self.wait()
         finally:
-            self._shelf.close()
+            self._files, self._deltas = {}, {}
             self._versions = []
             self._at = -1
 
     def _add(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        if self._full:
-            encoded = {name: whole(tensor) for name, tensor in weights.items()}
-            self._shelve(Delta(-1, version, checksum(weights), encoded))
-        elif self._versions:
+        if self._versions:
             newest = self._versions[-1]
             self._move_to(newest)
             encoded = encode_all(self._movable, weights, weights)
@@ -359,26 +314,20 @@ class VersionStore:
         self._at = version
 
     def _shelve(self, delta: Delta) -> None:
-        resident = self._shelf.bytes + delta.nbytes
-        if not self._shelf.in_files and 0 < self._memory_gb * _GB < resident:
-            raise StoreFull(
-                f"version {delta.version} would take the version store to {resident:,} bytes, "
-                f"over the limit of {self._memory_gb:g} GB: versions {self._versions} are still "
-                "needed. Raise old_logps.memory_gb, set old_logps.spill to keep them in files, "
-                "or lower schedule.max_staleness to need fewer"
-            )
-        self._shelf.put(delta.version, delta)
+        file = bytearray().join(file_parts(delta))
+        self._files[delta.version] = file
+        self._deltas[delta.version] = loads(memoryview(file))
 
     def _apply(self, version: int) -> None:
         targets = {name: words(tensor) for name, tensor in self._movable.items()}
-        apply_all(self._shelf.get(version).tensors, targets)
+        apply_all(self._deltas[version].tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
         """Combine the deltas of the successive versions `links` into one.
 
         It leads from `before` to the last.
         """
-        deltas = [self._shelf.get(version) for version in links]
+        deltas = [self._deltas[version] for version in links]
         merged = in_threads(
             lambda name: merge([delta.tensors[name] for delta in deltas]),
             [*self._movable],
@@ -388,14 +337,10 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, tensors)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the deltas lead from each stored version to the next.
-
-        With `storage="full"`, each delta must have all weights of its version instead.
-        """
+        """Raise ValueError unless the deltas lead from each stored version to the next."""
         versions = state["versions"]
         at = state["at"]
-        pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))
-        links = [(after, before, after) for before, after in pairs]
+        links = [(after, before, after) for before, after in pairwise(versions)]
         actual = sorted((version, delta.base, delta.version) for version, delta in deltas.items())
         if actual != links or versions != sorted(set(versions)):
             raise ValueError(
@@ -415,11 +360,11 @@ class VersionStore:
         check its weights are copied and moved to the second version.
         """
         at = self._at
-        with_delta = self._shelf.versions
+        with_delta = self._deltas
         sound = has_checksum(self._movable, written)
         if with_delta and sound:
             self.move_to(at if at in with_delta else self._versions[1])
-            sound = has_checksum(self._movable, self._shelf.get(self._at).checksum)
+            sound = has_checksum(self._movable, self._deltas[self._at].checksum)
             self.move_to(at)
         if not sound:
             raise ValueError(f"the state's copy is not version {at}: the checksum differs")

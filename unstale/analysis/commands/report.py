@@ -3,7 +3,6 @@
 import argparse
 
 from unstale.cli.recipe_options import print_json
-from unstale.cli.survivors import write_survivors
 from unstale.cli.verbs import JSON, RUN, command
 from unstale.durability.console import Console
 
@@ -11,7 +10,6 @@ from unstale.durability.console import Console
 def _report(chosen: argparse.Namespace) -> int:
     from unstale.analysis.dashboard.frozen import write_and_summarize
 
-    write_survivors(chosen.run)
     text = write_and_summarize(chosen.run)
     if chosen.json:
         path, *sentences = text.splitlines()

@@ -22,12 +22,11 @@ from unstale.analysis.report.words import MEANS, factor_names, is_exact, meaning
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, SURVIVORS, Row, RunFolder
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder
 from unstale.lint.semantics import exactness, factors, versions
 from unstale.observe.health import CHECKS
 from unstale.observe.held_out import HeldOut, held_out, outcome, remarks
 from unstale.observe.run_rows import flatten, step_of
-from unstale.observe.survivors import shown_places
 from unstale.observe.words import number, percent
 
 LIVE_S = 120.0
@@ -181,7 +180,6 @@ def overview(name: str, index: RunIndex) -> Row:
             for key, value in started.items()
             if key not in ("kind", "time", "command")
         ],
-        "survivors": shown_places(folder.read_object(SURVIVORS)),
         "options": {key: written(value)[:2000] for key, value in config.items()},
         "changed": [key for key in config if key in changed],
         "sections": sections(index.names),

@@ -24,8 +24,6 @@ class RouteCost:
     """True if past versions or averages are loaded into the trained model to compute `old_logp`
     (`old_logps.placement = own`).
     """
-    stores_copies: bool = False
-    """True if each past version is kept whole, not as a delta (`old_logps.storage = full`)."""
 
     def forward_passes(self, versions: float, *, prompt_fraction: float = 0.0) -> float:
         """Return how many forward passes over a trajectory the computation of `old_logp` takes.
@@ -53,13 +51,11 @@ class RouteCost:
     def main_bytes(self, model: Model, *, live: int, rate: float) -> float:
         """Return the bytes of main memory that computing `old_logp` takes on all training ranks.
 
-        They hold `live` versions, as deltas or whole. If past weights are loaded into the trained
+        They hold the deltas of `live` versions. If past weights are loaded into the trained
         model, main memory also holds the past version or the float32 averages and, while they are
         used, the trained float32 weights.
         """
         kept = self.delta_bytes(model, live=live, rate=rate)
-        if self.stores_copies:
-            kept = live * model.copy_bytes
         loaded = WORD * self.needs.snapshots + _FLOAT32 * self.needs.averages
         return kept + (loaded + _FLOAT32) * model.parameters * self.in_place
 
@@ -93,5 +89,4 @@ def route_cost(name: str, **options: Any) -> RouteCost:
         config.needs,
         config.exact,
         in_place=getattr(config, "placement", "twin") == "own",
-        stores_copies=getattr(config, "storage", "delta") == "full",
     )

@@ -76,12 +76,9 @@ def survivors(journal: JournalReader) -> Row:
         groups      number of groups by `GroupRow.ended`
         kinds       statistics of the attempts by their end, of all attempts ("generated"), and
                     of all that have ended ("ended")
-        buckets     the ended attempts by quartile of their sampled tokens (`low` to `high`)
         contrast    mean sampled tokens of lost and of kept attempts, and the standard error of
                     their difference if attempts were independent; None if fewer than two were
                     lost or kept
-        curve       points (n, share of ended attempts with at most n sampled tokens, the same
-                    share of trained attempts)
     """
     groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group in journal.groups():
@@ -110,9 +107,7 @@ def _summarize(attempts: Sequence[_Attempt]) -> Row:
     )
     return {
         "kinds": {name: _statistics(members) for name, members in kinds.items() if members},
-        "buckets": _buckets(ended),
         "contrast": contrast(lost, kept),
-        "curve": length_curve(_lengths(ended), _lengths(by_fate["trained"])),
     }
 
 
@@ -150,33 +145,6 @@ def quantile(values: Sequence[int], share: float) -> int:
     (2, 3, 7)
     """
     return values[nearest_rank(len(values), share)]
-
-
-def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
-    """Divide attempts into four parts of about equal size by length.
-
-    Return a row of counts for each. If quartiles of the length are equal, there are fewer parts.
-    """
-    if not ended:
-        return []
-    lengths = _lengths(ended)
-    edges = sorted({quantile(lengths, share) for share in (0.25, 0.5, 0.75, 1.0)})
-    buckets = []
-    previous = -1
-    for edge in edges:
-        members = [attempt for attempt in ended if previous < attempt.tokens <= edge]
-        fates = Counter(attempt.fate for attempt in members)
-        buckets.append(
-            {
-                "low": min(attempt.tokens for attempt in members),
-                "high": edge,
-                "ended": len(members),
-                "trained": fates["trained"],
-                "waiting": fates["waiting"],
-            }
-        )
-        previous = edge
-    return buckets
 
 
 def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:

@@ -88,8 +88,8 @@ class Holder:
         self._options = request
         self._init = 0
         """Id of the first process of the phase, 0 between phases."""
-        _call("prctl", _DUMPABLE, 0)
         _enter_namespaces()
+        _call("prctl", _DUMPABLE, 0)  # later, since it would forbid to write the maps of users
         _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
         _make_root(request)
         os.setresgid(0, 0, 0)
@@ -274,12 +274,15 @@ def _enter_namespaces() -> None:
     reading, writing = os.pipe()
     writer = os.fork()
     if not writer:  # the maps must be written from outside
-        os.read(reading, 1)
-        for kind, own in (("uid", user), ("gid", group)):
-            if user and kind == "gid":
-                _write(f"/proc/{holder}/setgroups", "deny")
-            lines = f"0 {own} 1" if user else f"0 {_OUTER_USER} 1\n1 {own} 1"
-            _write(f"/proc/{holder}/{kind}_map", lines)
+        try:
+            os.read(reading, 1)
+            for kind, own in (("uid", user), ("gid", group)):
+                if user and kind == "gid":
+                    _write(f"/proc/{holder}/setgroups", "deny")
+                lines = f"0 {own} 1" if user else f"0 {_OUTER_USER} 1\n1 {own} 1"
+                _write(f"/proc/{holder}/{kind}_map", lines)
+        except OSError:
+            os._exit(1)
         os._exit(0)
     try:
         _call("unshare", _NEW_ALL)

@@ -215,7 +215,7 @@ class LocalScorer:
             "memory_bytes": float(store.bytes),
             "model_bytes": float(store.movable_bytes),
             "versions": float(len(versions)),
-            "bytes_per_version": store.encoded_bytes / max(1, len(versions) - 1),
+            "bytes_per_version": store.bytes / max(1, len(versions) - 1),
         }
         self._restore_s = store.encode_s = 0.0
         return spent

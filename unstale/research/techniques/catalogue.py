@@ -60,15 +60,14 @@ ROWS: Sequence[Row] = (
         "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
         "It cannot compare contexts of one policy in self-distillation.",
     ),
-    _partly(
+    _works(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N",
-        "Counts of words take the place of the trained encoder, and past groups that of the "
-        "reference tasks.",
+        "--techniques 'predicted_sampler replay' --predicted_sampler.encoder policy "
+        "--predicted_sampler.forecast model --predicted_sampler.reference 256 --selection.pool N",
     ),
-    _diagnostic(
+    _works(
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
@@ -96,12 +95,12 @@ ROWS: Sequence[Row] = (
         "more requests than needed; the rest continues later",
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
     ),
-    _partly(
+    _works(
         7,
         "XRPO",
-        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        "--techniques 'allocate novelty' --allocate.gain interval",
-        "Solved examples in the prompts of tasks that always fail are missing.",
+        "episodes where the mean is uncertain, examples, a bonus for unlikely correct replies",
+        "--techniques 'allocate exemplars novelty' --allocate.gain interval --objective.placed "
+        "guided --selection.pool N",
     ),
     _works(
         8,
@@ -126,10 +125,10 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
-        "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
-        "--correction.mode truncate the ratio",
-        "Successes collected before the run cannot be loaded, and screenshots are missing.",
+        "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
+        "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
+        "bus --bus.load RUN --bus.when failed has successes collected before the run",
+        "Screenshots are missing.",
     ),
     _works(
         12,
@@ -151,11 +150,11 @@ ROWS: Sequence[Row] = (
         "--tree_advantage.kept_depths 0.5 is advantage and pruning of gradients",
         "It is for language models: the paper's image models are missing.",
     ),
-    _idea(
+    _works(
         15,
         "Swarm sampling",
         "nodes share episodes",
-        "Training on the texts of other runs is missing.",
+        "--techniques bus --bus.folder DIR --bus.node NAME --objective.placed anchor, in each run",
     ),
     _works(
         16,
@@ -253,11 +252,14 @@ ROWS: Sequence[Row] = (
         "unpromising replies end early",
         "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
     ),
-    _idea(
+    _partly(
         31,
         "SWE-Reasoner",
         "search with a reward model",
-        "A search over the steps of a repair, and an environment of repositories, are missing.",
+        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "(docs/commands.md)",
+        "The policy judges the steps of a repair: there is no reward model of them, and no "
+        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -287,19 +289,18 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v05_risk --allocate.forecast sampler --baseline.centre shrink "
         "--baseline.forecast sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         36,
         "SAGE (skills)",
         "skills of one task help the next",
-        "Chains of tasks in one episode, and a reward for skills, are missing.",
+        "--task.env chain:ENV, with --task.length and --task.bonus (docs/your-own-task.md)",
     ),
-    _partly(
+    _works(
         37,
         "ADHint",
         "hints by difficulty",
-        "--techniques hints --objective.placed anchor",
-        "Weights of hint tokens by their entropy, and of advantages by the difference of "
-        "difficulty, are missing.",
+        "--techniques 'hints hint_entropy_weights' --objective.placed anchor "
+        "--hints.baseline apart --hints.gap true",
     ),
     _works(
         38,
@@ -360,8 +361,9 @@ ROWS: Sequence[Row] = (
         46,
         "UI-S1",
         "expert traces with patched steps; step and episode advantages",
-        "--techniques step_groups --step_groups.rule two_level are the advantages",
-        "Traces of an expert with patched steps, at which returns are cut, are missing.",
+        "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
+        "--step_groups.cut_below 1 (docs/your-own-task.md)",
+        "The traces are conversations with tools; screenshots are missing.",
     ),
     _partly(
         47,
@@ -467,6 +469,7 @@ ROWS: Sequence[Row] = (
 WISHES: Mapping[str, Sequence[str]] = {
     "more signal per token": (
         "baseline",
+        "bus",
         "confident_error_penalty",
         "distil",
         "entropy_advantage_reweighting",

@@ -84,16 +84,6 @@ export function attempts() {
   } };
 }
 
-// Attempts by environment, from survivors.json, which a run writes when it ends.
-export function places({ places, head, missing }) {
-  if (!places.length) return missing ? h("p", { class: "gap" }, missing) : null;
-  const table = (title, head, rows) => scrolling(title, h("table", { class: "results" }, h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows.map(([name, ...cells]) => row(name, ...cells)))));
-  return h("details", { class: "more" }, h("summary", {}, "By environment and length"), places.map((each) => card(`${each.name}: all attempts`, each.about,
-    table(each.name, head, each.rows), h("p", { class: each.is_biased ? "warning" : "quiet" }, each.sentence), each.note ? h("p", { class: "quiet" }, each.note) : null,
-    each.by_length.length ? [h("p", { class: "quiet" }, "By length, in quarters of the attempts that ended. Kept: trained on or waiting. A kept share that falls with length is a bias."),
-      table(`${each.name} by length`, ["tokens", "ended", "trained on", "waiting", "lost", "trained", "kept"], each.by_length)] : null)));
-}
-
 export function examples(name, found) {
   const rows = found.map((each) => row(each.why, toEpisode(name, each.episode), whole(each.step), amount(each.reward), whole(each.versions), each.task));
   return card("Episodes to read", "A success and a failure from the first and from the last quarter of the steps, sampled by several versions if there are such.",

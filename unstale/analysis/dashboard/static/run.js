@@ -200,8 +200,8 @@ export function run(content, { run: name }) {
   const times = timeline(name);
   const plane = tokenPlane(name);
   const [ages, lagged, attempts] = [details.ages(), details.lagsOverSteps(), details.attempts()];
-  const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks, places] = Array.from({ length: 11 }, () => h("div"));
-  const episodes = part("section-episodes", "Episodes", examples, attempts.element, places, forks);
+  const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks] = Array.from({ length: 10 }, () => h("div"));
+  const episodes = part("section-episodes", "Episodes", examples, attempts.element, forks);
 
   async function fetch_details() {
     try {
@@ -282,7 +282,6 @@ export function run(content, { run: name }) {
       found.end ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.end) : null,
       found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : null,
       [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found), found.live ? h("p", { class: "quiet" }, "All episodes and tokens: ", h("code", {}, found.live)) : null);
-    replace(places, details.places(found.survivors));
     const now = JSON.stringify(found.sections);
     if (now !== sections) {
       sections = now;
